@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -31,9 +31,26 @@ FaultReason = Literal[
     "other_prompt",
     "episode_exception",
     "episode_timeout",
+    "environment_raised",
+    "environment_timeout",
+    "environment_died",
+    "environment_answer",
+    "environment_differs",
 ]
-Ended = Literal["stop", "length", "abort", "partial"]
-"""Reason why a response ended; `partial`: it has not ended yet."""
+Ended = Literal[
+    "stop",
+    "length",
+    "abort",
+    "partial",
+    "env_done",
+    "max_turns",
+    "turn_budget",
+    "sampled_budget",
+    "episode_budget",
+]
+"""Reason why a response ended, or an episode of several turns; `partial`: it has not ended yet."""
+CUT: frozenset[str] = frozenset(("length", "turn_budget", "sampled_budget", "episode_budget"))
+"""Reasons that cut what the policy would have said."""
 NOTHING_BESIDE: Mapping[str, Sequence[np.ndarray]] = MappingProxyType({})
 _LOGPROB_ROUNDING = 1e-3
 
@@ -111,15 +128,24 @@ class EpisodeRow:
 
     prompt: Sequence[int]
     made: Generation
+    media: tuple[PromptMedium, ...] | None = None
+    """Media whose places are in the row, in their order, stored. None: those of the ticket's prompt, if the row begins
+    with that."""
+    turns: tuple[int, ...] | None = None
+    """Ends of its turns: tokens behind the prompt. None: it was not played against an environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at a prompt that takes several rows: its history was compacted, or it has branches."""
+    """One attempt at a prompt that takes several rows, as its history was compacted or has branches; or that was played
+    against an environment."""
 
     rows: Sequence[EpisodeRow]
     """Rows of the episode, at least one, in their order. An episode whose only row has the ticket's prompt is as well a
     `Generation`."""
+    outcome: Mapping[str, Any] | None = None
+    """What its environment says of the whole: `info` and `reward`, and the number of the `row` in which it ended. None:
+    there was no environment, or it has not ended."""
 
     @property
     def finish_reason(self) -> str:
@@ -136,7 +162,9 @@ class Draft:
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     extras: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """Further values by name, an entry a token, of an engine that gives them as it draws."""
+    """Further values by name, an entry a token, of an engine that gives them as it draws. They may end before the
+    tokens do, at the last one of a turn and what was said after it, which the engine is to read first: it gives those
+    with what it adds."""
     before: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `Generation.before`."""
     ended: Generation | Episode | None = None
@@ -150,6 +178,20 @@ class Draft:
         extras = {name: list(values) for name, values in made.extras.items()}
         known = list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), extras
         return cls(*known, made.before, ended)
+
+    @classmethod
+    def after(cls, turn: Generation) -> Draft:
+        """Draft of an episode that goes on after a ``turn``."""
+        draft = cls.of(turn)
+        draft.ended = None
+        return draft
+
+    def hear(self, token_ids: Sequence[int]) -> None:
+        """Add what others say after a turn. Nothing was fed with the turn's last token before, so that what the engine
+        knows of it comes with theirs."""
+        known = max(0, len(self.token_versions) - 1)
+        self.extras = {name: values[:known] for name, values in self.extras.items()}
+        self.add(token_ids, [0.0] * len(token_ids), [0] * len(token_ids))
 
     def add(
         self,
@@ -167,22 +209,37 @@ class Draft:
         # Last: they say how much there is.
         self.token_versions += versions
 
+    @property
+    def turn(self) -> int:
+        """Place of the first token of the turn that is drawn: behind what others said last."""
+        count = len(self.token_versions)
+        return next((at for at in range(count, 0, -1) if not self.token_versions[at - 1]), 0)
+
     def so_far(self) -> Generation | Episode:
         """All that there is, or a copy of it."""
-        return self.ended or self.since(0)
+        return self.ended or self._part(0, len(self.token_versions))
+
+    def again(self) -> Draft:
+        """Copy to go on from, as if it had not ended: an engine that has failed may still add to what it was given."""
+        return Draft.of(self._part(0, len(self.token_versions)))
 
     def since(self, start: int) -> Generation:
-        """Copy of one response without its first ``start`` tokens."""
+        """Copy of one response without its first ``start`` tokens, as far as all is known of it."""
         if not isinstance(ended := self.ended, Generation):
-            count = len(self.token_versions)
-            versions = np.array(self.token_versions[start:count], np.int32)
-            known = {name: values for name, values in self.extras.items() if len(values) >= count > start}
-            extras = {name: np.array(values[start:count]) for name, values in known.items()}
-            made = self.token_ids[start:count], self.logprobs[start:count], versions
-            return Generation(*made, "partial", extras, {} if start else self.before)
+            return self.drawn(start)
         extras = {name: values[start:] for name, values in ended.extras.items()}
         about = ended.token_versions[start:], ended.finish_reason, extras, {} if start else ended.before
         return Generation(ended.token_ids[start:], ended.logprobs[start:], *about)
+
+    def drawn(self, start: int) -> Generation:
+        """The same, as if it had not ended: what ends may be a turn of an episode that goes on."""
+        return self._part(start, min([len(self.token_versions), *map(len, self.extras.values())]))
+
+    def _part(self, start: int, stop: int) -> Generation:
+        versions = np.array(self.token_versions[start:stop], np.int32)
+        extras = {name: np.array(values[start:stop]) for name, values in self.extras.items() if len(values) > start}
+        made = self.token_ids[start:stop], self.logprobs[start:stop], versions
+        return Generation(*made, "partial", extras, {} if start else self.before)
 
 
 @dataclass(slots=True, frozen=True)

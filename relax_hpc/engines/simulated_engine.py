@@ -97,8 +97,8 @@ class SimulatedEngine:
         responses: list[Response] = []
         for request in requests:
             tokens, end = self._response(request)
-            pause_s = self.seconds(request) / request.budget
-            responses.append(Response(tokens, end, request.draft or Draft(), pause_s))
+            draft = request.draft or Draft()
+            responses.append(Response(tokens, end, draft, self.seconds(request) / (request.budget - draft.turn)))
         await self._places.draw(responses)
         return [self._answer(*pair) for pair in zip(requests, responses, strict=True)]
 
@@ -132,10 +132,11 @@ class SimulatedEngine:
     def _response(self, request: GenerateRequest) -> tuple[list[int], Ended]:
         """Tokens of the whole response to a request, and the reason why it ends."""
         stops = Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
-        size, found = self._tokenizer.vocab_size, list[int]()
-        for position in range(request.budget):
+        size, draft = self._tokenizer.vocab_size, request.draft or Draft()
+        found, turn = list(draft.token_ids), draft.turn
+        for position in range(len(found), request.budget):
             found.append(int(keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position) * size))
-            if stops.met(found):
+            if stops.met(found, turn):
                 return found, "stop"
         return found, "length"
 

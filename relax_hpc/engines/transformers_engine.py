@@ -126,7 +126,7 @@ class TransformersEngine:
         request, sampling = drawing.request, drawing.request.sampling
         stops = Stops.of(sampling, self._ends, self._tokenizer)
         draft = request.draft or Draft()
-        drawn, cache, version = Draft.of(draft.so_far()), None, 0
+        drawn, cache, version, turn = Draft.of(draft.so_far()), None, 0, draft.turn
         model = getattr(self._model, "thinker", self._model)
         media, never = MediaInputs(request.media, self._rules, model), [*self._placeholders.values()]
         reason: Literal["stop", "length"] = "length"
@@ -144,7 +144,7 @@ class TransformersEngine:
             token, logprob = sample_token(logits, sampling, uniform)
             drawn.add([token], [logprob], [version])
             drawing.go_on()
-            if stops.met(drawn.token_ids):
+            if stops.met(drawn.token_ids, turn):
                 reason = "stop"
                 break
             cache = output.past_key_values

@@ -18,6 +18,7 @@ from relax_hpc.rewards.answers import answer_exact, answer_partial
 from relax_hpc.rewards.choice import multiple_choice
 from relax_hpc.rewards.dapo import dapo
 from relax_hpc.rewards.maths import math_answer, math_answer_strict
+from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rewards.words import exact, f1
 
 
@@ -30,7 +31,7 @@ class RewardInput:
     response_text: str
     """Response as text, without special tokens."""
     finish_reason: str
-    """End of the response: stop
+    """End of the response, of several the last one: stop
      length
      abort."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -38,6 +39,11 @@ class RewardInput:
     rows: list[list[str]] = field(default_factory=list)
     """Prompt and response of each row of an episode of several, without special tokens; the last response is
     `response_text`. Empty: there is one row."""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """Turns of an episode against an environment, row by row: {"by": policy or environment, "row", "text"}; the last
+    response of the policy is `response_text`. Empty: it was played against none."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Words of its environment on such an episode: `info`, `reward` (None: it has none); and `ended`: why it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ REWARDS: dict[str, Reward | str] = {
     "math_answer": math_answer,
     "math_answer_strict": math_answer_strict,
     "dapo": dapo,
+    "environment": environment,
     "math": "relax_hpc.rewards.symbolic:math",
     "math_boxed": "relax_hpc.rewards.symbolic:math_boxed",
     "format": "relax_hpc.rewards.form:Format",

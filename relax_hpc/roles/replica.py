@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, GenerateRequest, Generation
+from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, Episode, GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.roles.context import NEWS, TURN
@@ -18,8 +18,10 @@ from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rollout.evaluation import Evaluated, Tally
+from relax_hpc.rollout.history import History
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import last_response, requests_for
+from relax_hpc.rollout.turns import Start
 from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
@@ -290,7 +292,7 @@ class Replica:
         answers = [answer for _, some in drawn for answer in some]
         return list(zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True))
 
-    async def drawn(self, prompt: Prompt) -> tuple[Prompt, list[Generation | BadAnswer]]:
+    async def drawn(self, prompt: Prompt) -> tuple[Prompt, list[Generation | Episode | BadAnswer]]:
         """A prompt of an evaluation, its media stored, and all responses to it."""
         settings = self.config.eval
         budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
@@ -299,10 +301,13 @@ class Replica:
         except UNUSABLE as bad:
             return prompt, [BadAnswer("bad_media", str(bad))] * settings.responses
         requests = requests_for(prompt, 0, settings.responses, self.rollout.eval_sampling, budget)
-        return prompt, await asyncio.gather(*map(self.answer, requests))
+        return prompt, await asyncio.gather(*(self.answer(prompt, request) for request in requests))
 
-    async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
-        """End of an episode, asked for again while the engine fails, a few times in a row at most."""
+    async def answer(self, prompt: Prompt, request: GenerateRequest) -> Generation | Episode | BadAnswer:
+        """An episode against the environment, or the end of another; asked for again while the engine fails, a few
+        times in a row at most."""
+        if self.rollout.player:
+            return await self.rollout.player.play(History(), Start(prompt, request, self.once))
         while True:
             with contextlib.suppress(Repeat):
                 made = await play(self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s)

@@ -13,6 +13,7 @@ from typing import Any
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
+from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
@@ -25,6 +26,7 @@ from relax_hpc.rollout.judge import Judge
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
+from relax_hpc.rollout.player import player_of
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
@@ -64,6 +66,8 @@ class Rollout:
         self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media, context.run.eval_media)
         self.outbox = Outbox(self.put, context.report)
         self.media = PromptMedia(self.client, context.model, context.run.eval_media, self.config.data.multimodal)
+        self.player = player_of(config, self.tokenizer, self.media, self.note_fault)
+        """Player of episodes of several turns; None: an episode is one response, or the task plays it."""
         routes = routes_of(context.model, config.model)
         self.judging = Judge(
             config, self.tokenizer, self.outbox.report, self.samples.keeps, routes, self.note_waiting_for_judge
@@ -91,6 +95,11 @@ class Rollout:
         doing = min(found, key=WAITS.__contains__, default="")
         self.client.beat.at_work(doing, waits=doing in WAITS)
 
+    def note_fault(self, fault: EnvironmentFault) -> None:
+        """Have the queue count the fault of an environment."""
+        print(f"an environment failed its episode: {fault}", flush=True)
+        self.client.status.note("environment_fault", self.context.group, fault.reason)
+
     def note_waiting_for_judge(self, change: int) -> None:
         """Have beats say that prompt groups wait for a judge, which is no work that could hang."""
         self.waiting_for_judge += change
@@ -101,12 +110,17 @@ class Rollout:
         try:
             self.context.says("starting the reward")
             await self.judging.start()
+            if self.player:
+                self.context.says("starting environments")
+                await self.player.start()
             self.context.says("")
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(self.membership.follow())
                 await self.pool.serve(self.membership.wanted())
                 following.cancel()
         finally:
+            if self.player:
+                await self.player.close()
             await self.judging.close()
             await self.media.close()
             await self.outbox.close()

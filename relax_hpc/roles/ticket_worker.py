@@ -7,16 +7,19 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from relax_hpc.engines.engine import BadAnswer, Episode, Generation
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.engines.together import DrawsTogether
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
-from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.attempt import Attempt, Made
 from relax_hpc.rollout.episodes import Repeat, play
+from relax_hpc.rollout.history import History
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.segment_log import SegmentLog
 from relax_hpc.rollout.spares import Spare, has_spare
+from relax_hpc.rollout.turns import Start
 from relax_hpc.transfer_queue.client import Admission, LogPlace, NextAttempt
 from relax_hpc.transfer_queue.records import FILTERED
 
@@ -109,15 +112,19 @@ class TicketWorker:
         prompt = self.rollout.source.prompt(place.ticket, place.attempt)
         with self.replica.activity("queue", self.step_of(ticket)):
             if made := await self.log.read(place, prompt):
-                return Attempt(ticket, number, prompt, self.config.samples_per_prompt, made)
+                return self.attempt(ticket, number, prompt, made)
             begun = self.begun(ticket, number)
             await self.drop(begun, _UNUSABLE)
         return begun
 
     def begun(self, ticket: int, number: int) -> Attempt:
         """New attempt, of which there is nothing yet."""
-        prompt = self.rollout.source.prompt(ticket, number)
-        return Attempt(ticket, number, prompt, self.config.samples_per_prompt)
+        return self.attempt(ticket, number, self.rollout.source.prompt(ticket, number))
+
+    def attempt(self, ticket: int, number: int, prompt: Prompt, made: Mapping[int, Made] | None = None) -> Attempt:
+        """Attempt ``number`` at ``ticket``, with what there is of it."""
+        in_turns = self.rollout.player is not None
+        return Attempt(ticket, number, prompt, self.config.samples_per_prompt, made, in_turns)
 
     async def finish(self, attempt: Attempt) -> Failure | None:
         """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn: others are to do that."""
@@ -162,7 +169,7 @@ class TicketWorker:
     async def draw(self, attempt: Attempt, counted: bool = True) -> list[Generation | Episode | BadAnswer]:
         """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see `episode`."""
         engine = self.replica.engine
-        if isinstance(engine, DrawsTogether) and not self.rollout.task.makes("episode"):
+        if isinstance(engine, DrawsTogether) and not (self.rollout.player or self.rollout.task.makes("episode")):
             return await self.together(attempt, counted)
         async with asyncio.TaskGroup() as tasks:
             episodes = [tasks.create_task(self.episode(attempt, k, counted)) for k in range(len(attempt.drafts))]
@@ -185,10 +192,24 @@ class TicketWorker:
     async def episode(self, attempt: Attempt, k: int, counted: bool) -> Generation | Episode | BadAnswer:
         """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
         while request := attempt.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
+            history = attempt.drafts[k]
+            if isinstance(history, History):
+                return await self.turns(attempt, history, request, counted)
             with contextlib.suppress(*([Repeat] if counted else [])):
                 limit_s = self.config.rollout.episode_timeout_s
                 return await play(self.rollout.task, request, lambda asked: self.replica.once(asked, counted), limit_s)
         return attempt.drafts[k].so_far()
+
+    async def turns(
+        self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool
+    ) -> Episode | BadAnswer:
+        """The episode that ``history`` is the beginning of, against its environment. Repeat: as `episode`."""
+        assert self.rollout.player
+
+        async def ask(asked: GenerateRequest) -> Generation | BadAnswer:
+            return await self.replica.once(asked, counted)
+
+        return await self.rollout.player.play(history, Start(attempt.prompt, request, ask, attempt.ticket, counted))
 
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from relax_hpc.engines.engine import (
     checked,
 )
 from relax_hpc.fields import FIELDS, fields_by
+from relax_hpc.rollout.history import OUTCOME, History, media_in
 from relax_hpc.rollout.samples import draw_key, rows_of
 from relax_hpc.transfer_queue.client.segments import START, UNFINISHED
 from relax_hpc.transfer_queue.row_schema import Row
@@ -30,22 +32,34 @@ class Attempt:
     """The episodes of a prompt group."""
 
     def __init__(
-        self, ticket: int, number: int, prompt: Prompt, episodes: int, made: Mapping[int, Made] | None = None
+        self,
+        ticket: int,
+        number: int,
+        prompt: Prompt,
+        episodes: int,
+        made: Mapping[int, Made] | None = None,
+        in_turns: bool = False,
     ) -> None:
-        """Attempt ``number`` at ``ticket``; ``made``: by episode, what its log has."""
+        """Attempt ``number`` at ``ticket``; ``made``: by episode, what its log has; ``in_turns``: they are played
+        against environments."""
         self.ticket, self.number, self.prompt = ticket, number, prompt
-        self.drafts = [Draft.of(made[k]) if made and k in made else Draft() for k in range(episodes)]
-        self._logged = [(len(draft.token_versions), draft.ended is not None) for draft in self.drafts]
-        """Tokens of each episode's first row that the log has, and whether it has the episode's end."""
+        found = made or {}
+        self.drafts: list[Draft] | list[History]
+        if in_turns:
+            self.drafts = [History.of(found[k], prompt.token_ids) if k in found else History() for k in range(episodes)]
+        else:
+            self.drafts = [Draft.of(found[k]) if k in found else Draft() for k in range(episodes)]
+        self._logged = [_lengths(found[k]) if k in found else {} for k in range(episodes)]
+        """Tokens behind the prompt of each row of each episode that the log has, by the row's number."""
+        self._closed = {k for k, draft in enumerate(self.drafts) if draft.ended}
+        """Episodes whose end the log has."""
         self._refused = False
 
     @property
     def tokens(self) -> int:
         """Tokens of all episodes so far that were sampled."""
-        made = [draft.so_far() for draft in self.drafts if draft.ended or draft.token_versions]
-        rows = [row.made for one in made if isinstance(one, Episode) for row in one.rows]
-        rows += [one for one in made if isinstance(one, Generation)]
-        return sum(int(np.count_nonzero(row.token_versions)) for row in rows)
+        made = [row.made for draft in self.drafts for row in _rows(draft.so_far())]
+        return sum(int(np.count_nonzero(one.token_versions)) for one in made)
 
     @property
     def whole(self) -> bool:
@@ -58,9 +72,13 @@ class Attempt:
         draft = self.drafts[k]
         if draft.ended:
             return None
-        self.drafts[k] = draft = Draft.of(draft.so_far()) if draft.token_versions else Draft()
-        key = draw_key(self.ticket, self.prompt)
-        return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, self.prompt.media, draft=draft)
+        asked = GenerateRequest(
+            self.prompt.token_ids, draw_key(self.ticket, self.prompt), k, sampling, budget, self.prompt.media
+        )
+        if isinstance(draft, History):
+            return asked
+        self.drafts[k] = again = Draft.of(draft.so_far()) if draft.token_versions else Draft()
+        return replace(asked, draft=again)
 
     def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
         """Requests for the rest of all episodes that are not whole, ``but`` for some."""
@@ -69,57 +87,87 @@ class Attempt:
 
     def news(self, unfinished_too: bool, budget: int) -> list[Row]:
         """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not of an
-        engine that gives a field which is declared with the whole response alone."""
+        engine that gives a field which is declared with the whole response alone; of several turns, those that are
+        over in any case."""
         if self._refused:
             return []
         return [row for k in range(len(self.drafts)) for row in self._segments(k, unfinished_too, budget)]
 
     def _segments(self, k: int, unfinished_too: bool, budget: int) -> list[Row]:
-        start, ended = self._logged[k]
-        whole = self.drafts[k].ended
-        if ended or (whole and whole.finish_reason == "abort"):
+        draft, starts = self.drafts[k], self._logged[k]
+        if k in self._closed or (draft.ended and draft.ended.finish_reason == "abort"):
             return []
-        made = whole if isinstance(whole, Episode) else self.drafts[k].since(start)
-        if isinstance(made, Generation):
-            known = made.extras.keys() >= set(_extras())
-            if made.finish_reason == UNFINISHED and not (unfinished_too and made.token_ids and known):
+        if isinstance(draft, History):
+            # What was begun again is another episode than the one of which the log has a part.
+            made = Episode([]) if draft.is_other and starts else draft.since(starts, whole_turns=not unfinished_too)
+        elif isinstance(draft.ended, Episode):
+            made, budget = draft.ended, sys.maxsize
+        else:
+            start = starts.get(0, 0)
+            made = Episode([EpisodeRow(() if start else self.prompt.token_ids, draft.since(start))])
+            if not (draft.ended or unfinished_too):
                 return []
-            if made.token_ids and not _is_sound(made, budget - start):
-                return []
-        prompt = replace(self.prompt, token_ids=(), media=()) if start else self.prompt
-        return [row | {START: start} for row in rows_of(prompt, self.ticket, {k: made})]
+        if not all(_is_loggable(row.made, budget - starts.get(n, 0)) for n, row in enumerate(made.rows)):
+            return []
+        rows = rows_of(self.prompt, self.ticket, {k: made})
+        news = (row | {START: starts.get(row["row"], 0)} for row in rows)
+        return [row for row in news if row["finish_reason"] != UNFINISHED or len(row["token_ids"]) > row["prompt_len"]]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:
         """Note that the log has ``segments`` now, unless the queue ``refused``: it wants no more then."""
         self._refused = refused
         for one in segments if not refused else ():
-            tokens = one[START] + len(one["token_ids"]) - one["prompt_len"]
-            self._logged[one["episode"]] = tokens, one["finish_reason"] != UNFINISHED
+            self._logged[one["episode"]][one["row"]] = one[START] + len(one["token_ids"]) - one["prompt_len"]
+            if one["finish_reason"] != UNFINISHED:
+                self._closed.add(one["episode"])
 
 
 def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
     """Answer that the log of an episode has; None if it is not of this ``prompt``: its file has changed since."""
-    found = [EpisodeRow(row["token_ids"][: row["prompt_len"]].tolist(), _generation(row)) for row in rows]
-    if rows[0]["prompt_id"] != prompt.prompt_id or tuple(found[0].prompt) != tuple(prompt.token_ids):
+    found = [_row(row) for row in rows]
+    # Of a prompt that an environment has said more to, what would have the policy speak is left out.
+    first = tuple(found[0].prompt)
+    if rows[0]["prompt_id"] != prompt.prompt_id or first != prompt.token_ids[: len(first)]:
         return None
-    return Episode(found) if len(found) > 1 else found[0].made
+    told = rows[-1].get("environment")
+    if len(found) == 1 and not told:
+        return found[0].made if first == prompt.token_ids else None
+    return Episode(found, {name: told[name] for name in OUTCOME} if told and OUTCOME[0] in told else None)
 
 
-def _generation(row: Row) -> Generation:
+def _rows(made: Made) -> Sequence[EpisodeRow]:
+    return made.rows if isinstance(made, Episode) else [EpisodeRow((), made)]
+
+
+def _lengths(made: Made) -> dict[int, int]:
+    """Tokens behind the prompt of each row, by its number."""
+    return {number: len(row.made.token_ids) for number, row in enumerate(_rows(made))}
+
+
+def _row(row: Row) -> EpisodeRow:
     known = int(row["prompt_len"])
     tokens, logprobs = row["token_ids"][known:].tolist(), row["rollout_logprobs"][known:].tolist()
     extras = {name: row[name] for name in _extras() if name in row}
     made, before = (
         {name: value[part] for name, value in extras.items()} for part in (slice(known, None), slice(known))
     )
-    return Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], made, before)
+    generation = Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], made, before)
+    prompt, told = row["token_ids"][:known].tolist(), row.get("environment")
+    if not told:
+        return EpisodeRow(prompt, generation)
+    return EpisodeRow(prompt, generation, media_in(row["spans"]), tuple(told["turns"]))
 
 
 def _extras() -> list[str]:
     return [name for name in fields_by("rollout", optional=True) if FIELDS[name].kind == "token"]
 
 
-def _is_sound(made: Generation, budget: int) -> bool:
+def _is_loggable(made: Generation, budget: int) -> bool:
+    """Whether the log may have a part of a response, of which nothing is as good as all."""
+    if not made.token_ids:
+        return True
+    if made.finish_reason == UNFINISHED and not made.extras.keys() >= set(_extras()):
+        return False
     try:
         return checked(made, budget) is made
     except BadAnswer:

@@ -64,6 +64,24 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
+async def in_time(playing: Awaitable[Generation | Episode], own: OwnTime, limit_s: float) -> Answer | Episode:
+    """What ``playing`` makes of an attempt, or why that is none. What others have written may raise anything."""
+    try:
+        async with own:
+            made = await playing
+        return sound(made)
+    except BadAnswer as bad:
+        return bad
+    except TimeoutError as error:
+        if own.is_over:
+            return BadAnswer("episode_timeout", f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)")
+        return BadAnswer("episode_exception", f"TimeoutError: {error}")
+    except (RelaxError, EngineFault, Repeat):
+        raise
+    except Exception as error:
+        return BadAnswer("episode_exception", f"{type(error).__name__}: {error}")
+
+
 async def play(
     task: Task,
     request: GenerateRequest,
@@ -89,26 +107,13 @@ async def play(
             raise answer
         return answer
 
-    try:
-        async with own:
-            playing = await task.episode(dataclasses.replace(request, draft=None), ask)
-        made = _sound(playing)
-    except BadAnswer as bad:
-        return bad
-    except TimeoutError as error:
-        if own.is_over:
-            return BadAnswer("episode_timeout", f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)")
-        return BadAnswer("episode_exception", f"TimeoutError: {error}")
-    except (RelaxError, EngineFault, Repeat):
-        raise
-    except Exception as error:  # a user's method may raise anything
-        return BadAnswer("episode_exception", f"{type(error).__name__}: {error}")
-    if request.draft:
+    made = await in_time(task.episode(dataclasses.replace(request, draft=None), ask), own, limit_s)
+    if request.draft and not isinstance(made, BadAnswer):
         request.draft.ended = made
     return made
 
 
-def _sound(made: Generation | Episode) -> Generation | Episode:
+def sound(made: Generation | Episode) -> Generation | Episode:
     """``made`` itself. BadAnswer: its rows are none, or nobody sampled any of it."""
     rows = [row.made for row in made.rows] if isinstance(made, Episode) else [made]
     if not 0 < len(rows) <= MAX_ROWS:

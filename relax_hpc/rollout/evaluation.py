@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from relax_hpc.config.schema import EvalConfig
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import EngineFault, Generation
+from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rewards import RewardError, Score
 
-Evaluated = tuple[Prompt, Generation | EngineFault, Score | RewardError]
+Evaluated = tuple[Prompt, Generation | Episode | EngineFault, Score | RewardError]
 """A prompt, a response to it, and its reward, or why there is none."""
 
 

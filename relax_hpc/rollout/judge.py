@@ -108,11 +108,15 @@ class Judge:
         return {name: self._about.pop(name) for name in names if name in self._about}
 
     async def evaluated(
-        self, prompts: Sequence[Prompt], answers: Sequence[Generation | EngineFault]
+        self, prompts: Sequence[Prompt], answers: Sequence[Generation | Episode | EngineFault]
     ) -> list[Score | RewardError]:
         """The evaluation's reward of each response, or why it has none."""
-        good = [k for k, answer in enumerate(answers) if isinstance(answer, Generation)]
-        inputs = await self._inputs([prompts[k] for k in good], [answers[k] for k in good])
+        good = [
+            (prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if not isinstance(answer, EngineFault)
+        ]
+        inputs = await self._inputs([prompt for prompt, _ in good], [answer for _, answer in good])
         found = await asyncio.gather(*(self.eval_rewards.of([one]) for one in inputs))
         given = iter(found)
         values: list[Score | RewardError] = []

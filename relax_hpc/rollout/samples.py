@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.prompts import Prompt, Tokenizer, prompt_at
-from relax_hpc.engines.engine import EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
@@ -62,6 +63,8 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
 
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
     """Input of a reward for one episode."""
+    if isinstance(answer, Episode) and answer.outcome:
+        return _of_turns(prompt, answer, tokenizer)
     generation, rows = last_response(answer), []
     if isinstance(answer, Episode) and len(answer.rows) > 1:
         rows = [[tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)] for row in answer.rows]
@@ -69,11 +72,38 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
     return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata, rows)
 
 
+def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardInput:
+    """The same of an episode that was played against an environment."""
+    assert episode.outcome
+    turns, ended = list(turns_of(episode, tokenizer)), episode.finish_reason
+    finish = "length" if ended in CUT else "stop"
+    number = episode.outcome["row"]
+    last = next(turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number)
+    told = {name: episode.outcome[name] for name in ("info", "reward")} | {"ended": ended}
+    return RewardInput(prompt.text, prompt.answer, last, finish, prompt.metadata, turns=turns, environment=told)
+
+
+def turns_of(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Turns of the policy and words of the environment in an episode, see `RewardInput.turns`."""
+    for number, row in enumerate(episode.rows):
+        ids, sampled = row.made.token_ids, np.asarray(row.made.token_versions) != NOBODY
+        changes = (np.flatnonzero(np.diff(sampled)) + 1).tolist()
+        for start, end in pairwise(sorted({0, *changes, *(row.turns or ()), len(ids)})):
+            mine = bool(sampled[start])
+            text = turn_text(ids[start:end], tokenizer) if mine else tokenizer.decode(ids[start:end])
+            yield {"by": "policy" if mine else "environment", "row": number, "text": text}
+
+
 def response_text(made: Generation, tokenizer: Tokenizer) -> str:
     """Text of a response, without special tokens."""
     # One that a text has ended has no end token.
     ended = made.finish_reason == "stop" and made.token_ids[-1] in tokenizer.eos_ids
     return tokenizer.decode(made.token_ids[:-1] if ended else made.token_ids)
+
+
+def turn_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Text of a turn, without special tokens."""
+    return tokenizer.decode(list(token_ids[:-1] if token_ids[-1] in tokenizer.eos_ids else token_ids))
 
 
 def last_response(answer: Generation | Episode) -> Generation:
@@ -120,7 +150,7 @@ def group_rows(
     for row in rows if newest_only else ():
         leave_older_out(row)
     for row in rows if whole_only else ():
-        if last_response(answers[row["episode"]]).finish_reason == "length":
+        if last_response(answers[row["episode"]]).finish_reason in CUT:
             row["loss_mask"][:] = 0
     return rows
 
@@ -159,6 +189,7 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
             "prompt_len": len(turn.prompt),
             **_media(prompt, turn),
             "finish_reason": turn.made.finish_reason,
+            **_environment(answers[episode], turn),
             **_extras(turn),
         }
         for (episode, number, turn), start, end in zip(turns, [0, *ends], ends, strict=False)
@@ -184,8 +215,16 @@ def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]
     return answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
 
 
+def _environment(answer: Generation | Episode, turn: EpisodeRow) -> Row:
+    """What is known of an episode against an environment beside its tokens."""
+    outcome = answer.outcome if isinstance(answer, Episode) else None
+    return {} if turn.turns is None else {"environment": {"turns": list(turn.turns), **(outcome or {})}}
+
+
 def _media(prompt: Prompt, turn: EpisodeRow) -> Row:
-    """Fields about media: a row that does not begin with the ``prompt`` has none of its places."""
+    """Fields about media: a row that does not begin with the ``prompt`` has none of its places, unless it says so."""
+    if turn.media is not None:
+        return {"spans": spans_of(turn.media)} | ({"media_tokens": tokens_by_id(turn.media)} if turn.media else {})
     known = len(prompt.token_ids)
     if not prompt.media or tuple(turn.prompt[:known]) != prompt.token_ids:
         return {"spans": []}

@@ -32,7 +32,7 @@ TASKS: dict[str, type[Task]] = {
 }
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
-__all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "misfits", "train_reward"]
+__all__ = ["TASKS", "Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "train_reward"]
 
 
 def get_task(name: str) -> Task:
@@ -77,6 +77,11 @@ def train_reward(config: Config) -> str:
 def eval_reward(config: Config) -> str:
     """Name of the reward of evaluations."""
     return config.eval.reward or train_reward(config)
+
+
+def environment_of(config: Config) -> str:
+    """Name of the environment that episodes are played against, see `relax_hpc.environments`; empty: there is none."""
+    return config.environment.kind or get_task(config.data.task).environment
 
 
 def _own_reward(task: str) -> str:

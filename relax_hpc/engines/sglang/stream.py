@@ -85,7 +85,7 @@ class Response:
         self._logprobs: list[float] = []
         self._told = 0
         """Tokens of it that the draft has."""
-        self._routes = Routes(routes) if routes else None
+        self._routes = Routes(routes) if routes and self._has_routes(self._draft) else None
         self.name = ""
         """Name of the request, to the server; empty: it was not asked."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -94,6 +94,12 @@ class Response:
         if self.missing <= 0:
             extras = self._known.extras, self._known.before
             self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
+
+    @staticmethod
+    def _has_routes(draft: Draft) -> bool:
+        """Whether a draft has those of all passes that drew it: begun when nobody asked for routes, it never will."""
+        sampled = np.flatnonzero(draft.token_versions)
+        return len(draft.extras.get(NAME, ())) >= (sampled[-1] if len(sampled) else 0)
 
     @property
     def tells_of_cut(self) -> bool:
@@ -158,7 +164,7 @@ class Response:
         if self._routes:
             found, asked = self._routes.so_far, self._asked
             stop = min(stop, len(found) - asked)
-            extras = {NAME: found[asked + start : asked + stop]}
+            extras = {NAME: found[self._first_read : asked + stop]}
             self._draft.before = self._draft.before or {NAME: found[: len(self.request.prompt_ids)]}
         if stop > start:
             versions = [self.begun_by.encode()] * (stop - start)
@@ -185,11 +191,14 @@ class Response:
         if not self._routes or not len(found := self._routes.so_far):
             return {}, {}
         kept = self._known.extras.get(NAME, found[:0])
-        if len(kept) < len(self._known.token_ids):
-            # Begun when nobody asked for routes: those of the passes that drew it are not to be had any more.
-            return {}, {}
-        extras = {NAME: np.concatenate([kept, found[self._asked :], self._routes.shape.none(1)])}
+        first = len(self.request.prompt_ids) + len(kept)
+        extras = {NAME: np.concatenate([kept, found[first:], self._routes.shape.none(1)])}
         return extras, self._known.before or {NAME: found[: len(self.request.prompt_ids)]}
+
+    @property
+    def _first_read(self) -> int:
+        """Place of the first token whose route is not in the draft."""
+        return len(self.request.prompt_ids) + len(self._draft.extras.get(NAME, ()))
 
     def _end(self, found: Generation) -> None:
         self.answer.set_result(checked(found, self.request.budget))

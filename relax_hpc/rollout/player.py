@@ -1,0 +1,99 @@
+"""Plays episodes against environments, each of which is begun again where its environment has failed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import PromptRules, Tokenizer
+from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
+from relax_hpc.environments.base import Beginning, EnvironmentFault
+from relax_hpc.environments.host import Environments
+from relax_hpc.rollout.bridge import Bridge
+from relax_hpc.rollout.episodes import OwnTime, in_time
+from relax_hpc.rollout.history import History
+from relax_hpc.rollout.media import PromptMedia
+from relax_hpc.rollout.observed_media import ObservedMedia
+from relax_hpc.rollout.turns import Rules, Session, Start, Turns
+from relax_hpc.tasks import environment_of
+
+
+class OpenSession(Session, Protocol):
+    """A session that is to be closed."""
+
+    async def close(self) -> None: ...
+
+
+class Host(Protocol):
+    """Opens environments, as `relax_hpc.environments.host.Environments` does."""
+
+    async def start(self) -> None: ...
+
+    async def open(self, beginning: Beginning) -> OpenSession: ...
+
+    async def close(self) -> None: ...
+
+
+class Player:
+    """Player of one process, for one event loop."""
+
+    def __init__(self, host: Host, rules: Rules, limit_s: float, note: Callable[[EnvironmentFault], None]) -> None:
+        """``limit_s``: seconds for an episode, without what its responses take. ``note`` is told of each fault, of
+        those too after which an episode is begun again."""
+        self._host, self._rules, self._limit_s, self._note = host, rules, limit_s, note
+
+    async def start(self) -> None:
+        """Return when episodes can be played. ConfigError: there is no such environment."""
+        await self._host.start()
+
+    async def close(self) -> None:
+        """End all environments."""
+        await self._host.close()
+
+    async def play(self, history: History, start: Start) -> Episode | BadAnswer:
+        """The episode that ``history`` is the beginning of. Repeat: the engine failed, and is not asked again."""
+        own = OwnTime(self._limit_s)
+
+        async def ask(request: GenerateRequest) -> Generation | BadAnswer:
+            with own.stands():
+                return await start.ask(request)
+
+        made = await in_time(self._played(history, replace(start, ask=ask)), own, self._limit_s)
+        assert not isinstance(made, Generation)
+        return made
+
+    async def _played(self, history: History, start: Start) -> Episode:
+        left = self._rules.limits.max_faults
+        while True:
+            try:
+                return await self._once(history, start)
+            except EnvironmentFault as fault:
+                self._note(fault)
+                if not left:
+                    raise BadAnswer(fault.reason, fault.detail) from fault
+                history.begin_again()
+                left -= 1
+
+    async def _once(self, history: History, start: Start) -> Episode:
+        session = await self._host.open(start.beginning)
+        try:
+            return await Turns(self._rules, start, history).through(session)
+        finally:
+            await session.close()
+
+
+def player_of(
+    config: Config, tokenizer: Tokenizer, media: PromptMedia, note: Callable[[EnvironmentFault], None]
+) -> Player | None:
+    """Player of a run's episodes; None: they are played against no environment. ConfigError: there is no such template
+    for chats."""
+    if not (kind := environment_of(config)):
+        return None
+    settings, how = config.environment, PromptRules.of(config.data, tokenizer)
+    places = dict(how.media.places) if how.media else {}
+    bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens)
+    observed = ObservedMedia(media, how.media, tokenizer) if how.media else None
+    rules = Rules(bridge, tokenizer, settings, observed)
+    return Player(Environments(kind, settings), rules, config.rollout.episode_timeout_s, note)

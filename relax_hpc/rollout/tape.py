@@ -1,0 +1,58 @@
+"""What a log has of an episode, gone through once more: turns are taken from it, and what an environment says now is
+compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_hpc.data.media import spans_of
+from relax_hpc.engines.engine import Draft
+from relax_hpc.environments.base import EnvironmentFault
+from relax_hpc.rollout.history import OpenRow
+
+
+class Tape:
+    """Rows of an episode as far as it was logged."""
+
+    def __init__(self, rows: Sequence[OpenRow]) -> None:
+        self._rows = list(rows)
+
+    def turn(self, number: int, start: int) -> Draft | None:
+        """Row ``number`` up to the end of its turn that begins ``start`` tokens behind the prompt; None: that turn is
+        not over here."""
+        if number >= len(self._rows):
+            return None
+        row = self._rows[number]
+        return next((row.first(end) for end in row.turns if end > start), None)
+
+    def rest(self, number: int) -> Draft | None:
+        """All of row ``number``, the last turn of which is not over; None: it has no such row."""
+        return self._rows[number].first(self._rows[number].length) if number < len(self._rows) else None
+
+    def compare(self, number: int, row: OpenRow, heard: Sequence[int]) -> None:
+        """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was ``heard``."""
+        if number >= len(self._rows):
+            return
+        then, end = self._rows[number], row.length + len(heard)
+        if then.prompt != row.prompt:
+            raise _differs(number, "another beginning")
+        if then.length > row.length and then.draft.token_ids[row.length : end] != list(heard):
+            raise _differs(number, f"another observation {row.length} tokens behind the prompt")
+
+    def check_over(self, rows: Sequence[OpenRow]) -> None:
+        """EnvironmentFault: it has more than the ``rows`` that were made of it, or other media. It is over then."""
+        then, self._rows = self._rows, []
+        if len(then) > len(rows):
+            raise _differs(len(rows), "no such row")
+        for number, (one, now) in enumerate(zip(then, rows, strict=False)):
+            if one.length > now.length:
+                raise _differs(number, f"an end {now.length} tokens behind the prompt")
+            spans, end = spans_of(one.media), len(one.prompt) + one.length
+            if [span for span in spans_of(now.media) if span["start"] < end] != [
+                span for span in spans if span["start"] < end
+            ]:
+                raise _differs(number, "other media")
+
+
+def _differs(number: int, what: str) -> EnvironmentFault:
+    return EnvironmentFault("environment_differs", f"row {number} of the episode has {what} when it is played again")

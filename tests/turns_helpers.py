@@ -1,0 +1,156 @@
+"""A tokenizer with a chat template, an engine that draws from all before it alone, and environments of this process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.trainers import BpeTrainer
+
+from relax_hpc.config.schema import EnvironmentConfig
+from relax_hpc.data.chat import ChatTemplate
+from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling, checked
+from relax_hpc.environments.base import Beginning, Environment, EnvironmentFault, Message, Observation, Response, Step
+from relax_hpc.rollout.bridge import Bridge
+from relax_hpc.rollout.player import Player
+from relax_hpc.rollout.turns import Rules, Start
+from relax_hpc.versions import Version
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
+ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+TEMPLATE = """{%- for message in messages -%}
+{%- set is_tool = message.role == "tool" -%}
+{%- if not (is_tool and loop.previtem is defined and loop.previtem.role == "tool") -%}
+{{ "<|im_start|>" + ("user" if is_tool else message.role) }}{%- endif -%}
+{%- if is_tool -%}{{ "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+{%- else -%}{{ "\\n" + message.content }}{%- endif -%}
+{%- if not (is_tool and loop.nextitem is defined and loop.nextitem.role == "tool") -%}{{ "<|im_end|>\\n" }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}
+{%- if not enable_thinking -%}{{ "<think>\\n\\n</think>\\n\\n" }}{%- endif -%}{%- endif -%}"""
+"""What Qwen3's template makes of messages of text behind the first."""
+_WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
+
+
+def backend() -> Backend:
+    """A tokenizer of bytes with some merges, cut as Qwen's."""
+    made = Backend(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(_WORDS, "isolated"), byte_level])
+    made.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    made.train_from_iterator(["user\nassistant\nthe tool said 12, then 34.\n\nand\n" * 3], trainer)
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in ADDED])
+    return made
+
+
+def tokenizer_of(made: Backend) -> Tokenizer:
+    """The project's of it; a turn ends by <|im_end|>."""
+    ends = made.token_to_id("<|im_end|>"), made.token_to_id("<|endoftext|>")
+    found = Tokenizer(made, None, False, ends, ends[1])
+    found.directory = Path()
+    return found
+
+
+def template(enable_thinking: bool = True) -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, {"enable_thinking": enable_thinking, "tools": None}, "")
+
+
+class Drawing:
+    """An engine whose every token follows from those before it; each request is kept."""
+
+    def __init__(self, tokenizer: Tokenizer, words: Sequence[str] = ("a", "b", "7"), version: int = 3) -> None:
+        self.tokenizer, self.version = tokenizer, Version(1, version)
+        self.choices = [tokenizer.encode(word, special=False)[0] for word in words]
+        self.asked: list[GenerateRequest] = []
+        self.drawn = 0
+
+    async def __call__(self, request: GenerateRequest) -> Generation | BadAnswer:
+        draft = request.draft
+        assert draft
+        self.asked.append(request)
+        tokens, finish = list(draft.token_ids), "length"
+        while len(tokens) < request.budget:
+            draw = np.random.default_rng([*request.prompt_ids, *tokens, request.sample]).random()
+            ends = draw < 0.3 and len(tokens) > draft.turn
+            token = self.tokenizer.eos_ids[0] if ends else self.choices[int(draw * 97) % len(self.choices)]
+            tokens.append(token)
+            self.drawn += 1
+            if token == self.tokenizer.eos_ids[0]:
+                finish = "stop"
+                break
+            draft.add([token], [-1.0], [self.version.encode()])
+            self.told()
+        new = len(tokens) - len(draft.token_versions)
+        logprobs = [*draft.logprobs, *[-1.0] * new]
+        versions = np.array([*draft.token_versions, *[self.version.encode()] * new], np.int32)
+        draft.ended = made = checked(Generation(tokens, logprobs, versions, finish), request.budget)
+        return made
+
+    def told(self) -> None:
+        """Called after each token that the draft has."""
+
+
+class Inside:
+    """Opens environments in this process."""
+
+    def __init__(self, kind: Callable[..., Environment], **options: Any) -> None:
+        self._kind, self._options = kind, options
+        self.opened: list[Beginning] = []
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def open(self, beginning: Beginning) -> InsideSession:
+        self.opened.append(beginning)
+        session = InsideSession(self._kind(**self._options))
+        session.opening = await session.messages(await _settled(session.environment.reset(beginning)))
+        return session
+
+
+class InsideSession:
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.opening: tuple[Message, ...] = ()
+
+    async def step(self, response: Response) -> tuple[Step, tuple[Message, ...]]:
+        step = await _settled(self.environment.step(response))
+        return step, await self.messages(step.observations)
+
+    async def messages(self, observations: Sequence[Observation]) -> tuple[Message, ...]:
+        form = self.environment.format_observation
+        return tuple([Message(one.role, tuple(await _settled(form(one)))) for one in observations])
+
+    async def close(self) -> None:
+        await _settled(self.environment.close())
+
+
+async def _settled(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
+
+
+def player(
+    kind: Callable[..., Environment],
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None = None,
+    note: Callable[[EnvironmentFault], None] = lambda fault: None,
+    **limits: int,
+) -> Player:
+    settings = EnvironmentConfig(**limits)
+    bridge = Bridge(tokenizer, chat, most=settings.max_observation_tokens)
+    return Player(Inside(kind), Rules(bridge, tokenizer, settings), 60.0, note)
+
+
+def start(tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0) -> Start:
+    """An episode that begins with ``text`` as it stands."""
+    prompt = Prompt("p", tuple(tokenizer.encode(text, special=False, special_tokens=True)), text, "answer", {"k": 1})
+    sampling = Sampling(1.0, 1.0, tokenizer.eos_ids, 5)
+    return Start(prompt, GenerateRequest(prompt.token_ids, "0/p", sample, sampling, budget), ask)
