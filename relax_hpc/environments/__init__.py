@@ -12,6 +12,9 @@ from relax_hpc.named import named
 
 ENVIRONMENTS: dict[str, str] = {
     "tools": "relax_hpc.environments.with_tools:WithTools",
+    "zoom": "relax_hpc.environments.zoom:ZoomIn",
+    "reasoning_gym": "relax_hpc.environments.reasoning_gym:ReasoningGym",
+    "gymnasium": "relax_hpc.environments.gymnasium:Gymnasium",
 }
 """Environments that are built in, by name: where each lies."""
 

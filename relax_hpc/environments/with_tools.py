@@ -8,7 +8,6 @@ from typing import Any
 from relax_hpc.environments.base import Environment, Observation, Response, Step
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.environments.tools import tools_of
-from relax_hpc.errors import ConfigError
 
 
 class WithTools(Environment):
@@ -20,8 +19,6 @@ class WithTools(Environment):
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
         """``most_calls``: of a turn. ConfigError: there is no such tool."""
-        if not isinstance(tools, Mapping) or not tools:
-            raise ConfigError(f"environment.options.tools: found {tools!r}, allowed: tools by name, with their options")
         self._tools, self._most_calls = tools_of(tools), most_calls
 
     def step(self, response: Response) -> Step:

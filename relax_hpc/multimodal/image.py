@@ -42,14 +42,17 @@ def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
     """An image as it is stored. BadMedium: it is none, damaged, or over a limit."""
+    found = picture(source, limits)
+    found = resize(found, rules.image_size((found.height, found.width)))
+    return Medium(Kind.IMAGE, np.asarray(found), rules.image_header(found.size[::-1]).grid)
+
+
+def picture(source: Source, limits: Limits | None = None) -> Image:
+    """An image upright and in RGB, of its own size. BadMedium: it is none, damaged, or over a limit."""
     with _image(source, limits or Limits()) as image:
-        orientation = _orientation(image)
-        height, width = rules.image_size(_upright_size(image))
+        turn = _TURNS.get(_orientation(image))
         found = rgb(image)
-        if turn := _TURNS.get(orientation):
-            found = found.transpose(_constant("Transpose", turn))
-        found = resize(found, (height, width))
-        return Medium(Kind.IMAGE, np.asarray(found), rules.image_header(found.size[::-1]).grid)
+        return found.transpose(_constant("Transpose", turn)) if turn else found
 
 
 def rgb(image: Image) -> Image:

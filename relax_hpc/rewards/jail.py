@@ -7,6 +7,7 @@ files of the user's, none of their processes. It is ended with all that it has s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _NOBODIES = 1 << 30
-"""Users that nobody is: root's programs run as one of them, each worker's as another, so that processes are counted."""
+"""Users that nobody is: root's programs run as one of them, each as another, so that processes are counted."""
+_RUNS = itertools.count()
 _MOST_OUTPUT = 16 << 20
 _SHOWN = 500
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
@@ -48,15 +50,16 @@ class Ran:
 class Jail:
     """Jail that runs one program after the other."""
 
-    def __init__(self, settings: CodeSettings) -> None:
-        """ConfigError: programs cannot be kept apart on this machine."""
-        self._settings = settings
+    def __init__(self, settings: CodeSettings, key: str = "reward.code") -> None:
+        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this machine."""
+        self._settings, self._key = settings, key
         if settings.image and not shutil.which(settings.apptainer):
-            raise ConfigError(f"reward.code.apptainer: found {settings.apptainer!r}, which is no program on this node")
+            raise ConfigError(f"{key}.apptainer: found {settings.apptainer!r}, which is no program on this node")
         self._probe()
 
-    def run(self, program: str, given: str, timeout_s: float) -> Ran:
-        """Run the Python ``program`` with ``given`` as its standard input. OSError: it could not begin."""
+    def run(self, program: str, given: str, timeout_s: float, with_errors: bool = False) -> Ran:
+        """Run the Python ``program`` with ``given`` as its standard input; ``with_errors``: what it writes there is
+        output too. Threads may do so side by side. OSError: it could not begin."""
         with tempfile.TemporaryDirectory(prefix="relax-program-") as folder, contextlib.ExitStack() as stack:
             # Root's program is somebody else's.
             Path(folder).chmod(0o755)
@@ -65,12 +68,13 @@ class Jail:
             question, answer = (stack.enter_context(_memory()) for _ in range(2))
             question.write(given.encode(errors="replace"))
             question.seek(0)
-            code = self._run(folder, question, answer, timeout_s)
+            errors = subprocess.STDOUT if with_errors else subprocess.DEVNULL
+            code = self._run(folder, question, answer, errors, timeout_s)
             answer.seek(0)
             output = answer.read(_MOST_OUTPUT).decode(errors="replace")
         return Ran(code or 0, output, code is not None)
 
-    def _run(self, folder: str, question: Any, answer: Any, timeout_s: float) -> int | None:
+    def _run(self, folder: str, question: Any, answer: Any, errors: int, timeout_s: float) -> int | None:
         """Run it in ``folder``; its exit code, None if it was not done in time."""
         told, telling = os.pipe()
         with os.fdopen(told) as told_file:
@@ -79,7 +83,7 @@ class Jail:
                     self._words(folder, telling, timeout_s),
                     stdin=question,
                     stdout=answer,
-                    stderr=subprocess.DEVNULL,
+                    stderr=errors,
                     pass_fds=() if self._settings.image else (telling,),
                     start_new_session=True,
                     cwd="/",
@@ -102,7 +106,7 @@ class Jail:
         settings = self._settings
         limits = {name: getattr(settings, name) for name in ("memory_mb", "disk_mb", "processes")}
         asked = {**limits, "cpu_s": timeout_s, "told": telling, "weak": settings.weak, "folder": folder}
-        asked["nobody"] = _NOBODIES | os.getpid()
+        asked["nobody"] = _NOBODIES | next(_RUNS) % 256 << 22 | os.getpid()
         python = settings.python or ("python3" if settings.image else sys.executable)
         if settings.image:
             asked |= {"weak": True, "told": -1, "folder": jail_entry.BOX}
@@ -123,9 +127,9 @@ class Jail:
             why = str(error)
         if why:
             raise ConfigError(
-                f"reward.code: no program can be kept apart on {os.uname().nodename}: {why[:_SHOWN]}; the site has to "
+                f"{self._key}: no program can be kept apart on {os.uname().nodename}: {why[:_SHOWN]}; the site has to "
                 "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or set "
-                "reward.code.image, or reward.code.weak: true"
+                f"{self._key}.image, or {self._key}.weak: true"
             )
 
 

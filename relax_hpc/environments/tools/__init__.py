@@ -13,6 +13,8 @@ from relax_hpc.named import named
 
 TOOLS: dict[str, str] = {
     "calculator": "relax_hpc.environments.tools.calculator:Calculator",
+    "python": "relax_hpc.environments.tools.python:Python",
+    "search": "relax_hpc.environments.tools.search:Search",
 }
 """Tools that are built in, by name: where each lies."""
 
@@ -22,6 +24,8 @@ def tools_of(wanted: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Tool]:
 
     ConfigError: there is no such tool, or it cannot be made.
     """
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(f"environment.options.tools: found {wanted!r}, allowed: tools by name, with their options")
     made = [_made(name, json.dumps(options or {}, sort_keys=True)) for name, options in wanted.items()]
     return {tool.name: tool for tool in made}
 

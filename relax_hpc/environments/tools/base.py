@@ -16,6 +16,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "boolean": (bool,),
 }
+MOST = 10**15
+"""Size of a number at most: JSON has larger ones, with which tools cannot count."""
 Answer = str | Observation
 
 
@@ -52,8 +54,8 @@ class Parameter:
 
 
 class Tool:
-    """Something that the policy may call; made once in a process, for all its episodes, and called by several of them
-    at a time: it keeps nothing from one call to the next.
+    """Something that the policy may call. One of `TOOLS` is made once in a process, for all its episodes, and called by
+    several of them at a time: it keeps nothing from one call to the next. Arguments of `__init__` are its options.
 
     >>> class Twice(Tool):
     ...     name, description = "twice", "Doubles a number."
@@ -67,9 +69,6 @@ class Tool:
     name: str
     description: str
     parameters: ClassVar[Mapping[str, Parameter]] = {}
-
-    def __init__(self, **options: Any) -> None:
-        """ConfigError: an option is not allowed."""
 
     def call(self, **arguments: Any) -> Answer:
         """What the policy is told. ToolError: it is told that; what else it raises ends the episode."""
@@ -99,4 +98,6 @@ class Tool:
 
 def _is(value: Any, kind: str) -> bool:
     """Whether ``value`` is of this kind; to Python, true is an integer too."""
-    return isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
+        return False
+    return isinstance(value, str) or -MOST <= value <= MOST

@@ -16,8 +16,17 @@ Number = int | float
 MOST_CHARACTERS = 1000
 MOST_BITS = 4096
 """Bits of a whole number, in between too."""
+MOST_DIGITS = 300
+"""Digits to which a number is rounded, before or behind the point."""
+
+
+def _rounded(value: Number, digits: Number = 0) -> Number:
+    # To very many digits of a whole number Python counts for ever.
+    return round(value, max(-MOST_DIGITS, min(operator.index(digits), MOST_DIGITS)))
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{"abs": abs, "round": round, "min": min, "max": max},
+    **{"abs": abs, "round": _rounded, "min": min, "max": max},
     **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan")},
     **{name: getattr(math, name) for name in ("asin", "acos", "atan", "floor", "ceil", "gcd", "hypot", "degrees")},
     "radians": math.radians,
@@ -107,4 +116,4 @@ def _bounded(value: Any) -> Number:
 
 
 def _why(error: Exception) -> str:
-    return f"{error}" or type(error).__name__
+    return getattr(error, "msg", "") or str(error) or type(error).__name__

@@ -1,0 +1,98 @@
+"""The environment `gymnasium`: a game of the library of that name, shown as a text or a picture, whose actions the
+policy writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
+from relax_hpc.environments.tool_calls import ToolError
+from relax_hpc.environments.tools.pictures import png
+from relax_hpc.errors import ConfigError
+
+Shown = Literal["values", "text", "picture"]
+_MODES = {"values": None, "text": "ansi", "picture": "rgb_array"}
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+SEED = "seed"
+"""Column of a prompt's row: seed of the game, which all episodes of the prompt begin with then."""
+
+
+class Gymnasium(Environment):
+    """One game; what stands between the last `<action>` and `</action>`, or else the whole response, is the action: a
+    name of ``actions``, or a number or list as JSON. The sum of the game's rewards is the reward."""
+
+    def __init__(
+        self,
+        id: str,
+        actions: Sequence[str] = (),
+        shown: Shown = "values",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``id``, ``arguments``: of `gymnasium.make`. ``actions``: names of its actions, in their order. ``shown``: its
+        observations, or what it renders.
+
+        ConfigError: the library is not installed, or has no such game.
+        """
+        if shown not in get_args(Shown):
+            raise ConfigError(f"environment.options.shown: found {shown!r}, allowed: {', '.join(get_args(Shown))}")
+        self._actions = [name.lower() for name in actions]
+        self._shown, self._reward = shown, 0.0
+        self._game = _made(id, {**(arguments or {}), "render_mode": _MODES[shown]})
+
+    def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
+        seen, _ = self._game.reset(seed=int(beginning.metadata.get(SEED, beginning.seed)))
+        return (self._observation(seen),)
+
+    def step(self, response: Response) -> Step:
+        try:
+            action = self._action(response.text)
+        except ToolError as error:
+            return Step((Observation(f"Error: {error}", role="user"),))
+        seen, reward, won, ended, _ = self._game.step(action)
+        self._reward += float(reward)
+        return Step((self._observation(seen),), bool(won or ended), {"ended": bool(ended)}, self._reward)
+
+    def close(self) -> None:
+        self._game.close()
+
+    def _action(self, text: str) -> Any:
+        said = (_ACTION.findall(text) or [text])[-1].strip()
+        if self._actions:
+            if said.lower() not in self._actions:
+                raise ToolError(f"found {said[:80]!r}, allowed: {', '.join(self._actions)}")
+            return self._actions.index(said.lower())
+        space = self._game.action_space
+        try:
+            action = np.asarray(json.loads(said), space.dtype)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise ToolError(f"found {said[:80]!r}, allowed: {space}, as JSON") from error
+        if not space.contains(action if action.ndim else action[()]):
+            raise ToolError(f"found {said[:80]!r}, allowed: {space}")
+        return action if action.ndim else action[()]
+
+    def _observation(self, seen: Any) -> Observation:
+        if self._shown == "values":
+            return Observation(json.dumps(seen, default=lambda value: np.asarray(value).tolist()), role="user")
+        made = self._game.render()
+        if self._shown == "text":
+            return Observation(_COLOURS.sub("", str(made)), role="user")
+        from PIL import Image
+
+        return Observation(media=(MediaPart("image", png(Image.fromarray(made))),), role="user")
+
+
+def _made(name: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError(f"environment.kind: gymnasium cannot be imported: {error}; pip install gymnasium") from error
+    try:
+        return gymnasium.make(name, **arguments)
+    except Exception as error:  # a game's own constructor may raise anything
+        raise ConfigError(f"environment.options: {name!r} cannot be made: {type(error).__name__}: {error}") from error

@@ -1,0 +1,86 @@
+"""The environment `reasoning_gym`: puzzles of the library of that name, which judges the answers too.
+
+`python -m relax_hpc.environments.reasoning_gym NAME SIZE [SEED]` prints prompts of one of its data sets, a line each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from relax_hpc.environments.base import Beginning, Environment, Observation, Response, Step
+from relax_hpc.errors import ConfigError
+
+COLUMN = "puzzle"
+"""Column of a prompt's row that says which puzzle it is."""
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(Environment):
+    """One puzzle; what stands between the last `<answer>` and `</answer>`, or else the whole response, is the answer.
+    The score is the reward, of the best attempt."""
+
+    def __init__(self, attempts: int = 1) -> None:
+        """``attempts``: answers that the policy may give. ConfigError: the library is not installed."""
+        library()
+        self._left, self._best = attempts, 0.0
+
+    def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
+        if COLUMN not in beginning.metadata:
+            raise ValueError(f"the prompt's row has no column {COLUMN}; make rows by python -m {__name__}")
+        puzzle = beginning.metadata[COLUMN]
+        self._set = data_set(puzzle["name"], puzzle["seed"], puzzle["size"])
+        self._entry = self._set[puzzle["index"]]
+        return ()
+
+    def step(self, response: Response) -> Step:
+        found = _ANSWER.findall(response.text) or [response.text]
+        self._best = max(self._best, float(self._set.score_answer(found[-1].strip(), self._entry)))
+        self._left -= 1
+        done = self._best == 1.0 or self._left <= 0
+        said = () if done else (Observation("That is not right. Try again.", role="user"),)
+        return Step(said, done, {"score": self._best}, self._best)
+
+
+def rows_of(name: str, size: int, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Rows of prompts for ``size`` puzzles of a data set. ConfigError: there is none of that name."""
+    for index, entry in enumerate(data_set(name, seed, size)):
+        puzzle = {"name": name, "seed": seed, "size": size, "index": index}
+        answer = "" if entry["answer"] is None else entry["answer"]
+        yield {"id": f"{name}-{seed}-{index}", "prompt": entry["question"], "answer": answer, COLUMN: puzzle}
+
+
+@functools.lru_cache(maxsize=64)
+def data_set(name: str, seed: int, size: int) -> Any:
+    """A data set of the library. ConfigError: there is none of that name."""
+    try:
+        return library().create_dataset(name, seed=seed, size=size)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def library() -> Any:
+    """The library, imported late: that may take long. ConfigError: it is not installed."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.kind: reasoning_gym cannot be imported: {error}; pip install reasoning_gym"
+        ) from error
+    return reasoning_gym
+
+
+def main() -> None:
+    """Print prompts."""
+    if len(sys.argv) not in (3, 4):
+        sys.exit(f"usage: python -m {__spec__.name} NAME SIZE [SEED]")
+    for row in rows_of(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

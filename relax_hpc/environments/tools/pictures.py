@@ -1,0 +1,118 @@
+"""Tools that show a picture of the prompt again, larger or turned, named and called as in DeepEyes (arXiv
+2505.14362)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from relax_hpc.environments.base import MediaPart, Observation
+from relax_hpc.environments.tool_calls import ToolError
+from relax_hpc.environments.tools.base import Parameter, Tool
+from relax_hpc.multimodal.image import picture
+from relax_hpc.multimodal.limits import Limits
+from relax_hpc.multimodal.source import Source
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom, pixels."""
+Unit = Literal["pixels", "thousandths"]
+MOST_RATIO = 100
+"""Sides of a box, the longer by the shorter, at most."""
+_WHICH = Parameter("integer", "number of the picture in the prompt, from 0", default=0)
+
+
+class _OfPictures(Tool):
+    """A tool of one episode, over the pictures of its prompt."""
+
+    def __init__(self, sources: Sequence[Source], limits: Limits) -> None:
+        self._sources, self._limits = sources, limits
+
+    def _picture(self, number: int) -> Image:
+        """Decoded for each call: an environment that waits for its policy keeps no pixels."""
+        if not 0 <= number < len(self._sources):
+            raise ToolError(f"argument img_idx: found {number}, the prompt has {len(self._sources)} pictures, from 0")
+        return picture(self._sources[number], self._limits)
+
+
+class Zoom(_OfPictures):
+    """Shows a part of a picture."""
+
+    name = "image_zoom_in_tool"
+    parameters: ClassVar = {
+        "bbox_2d": Parameter("numbers", "the part to show, as [left, top, right, bottom]", length=4),
+        "label": Parameter("string", "what is to be seen there", default=""),
+        "img_idx": _WHICH,
+    }
+
+    def __init__(self, sources: Sequence[Source], limits: Limits, unit: Unit, least: int) -> None:
+        """``unit``: of a box. ``least``: pixels that a side of what is shown has at least."""
+        super().__init__(sources, limits)
+        self._unit, self._least = unit, least
+        self.description = f"Shows a part of a picture, which a box in {unit} of it says."
+
+    def call(self, bbox_2d: list[float], label: str, img_idx: int) -> Observation:
+        """That part. ToolError: there is no such part."""
+        whole = self._picture(img_idx)
+        scale = (1.0, 1.0) if self._unit == "pixels" else (whole.width / 1000, whole.height / 1000)
+        part = whole.crop(box_of(bbox_2d, scale, whole.size, self._least))
+        return Observation(media=(MediaPart("image", png(part)),))
+
+
+class Rotate(_OfPictures):
+    """Shows a picture turned."""
+
+    name = "image_rotate_tool"
+    description = "Shows a picture turned by an angle."
+    parameters: ClassVar = {
+        "angle": Parameter("number", "degrees, counter-clockwise"),
+        "img_idx": _WHICH,
+    }
+
+    def call(self, angle: float, img_idx: int) -> Observation:
+        """The whole of it. ToolError: there is no such picture."""
+        turned = self._picture(img_idx).rotate(angle % 360, expand=True)
+        return Observation(media=(MediaPart("image", png(turned)),))
+
+
+def box_of(wanted: Sequence[float], scale: tuple[float, float], size: tuple[int, int], least: int) -> Box:
+    """``wanted``, in units of ``scale`` pixels, within a picture of ``size`` (width, height): cut at its edges, and of
+    ``least`` pixels a side, around its middle, where it was smaller. ToolError: nothing of it is in the picture.
+
+    >>> box_of([90, 10, 140, 20], (1, 1), (100, 100), 28)
+    (72, 1, 100, 29)
+    """
+    ends = [_within(wanted[axis], wanted[axis + 2], scale[axis], size[axis], least) for axis in (0, 1)]
+    (left, right), (top, bottom) = ends
+    sides = sorted((right - left, bottom - top))
+    if sides[1] > MOST_RATIO * sides[0]:
+        raise ToolError(
+            f"argument bbox_2d: one side is {sides[1] / sides[0]:.0f} times the other, allowed {MOST_RATIO}"
+        )
+    return left, top, right, bottom
+
+
+def png(image: Image) -> bytes:
+    """``image`` as a file of a form that loses nothing, always the same."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _within(start: float, end: float, scale: float, size: int, least: int) -> tuple[int, int]:
+    """One side of a box."""
+    low, high = (max(0.0, min(value * scale, size)) for value in (start, end))
+    if not low < high:
+        limits = "left < right and top < bottom, within the picture"
+        raise ToolError(f"argument bbox_2d: found {start:g} and {end:g} of {size / scale:g}, allowed: {limits}")
+    length = min(size, max(least, round(high) - round(low)))
+    first = min(max(0, round((low + high - length) / 2)), size - length)
+    return first, first + length
+
+
+def sources_of(media: Sequence[Any]) -> list[Source]:
+    """Sources of the pictures among the media of a prompt."""
+    return [medium.source for medium in media if medium.kind == "image"]

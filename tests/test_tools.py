@@ -1,0 +1,318 @@
+"""Tools that the policy calls: what it is told, whatever it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from relax_hpc.environments.base import Beginning, MediaPart, Observation, Response, Step
+from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
+from relax_hpc.environments.tools import corpus, tools_of
+from relax_hpc.environments.tools.calculator import value_of
+from relax_hpc.environments.tools.corpus import Corpus, write_corpus
+from relax_hpc.environments.tools.pictures import box_of
+from relax_hpc.environments.with_tools import WithTools
+from relax_hpc.environments.zoom import ZoomIn
+from relax_hpc.errors import ConfigError
+from tests.media_files import encoded, picture
+
+TOOLS = {"calculator": {}, "python": {"timeout_s": 20.0, "processes": 4}}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def said(text: str) -> Response:
+    return Response(text, "stop", 0)
+
+
+def texts(step: Step) -> list[str]:
+    return [observation.text for observation in step.observations]
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(), st.dictionaries(st.text(), st.none() | st.integers() | st.lists(st.text()), max_size=3))
+def test_a_call_is_read_as_it_was_written(name: str, arguments: dict) -> None:
+    written = f"thinking {call(name, x=arguments)} and {call('again')}"
+    if "</tool_call>" not in json.dumps([name, arguments]):
+        assert calls_of(written) == [ToolCall(name, {"x": arguments}), ToolCall("again", {})]
+
+
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name":', '"a"', "{", "}", ",", "[", "1e999", "x"])))
+def test_whatever_is_no_call_is_told_of(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    found = calls_of(text)
+    assert bool(found) == ("<tool_call>" in text or "</tool_call>" in text)
+    assert all(isinstance(one, ToolError | ToolCall) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"name": "a", "arguments": {"x": NaN}}', "found NaN"),
+        ('{"name": "a", "arguments": {}, "name": "b"}', "a key stands twice"),
+        ('{"name": "a"}', "has name and arguments, found 'name'"),
+        ('{"name": "a", "arguments": "{}"}', "its arguments are an object"),
+        ('["a"]', "has name and arguments, found list"),
+        ("9" * 5000, "not JSON"),
+    ],
+)
+def test_a_call_that_is_none_says_how_it_is_written(body: str, why: str) -> None:
+    [error] = calls_of(f"<tool_call>{body}</tool_call>")
+    assert isinstance(error, ToolError) and why in str(error)
+    assert '<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>' in str(error)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+def test_each_call_of_a_turn_is_answered_and_a_turn_without_one_is_the_last() -> None:
+    environment = WithTools(TOOLS, most_calls=3)
+    both = call("calculator", expression="6*7") + call("calculators", expression="1") + "<tool_call>{}"
+    step = environment.step(said(both))
+    assert [observation.role for observation in step.observations] == ["tool"] * 3 and not step.done
+    assert texts(step)[:2] == ["42", "Error: there is no tool 'calculators'; allowed: calculator, python"]
+    assert texts(step)[2].startswith("Error: found <tool_call> without </tool_call>; a call is written")
+    assert step.info == {"calls": ["calculator", "calculators"], "failed": 2}
+    many = environment.step(said(call("calculator", expression="1") * 4))
+    assert texts(many) == ["Error: found 4 calls in a turn, allowed 3"] and many.info["calls"] == []
+    assert environment.step(said("42")) == Step(done=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "needs the argument expression"),
+        ({"expression": 1}, "found '1', allowed: string"),
+        ({"expression": "1", "x": 2}, "calculator has no argument x; it has: expression"),
+    ],
+)
+def test_arguments_are_those_of_the_tool(arguments: dict, why: str) -> None:
+    [answer] = texts(WithTools(TOOLS).step(said(call("calculator", **arguments))))
+    assert answer.startswith("Error: ") and why in answer
+
+
+def test_a_template_is_given_what_the_tools_are() -> None:
+    [calculator, _] = (tool.signature["function"] for tool in tools_of(TOOLS).values())
+    assert calculator["name"] == "calculator" and calculator["parameters"]["required"] == ["expression"]
+    assert calculator["parameters"]["properties"]["expression"]["type"] == "string"
+
+
+@pytest.mark.parametrize(
+    ("tools", "error"),
+    [
+        ({"calculater": {}}, "environment.options.tools: found 'calculater', allowed .*did you mean 'calculator'"),
+        ({"calculator": {"digits": 3}}, "'calculator' cannot be made with .*digits"),
+        ({"python": {"timeout_s": -1}}, "environment.options.tools.python: timeout_s: found -1"),
+        ({"search": {"corpus": "/no/such"}}, "corpus: /no/such: found no corpus: .*; make one by python -m"),
+        (["calculator"], "allowed: tools by name, with their options"),
+    ],
+)
+def test_tools_that_cannot_be_had_are_said_at_once(tools: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        WithTools(tools)
+
+
+# -- calculator --------------------------------------------------------------------------------------------------------
+
+NUMBERS = st.integers(-999, 999).map(lambda number: f"({number})")
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(" ".join).map("({})".format),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+def test_the_calculator_computes_as_python_does(expression: str) -> None:
+    try:
+        wanted = eval(expression)
+    except ZeroDivisionError:
+        with pytest.raises(ToolError, match="has no value"):
+            value_of(expression)
+    else:
+        assert value_of(expression) == wanted
+
+
+@given(st.text(alphabet="0123456789.e+-*/%() ,jπrounmax<>=[]'\"_:", max_size=60))
+def test_no_text_gets_out_of_the_calculator(text: str) -> None:
+    try:
+        assert isinstance(value_of(text), int | float)
+    except ToolError as error:
+        assert str(error)
+
+
+REFUSED = (
+    *("9**9**9", "2**5000", "(-8)**0.5", "1e308*10", "round(5, -10**9)*0+1/0", "sqrt(-1)", "max()", ""),
+    *("__import__('os')", "().__class__", "[1]", "'a'*10", "1 if 1 else 2", "lambda: 1", "True", "2^3"),
+    *("(" * 500, "-" * 2000 + "1"),
+)
+
+
+@pytest.mark.parametrize("expression", REFUSED)
+def test_the_calculator_refuses_what_has_no_number(expression: str) -> None:
+    with pytest.raises(ToolError):
+        value_of(expression)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def test_programs_are_run_apart_and_side_by_side() -> None:
+    python = tools_of(TOOLS)["python"]
+    programs = [
+        "print(6 * 7)",
+        "x = 1\nprint(y)",
+        "print('a' * 10000)",
+        "pass",
+        # As many processes as one may have, beside others.
+        "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(2)]; print('both')",
+    ]
+    with ThreadPoolExecutor(len(programs)) as threads:
+        told = list(threads.map(lambda program: python.called({"code": program}), programs))
+    assert told[0] == "42" and told[3] == "(it printed nothing)" and told[4] == "both"
+    assert told[1].endswith("NameError: name 'y' is not defined\n(exit code 1)")
+    assert len(told[2]) < 4100 and "6000 characters left out" in told[2]
+
+
+def test_a_program_that_does_not_end_is_told_of() -> None:
+    python = tools_of({"python": {"timeout_s": 1.0}})["python"]
+    with pytest.raises(ToolError, match="not done in 1 s; it had printed:\nso far"):
+        python.called({"code": "print('so far', flush=True)\nwhile True: pass"})
+
+
+# -- search ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    filler = "filler " * 400
+    rows = [
+        {"title": "Paris", "text": "The capital of France, of towers."},
+        {"title": "Rome", "text": f"The capital of Italy. {filler} In it stands the Colosseum. {filler}"},
+        {"text": "A tower of cards; other towers."},
+    ]
+    (folder / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), "broken", '{"title": "no text"}']))
+    return folder
+
+
+def test_a_corpus_is_made_of_rows_and_searched_by_words(
+    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = library / "corpus.sqlite"
+    monkeypatch.setattr("sys.argv", ["corpus", str(library / "rows.jsonl"), str(file)])
+    corpus.main()
+    told = capsys.readouterr()
+    assert told.out == f"{file}: 3 documents\n"
+    assert "rows.jsonl:4: left out: broken_json" in told.err and "rows.jsonl:5: left out: it has no text" in told.err
+
+    search = tools_of({"search": {"corpus": str(file), "results": 2}})["search"]
+    before = file.read_bytes()
+    queries = ["tower"] * 8 + ["colosseum", '"(* NEAR!']
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda query: search.called({"query": query}), queries))
+    assert found[:8] == ["A tower of cards; other towers.\n\nParis\nThe capital of France, of towers."] * 8
+    assert found[8].startswith("Rome\n") and "stands the Colosseum" in found[8] and len(found[8]) < 700
+    assert found[9] == "No text has any of these words."
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in library.iterdir()) == [file.name, "rows.jsonl"]
+
+
+def test_a_question_that_takes_too_long_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "corpus.sqlite"
+    write_corpus(file, (("", f"word {number}") for number in range(2000)))
+    monkeypatch.setattr(corpus, "_STEPS", 100)
+    with pytest.raises(TimeoutError):
+        Corpus(file).found("word", 3, limit_s=-1.0)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def shown(observation: Observation) -> np.ndarray:
+    [part] = observation.media
+    assert isinstance(part.source, bytes)
+    return np.asarray(Image.open(io.BytesIO(part.source)))
+
+
+def zoom(*sources: Any, **options: Any) -> ZoomIn:
+    environment = ZoomIn(**options)
+    media = tuple(MediaPart("image", source) for source in sources)
+    environment.reset(Beginning("what is there?", "", {}, (MediaPart("video", b""), *media)))
+    return environment
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    return np.asarray(picture(60, 100))
+
+
+def test_a_part_of_a_picture_is_shown_pixel_by_pixel(pixels: np.ndarray, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(encoded(picture(60, 100)))
+    environment = zoom(encoded(picture(40, 40)), file, least_side=4)
+    step = environment.step(said(call("image_zoom_in_tool", bbox_2d=[10, 20, 30.0, 59.6], label="it", img_idx=1)))
+    assert np.array_equal(shown(step.observations[0]), pixels[20:60, 10:30])
+    step = environment.step(said(call("image_rotate_tool", angle=90, img_idx=1)))
+    assert np.array_equal(shown(step.observations[0]), np.rot90(pixels))
+
+
+def test_boxes_may_be_in_thousandths(pixels: np.ndarray) -> None:
+    environment = zoom(encoded(picture(60, 100)), unit="thousandths", least_side=1)
+    [observation] = environment.step(said(call("image_zoom_in_tool", bbox_2d=[500, 0, 1000, 500]))).observations
+    assert np.array_equal(shown(observation), pixels[:30, 50:])
+
+
+@given(
+    st.tuples(*[st.floats(-50, 1000)] * 4),
+    st.tuples(st.integers(1, 500), st.integers(1, 500)),
+    st.integers(1, 64),
+)
+def test_a_box_is_within_the_picture_and_of_some_size(wanted: tuple, size: tuple[int, int], least: int) -> None:
+    try:
+        left, top, right, bottom = box_of(wanted, (1.0, 1.0), size, least)
+    except ToolError:
+        return
+    assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
+    assert right - left >= min(least, size[0]) and bottom - top >= min(least, size[1])
+    for axis, (low, high) in enumerate([(left, right), (top, bottom)]):
+        inside = [min(max(0.0, wanted[axis + end]), size[axis]) for end in (0, 2)]
+        assert low <= inside[0] + 1 and high >= inside[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (call("image_zoom_in_tool", bbox_2d=[50, 0, 10, 20]), "left < right"),
+        (call("image_zoom_in_tool", bbox_2d=[200, 200, 300, 300]), "left < right"),
+        (call("image_zoom_in_tool", bbox_2d=[1, 2, 3]), "allowed: a list of 4 numbers"),
+        (call("image_zoom_in_tool", bbox_2d=[1, 2, 3, 10**400]), "allowed: a list of 4 numbers"),
+        (call("image_rotate_tool", angle=10**400), "allowed: number"),
+        (call("image_rotate_tool", angle=True), "allowed: number"),
+        (call("image_rotate_tool", angle=1, img_idx=1), "the prompt has 1 pictures"),
+    ],
+)
+def test_a_wrong_look_is_told_of(written: str, why: str) -> None:
+    [answer] = texts(zoom(encoded(picture(60, 100))).step(said(written)))
+    assert answer.startswith("Error: argument ") and why in answer
+
+
+@pytest.mark.parametrize("options", [{"unit": "inches"}, {"least_side": 0}, {"limits": {"pixel": 1}}])
+def test_looking_is_set_up_rightly(options: dict) -> None:
+    with pytest.raises(ConfigError, match=f"environment.options.{next(iter(options))}: found"):
+        ZoomIn(**options)
