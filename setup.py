@@ -28,10 +28,13 @@ EXTRAS = {
     "slurm": ["submitit>=1.5"],
     "plot": ["matplotlib>=3.8"],
     "parquet": ["pyarrow>=15"],
+    "games": ["gymnasium>=1"],
     "math": ["math-verify[antlr4_13_2]>=0.9"],
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "ruff>=0.12", "packaging"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
+# Not among all: some of what it needs has no wheels.
+EXTRAS["puzzles"] = ["reasoning_gym>=0.1.25"]
 
 
 def long_description() -> str:

@@ -44,6 +44,8 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
         "package nixl-cu12 (env/setup.sh rdma)",
     ),
     "math_verify": (lambda: _has_module("math_verify"), "package math-verify (env/setup.sh)"),
+    "gymnasium": (lambda: _has_module("gymnasium"), "package gymnasium (env/setup.sh dev)"),
+    "reasoning_gym": (lambda: _has_module("reasoning_gym"), "package reasoning_gym (pip install reasoning_gym)"),
     "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
 }
 

@@ -91,7 +91,9 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError(f"environment.kind: gymnasium cannot be imported: {error}; pip install gymnasium") from error
+        raise ConfigError(
+            f"environment.kind: gymnasium cannot be imported: {error}; pip install 'relax_hpc[games]'"
+        ) from error
     try:
         return gymnasium.make(name, **arguments)
     except Exception as error:  # a game's own constructor may raise anything

@@ -69,7 +69,7 @@ def library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind: reasoning_gym cannot be imported: {error}; pip install reasoning_gym"
+            f"environment.kind: reasoning_gym cannot be imported: {error}; pip install 'relax_hpc[puzzles]'"
         ) from error
     return reasoning_gym
 
