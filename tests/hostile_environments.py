@@ -78,6 +78,9 @@ class Hostile(Environment):
     def swell(self) -> int:
         return len(bytearray(1 << 31))
 
+    def refuse(self) -> None:
+        raise ConfigError("environment.options.place: found here, allowed: there")
+
     def whim(self) -> int:
         return os.getpid()
 

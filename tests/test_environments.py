@@ -166,6 +166,14 @@ def test_places_are_kept_and_given_back() -> None:
     assert with_host(work, processes=2, per_process=1) == (2, "1 [2] 3")
 
 
+def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration() -> None:
+    async def work(host: Environments) -> None:
+        with pytest.raises(ConfigError, match=r"environment\.options\.place: found here"):
+            await play(host, "a", "refuse")
+
+    with_host(work)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "error"),
     [

@@ -13,6 +13,7 @@ from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.environments.base import Beginning, EnvironmentFault, Message, Response, Step
 from relax_hpc.environments.process import Lost, Process
 from relax_hpc.environments.wire import Wire, beginning_to_wire, step_from_wire
+from relax_hpc.errors import ConfigError
 from relax_hpc.workers.starter import Starter
 
 Turn = tuple[Step, tuple[Message, ...]]
@@ -109,7 +110,8 @@ class Session:
         _, self.opening = await self._play(None)
 
     async def step(self, response: Response) -> Turn:
-        """What follows from ``response``. EnvironmentFault: the episode cannot go on."""
+        """What follows from ``response``. EnvironmentFault: the episode cannot go on. ConfigError: no environment can
+        work here with its options."""
         said = dataclasses.asdict(response)
         found = await self._play(said)
         self._played.append(said)
@@ -123,7 +125,7 @@ class Session:
         process = self._process
         try:
             if process and not process.has_ended:
-                with contextlib.suppress(EnvironmentFault, Lost):
+                with contextlib.suppress(EnvironmentFault, ConfigError, Lost):
                     await self._ask(process, {"do": "close"}, 1)
         finally:
             self._host.leave(process)
@@ -145,8 +147,11 @@ class Session:
                 return step_from_wire(answer["step"])
 
     async def _ask(self, process: Process, message: Wire, calls: int) -> dict[str, Any]:
-        """Answer of the process. EnvironmentFault. Lost: it ended, maybe over another environment."""
+        """Answer of the process. EnvironmentFault. ConfigError: no environment can be had so. Lost: it ended, maybe
+        over another environment."""
         answer = await process.ask({"session": self._number, **message}, calls)
+        if "error" in answer:
+            raise ConfigError(answer["error"])
         if answer.get("stuck"):
             self._host.retire(process)
         if fault := answer.get("fault"):

@@ -104,7 +104,7 @@ class Live:
         try:
             async with asyncio.timeout(self._limit_s) as clock:
                 return await work
-        except (EnvironmentFault, asyncio.CancelledError):
+        except (EnvironmentFault, ConfigError, asyncio.CancelledError):
             raise
         except BaseException as error:  # a user's method may raise what no `except Exception` catches
             if isinstance(error, TimeoutError) and clock.expired():
@@ -148,6 +148,8 @@ class Host:
         except EnvironmentFault as fault:
             live = live or self._live[message["session"]]
             found = {"fault": [fault.reason, fault.detail], "stuck": live.is_stuck}
+        except ConfigError as error:
+            found = {"error": str(error)}
         write(self._answers, {"id": message["id"], **found})
 
     async def _play(self, message: Wire) -> Wire:

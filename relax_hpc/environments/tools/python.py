@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 from relax_hpc.config.clean import clean
@@ -24,12 +25,17 @@ class Python(Tool):
     parameters: ClassVar = {"code": Parameter("string", "the whole program; nothing is kept from one to the next")}
 
     def __init__(self, **options: Any) -> None:
-        """ConfigError: an option is not allowed, or programs cannot be kept apart on this machine."""
+        """ConfigError: an option is not allowed."""
         self._settings = CodeSettings(**clean(CodeSettings, options, _KEY))
-        self._jail = Jail(self._settings, _KEY)
+
+    @cached_property
+    def _jail(self) -> Jail:
+        """Made where programs are run, which is not where a configuration is checked."""
+        return Jail(self._settings, _KEY)
 
     def call(self, code: str) -> str:
-        """Its output, errors in it, and how it ended if not well. ToolError: it was not done in time."""
+        """Its output, errors in it, and how it ended if not well. ToolError: it was not done in time. ConfigError:
+        programs cannot be kept apart on this machine."""
         ran = self._jail.run(code, "", self._settings.timeout_s, with_errors=True)
         output = shortened(ran.output.rstrip("\n"))
         if not ran.in_time:
