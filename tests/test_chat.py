@@ -12,6 +12,7 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.environments.tools import tools_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts
@@ -19,7 +20,8 @@ from tests.requirements import requires
 
 requires("torch")
 
-TEMPLATE = """{%- for message in messages %}
+TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}
 {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
 {{- bos_token + message.role + '>' + message.content | trim + eos_token }}
 {%- if loop.last %}{% break %}{% endif %}
@@ -63,6 +65,18 @@ def test_messages_are_rendered_as_transformers_renders_them(model: Path, tmp_pat
         assert texts(tmp_path, tokenizer, *rows, enable_thinking=thinks) == [expected] * 3
         ids = theirs.apply_chat_template(MESSAGES, tokenize=True, return_dict=False, **about)
         assert ids == tokenizer.encode(expected, special=False, special_tokens=True)
+
+
+def test_a_row_may_have_tools_which_the_template_shows(model: Path, tmp_path: Path) -> None:
+    requires("transformers")
+    from transformers import AutoTokenizer
+
+    tools = [tool.signature for tool in tools_of({"calculator": None}).values()]
+    theirs = AutoTokenizer.from_pretrained(model)
+    expected = theirs.apply_chat_template(MESSAGES, tools, tokenize=False, add_generation_prompt=True)
+    bad = [{"prompt": MESSAGES, "tools": given} for given in ("calculator", ["calculator"], [{"name": "</s>"}])]
+    found = texts(tmp_path, load_tokenizer(model), {"prompt": MESSAGES, "tools": tools}, *bad, share=0.9)
+    assert found == [expected, "wrong_type", "wrong_type", "special_token"] and '"calculator"' in expected
 
 
 def test_a_system_message_goes_before_those_that_have_none(model: Path, tmp_path: Path) -> None:

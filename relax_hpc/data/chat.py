@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,13 +52,15 @@ class ChatTemplate:
         """Key that is the same for templates that make the same text."""
         return hashlib.sha256(json.dumps([self._first, self._system], sort_keys=True).encode()).hexdigest()
 
-    def render(self, messages: list[dict[str, Any]], whole: bool = False) -> str:
-        """The prompt of these messages, up to where the model answers; ``whole``: it has answered. TemplateError: there
-        is none."""
+    def render(
+        self, messages: list[dict[str, Any]], whole: bool = False, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The prompt of these messages, up to where the model answers; ``whole``: it has answered. ``tools``: their
+        signatures, of those that it may call. TemplateError: there is none."""
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         with self._turn:
-            answer = self._ask({"messages": messages, "add_generation_prompt": not whole})
+            answer = self._ask({"messages": messages, "add_generation_prompt": not whole, "tools": tools or None})
         if "error" in answer:
             raise TemplateError(answer["error"])
         return answer["text"]
@@ -130,7 +132,7 @@ def template_of(
     chosen: str, model_dir: Path, system: str, enable_thinking: bool, names: tuple[tuple[str, str], ...]
 ) -> ChatTemplate:
     """One template for all who ask, so that it has one child process. ``names``: of the tokenizer's special tokens."""
-    variables = {**dict(names), "enable_thinking": enable_thinking, "tools": None}
+    variables = {**dict(names), "enable_thinking": enable_thinking}
     return ChatTemplate(find_template(chosen, model_dir), variables, system)
 
 

@@ -74,6 +74,7 @@ def rules_of(config: Config, tokenizer: Tokenizer | None, folder: Path = Path())
 
 
 def _sequences(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> tuple[Learned, ...]:
+    how = how.with_tools(record)
     found = [_demonstration(record, tokenizer, how)] if how.sequences == 1 else _pair(record, tokenizer, how)
     for one in found:
         if not any(one.loss_mask):
@@ -154,7 +155,7 @@ def _of_chat(chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules
 
     Tokens are made of each part by itself, as when the policy is asked: what it is asked, and what it answers.
     """
-    text = rendered(chat, tokenizer, how.template, whole=True)
+    text = rendered(chat, tokenizer, how, whole=True)
     ids: list[int] = []
     mask: list[int] = []
     at = 0
@@ -173,7 +174,7 @@ def _turns(text: str, chat: Messages, first: int, tokenizer: Tokenizer, how: Exa
     for number in range(first, len(chat)):
         if chat[number]["role"] != _ASSISTANT:
             continue
-        asked = rendered(chat[:number], tokenizer, how.template) if number else ""
+        asked = rendered(chat[:number], tokenizer, how) if number else ""
         if not asked or not text.startswith(asked):
             why = f"it does not begin message {number} as it asks for it; give its last turn alone, as `answer`"
             raise BadRecord("chat_template", why)

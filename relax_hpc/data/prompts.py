@@ -9,9 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -173,6 +173,8 @@ class PromptRules:
     """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media, it is bad."""
     media: MediaRules | None = None
     """Rules of media; None: a row has none, of which the model could make anything."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Signatures of the tools that a template shows, of one row."""
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
@@ -190,6 +192,15 @@ class PromptRules:
         template = self.template.key if self.template else ""
         media = self.media.key if self.media else []
         return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media]
+
+    def with_tools(self, record: Record) -> Self:
+        """The rules for one row, whose column `tools` a template is given. BadRecord: there is something else."""
+        tools = record.get("tools") or []
+        if not self.template or not tools:
+            return self
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BadRecord("wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's")
+        return replace(self, tools=tuple(tools))
 
     def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
         """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
@@ -296,7 +307,7 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
     del rest["id"]
     sources = how.media.taken(rest) if how.media else {}
     if source != "token_ids":
-        text, ids, sources = _encoded(given, source, sources, tokenizer, how, tokens)
+        text, ids, sources = _encoded(given, source, sources, tokenizer, how.with_tools(rest), tokens)
     else:
         check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
@@ -357,7 +368,7 @@ def _encoded(
         messages = given if chat else [{"role": "user", "content": given}]
         if how.media:
             messages, columns = with_parts(messages, columns)
-        text = rendered(messages, tokenizer, how.template, as_tokens)
+        text = rendered(messages, tokenizer, how, as_tokens)
     looks = tokens or how.media or not text.strip()
     if not looks and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
         return text, None, columns
@@ -369,16 +380,17 @@ def _encoded(
 
 
 def rendered(
-    messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool = False, whole: bool = False
+    messages: list[Any], tokenizer: Tokenizer, how: PromptRules, as_tokens: bool = False, whole: bool = False
 ) -> str:
-    """Text that the template makes of messages, up to where the model answers, or ``whole``. In it the names of special
-    tokens mean these; in the messages, unless ``as_tokens``, they must not stand: one could end a turn by them."""
-    if not as_tokens and (
-        found := [name for name in tokenizer.special_names if name in json.dumps(messages, ensure_ascii=False)]
-    ):
+    """Text that the template of ``how`` makes of messages, up to where the model answers, or ``whole``. In it the names
+    of special tokens mean these; in the messages, unless ``as_tokens``, they must not stand: one could end a turn by
+    them."""
+    given = json.dumps([messages, how.tools], ensure_ascii=False)
+    if not as_tokens and (found := [name for name in tokenizer.special_names if name in given]):
         raise BadRecord("special_token", f"a message has {found[0]} in it, which would be a token")
+    assert how.template
     try:
-        return template.render(messages, whole)
+        return how.template.render(messages, whole, how.tools)
     except TemplateError as error:
         raise BadRecord("chat_template", str(error)) from None
 
