@@ -9,54 +9,19 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.environments import process as process_module
-from relax_hpc.environments.base import Beginning, EnvironmentFault, Message, Response
+from relax_hpc.environments.base import EnvironmentFault, Message, Response
 from relax_hpc.environments.host import Environments, Session
 from relax_hpc.errors import ConfigError
+from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
 
-LIMIT_S = 100.0
 SLEEPS = "sleep 1000"
-HOSTILE = "tests.hostile_environments:Hostile"
 
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_GRACE_S", 0.5)
-
-
-def with_host(work: Any, kind: str = HOSTILE, **settings: Any) -> Any:
-    async def main() -> Any:
-        host = Environments(kind, EnvironmentConfig(**{"step_timeout_s": LIMIT_S, **settings}))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                return await work(host)
-        finally:
-            await host.close()
-
-    return asyncio.run(main())
-
-
-def beginning(seed: int = 0) -> Beginning:
-    return Beginning("4?", "4", {"id": 10**30, "name": "é"}, WELL.observations[0].media, seed)
-
-
-async def play(host: Environments, *words: str, seed: int = 0) -> list[str]:
-    """What the environment said, turn by turn; the fault that ended it last."""
-    heard, session = [], await host.open(beginning(seed))
-    try:
-        for turn, word in enumerate(words):
-            heard.append(text_of(await session.step(Response(word, "stop", turn))))
-    except EnvironmentFault as fault:
-        heard.append(str(fault))
-    finally:
-        await session.close()
-    return heard
-
-
-def text_of(turn: Any) -> str:
-    return turn[1][0].parts[-1]
 
 
 def together(*parts: Coroutine[Any, Any, Any]) -> Any:

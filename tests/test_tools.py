@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from relax_hpc.environments.base import Beginning, MediaPart, Observation, Response, Step
+from relax_hpc.environments.host import Environments
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.environments.tools import corpus, tools_of
 from relax_hpc.environments.tools.calculator import value_of
@@ -23,6 +27,7 @@ from relax_hpc.environments.tools.pictures import box_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
 from relax_hpc.errors import ConfigError
+from tests.environment_helpers import play, with_host
 from tests.media_files import encoded, picture
 
 TOOLS = {"calculator": {}, "python": {"timeout_s": 20.0, "processes": 4}}
@@ -119,6 +124,9 @@ def test_a_template_is_given_what_the_tools_are() -> None:
         ({"calculator": {"digits": 3}}, "'calculator' cannot be made with .*digits"),
         ({"python": {"timeout_s": -1}}, "environment.options.tools.python: timeout_s: found -1"),
         ({"search": {"corpus": "/no/such"}}, "corpus: /no/such: found no corpus: .*; make one by python -m"),
+        ({"mcp": {"servers": {"a": {"command": ["b"]}}}}, "environment.options.tools.mcp.servers.a: 'tools'; allowed"),
+        ({"mcp": {"servers": {"a": {"command": [], "tools": ["b", "b"]}}}}, "two are called 'b'"),
+        ({"json:dumps": {"obj": 1}}, "'json:dumps': found no class derived from Tool, and no list of them"),
         (["calculator"], "allowed: tools by name, with their options"),
     ],
 )
@@ -316,3 +324,44 @@ def test_a_wrong_look_is_told_of(written: str, why: str) -> None:
 def test_looking_is_set_up_rightly(options: dict) -> None:
     with pytest.raises(ConfigError, match=f"environment.options.{next(iter(options))}: found"):
         ZoomIn(**options)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def served(*tools: str, **about: Any) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+    one = {"command": command, "tools": list(tools), "env": {"WORD": "word"}, **about}
+    return {"mcp": {"servers": {"one": one}}}
+
+
+def test_tools_of_a_server_are_called_by_many_episodes_and_after_its_end() -> None:
+    async def work(host: Environments) -> Any:
+        sums = [play(host, call("sum", numbers=[number, 1])) for number in range(20)]
+        return await asyncio.gather(*sums), await play(host, *map(call, ("fails", "none", "exit", "echo")))
+
+    tools = served("sum", "echo", "fails", "exit", "none")
+    sums, [failed, unknown, ended, echo] = with_host(work, "tools", options={"tools": tools})
+    assert [told.split()[0] for [told] in sums] == [str(number + 1) for number in range(20)]
+    assert failed == "Error: nothing there" and unknown == "Error: Unknown tool: none"
+    assert ended == "Error: the tool's server has ended; call it again"
+    word, last = echo.split()
+    pids = {told.split()[1] for [told] in sums}
+    assert word == "word" and len(pids) == 1 and last not in pids
+    # It was started by a process of environments, and has ended with it.
+    assert not psutil.pid_exists(int(last)) or psutil.Process(int(last)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_shows_pictures_says_what_its_tools_are_and_is_not_waited_for_for_ever() -> None:
+    tools = tools_of(served("picture", "sum", "silent", timeout_s=2.0))
+    try:
+        assert tools["picture"].called({}) == Observation("a\nb", (MediaPart("image", b"pixels"),))
+        about = {"name": "sum", "description": "", "parameters": {"type": "object"}}
+        assert tools["sum"].signature == {"type": "function", "function": about}
+        with pytest.raises(ToolError, match="no answer in 2 s"):
+            tools["silent"].called({})
+    finally:
+        tools["sum"].close()
+    [tool] = tools_of({"mcp": {"servers": {"no": {"command": ["/no/such"], "tools": ["a"]}}}}).values()
+    with pytest.raises(ToolError, match="cannot be started"):
+        tool.called({})

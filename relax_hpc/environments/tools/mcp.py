@@ -1,0 +1,195 @@
+"""Tools of servers that speak the Model Context Protocol by their standard input and output, each a process of its own.
+
+A server is started at its first call, in each process of environments, whose episodes share it; one that has ended is
+started again. https://modelcontextprotocol.io/specification, revision 2025-06-18.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from typing import IO, Any
+
+from relax_hpc.environments.base import MediaPart, Observation
+from relax_hpc.environments.tool_calls import ToolError
+from relax_hpc.environments.tools.base import Tool
+from relax_hpc.errors import ConfigError
+
+REVISION = "2025-06-18"
+_MOST_LINE = 1 << 26
+"""Bytes of a message, which is a line, at most."""
+_NO_SUCH_METHOD = -32601
+Json = dict[str, Any]
+
+
+class McpTool(Tool):
+    """One tool of a server, which checks arguments by itself."""
+
+    def __init__(self, name: str, server: Server) -> None:
+        self.name, self._server = name, server
+
+    def called(self, arguments: Mapping[str, Any]) -> Observation:
+        """What the server answers. ToolError: it says that the call failed, or does not answer."""
+        found = self._server.ask("tools/call", {"name": self.name, "arguments": dict(arguments)})
+        content = found.get("content") or []
+        text = "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
+        if found.get("isError"):
+            raise ToolError(text or f"{self.name} has failed")
+        return Observation(text, tuple(_media(content)))
+
+    def close(self) -> None:
+        """End the server, with all its tools. A process of environments ends it with itself."""
+        self._server.close()
+
+    @property
+    def signature(self) -> Json:
+        """The tool as the server describes it. ToolError: it does not."""
+        for tool in self._server.tools():
+            if tool.get("name") == self.name:
+                about = {"description": tool.get("description", ""), "parameters": tool.get("inputSchema", {})}
+                return {"type": "function", "function": {"name": self.name, **about}}
+        raise ToolError(f"the server has no tool {self.name}")
+
+
+def mcp_tools(servers: Mapping[str, Mapping[str, Any]]) -> list[McpTool]:
+    """Tools of servers by their names: `{command: [...], tools: [...], env: {...}, timeout_s: 30}`, of which ``tools``
+    are those that the policy may call. ConfigError: that is not how a server is described."""
+    return [McpTool(tool, server) for name, about in servers.items() for tool, server in _of(name, about)]
+
+
+def _of(name: str, about: Mapping[str, Any]) -> list[tuple[str, Server]]:
+    try:
+        tools, server = list(about["tools"]), Server(**{key: about[key] for key in about if key != "tools"})
+    except (KeyError, TypeError) as error:
+        allowed = "command (a list), tools (a list of names), env, timeout_s"
+        raise ConfigError(f"environment.options.tools.mcp.servers.{name}: {error}; allowed: {allowed}") from error
+    return [(tool, server) for tool in tools]
+
+
+class Server:
+    """A server, asked by any number of threads at a time."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> None:
+        self._command, self._env, self._timeout_s = list(command), dict(env or {}), float(timeout_s)
+        self._turn = threading.Lock()
+        self._connection: Connection | None = None
+
+    def ask(self, method: str, parameters: Json) -> Json:
+        """The result of a request. ToolError: there is none."""
+        return self._connected().ask(method, parameters, self._timeout_s)
+
+    def tools(self) -> list[Json]:
+        """Descriptions of all its tools. ToolError: it gives none."""
+        found, about = [], Json()
+        while True:
+            page = self.ask("tools/list", about)
+            found += page.get("tools", [])
+            if not page.get("nextCursor"):
+                return found
+            about = {"cursor": page["nextCursor"]}
+
+    def close(self) -> None:
+        """End its process; the next call starts another."""
+        with self._turn:
+            if self._connection:
+                self._connection.close()
+
+    def _connected(self) -> Connection:
+        with self._turn:
+            if self._connection is None or self._connection.has_ended:
+                self._connection = Connection(self._command, self._env)
+                client = {"name": "relax_hpc", "version": "1"}
+                about = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": client}
+                self._connection.ask("initialize", about, self._timeout_s)
+                self._connection.tell({"method": "notifications/initialized"})
+            return self._connection
+
+
+class Connection:
+    """A server's process."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """ToolError: there is no such program."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        try:
+            # In the process group of this one, with which it is ended.
+            self._process = subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+        except OSError as error:
+            raise ToolError(f"the tool's server cannot be started: {error}") from error
+        assert self._process.stdin and self._process.stdout
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Json]] = {}
+        self._writing = threading.Lock()
+        self.has_ended = False
+        self._reading = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reading.start()
+
+    def ask(self, method: str, parameters: Json, limit_s: float) -> Json:
+        """The result of a request. ToolError: there is none."""
+        number, answer = next(self._numbers), Future[Json]()
+        self._asked[number] = answer
+        try:
+            self.tell({"id": number, "method": method, "params": parameters})
+            return answer.result(limit_s)
+        except Late:
+            raise ToolError(f"no answer in {limit_s:g} s") from None
+        finally:
+            self._asked.pop(number, None)
+
+    def tell(self, message: Json) -> None:
+        """Send a message. ToolError: nobody is there."""
+        line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
+        try:
+            with self._writing:
+                assert self._process.stdin
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+        except OSError:
+            raise ToolError("the tool's server has ended; call it again") from None
+
+    def close(self) -> None:
+        """End the process, and wait until it is gone."""
+        self._process.kill()
+        self._reading.join()
+
+    def _read(self, lines: IO[bytes]) -> None:
+        while line := lines.readline(_MOST_LINE):
+            try:
+                self._heard(json.loads(line))
+            except (ValueError, TypeError, LookupError, RecursionError, AttributeError, ToolError):
+                # What is no message is a server's own affair.
+                continue
+        self.has_ended = True
+        self._process.kill()
+        self._process.wait()
+        while self._asked:
+            _, answer = self._asked.popitem()
+            answer.set_exception(ToolError("the tool's server has ended; call it again"))
+
+    def _heard(self, message: Json) -> None:
+        if "method" in message:
+            if "id" in message:
+                known = {"result": {}} if message["method"] == "ping" else None
+                refused = {"error": {"code": _NO_SUCH_METHOD, "message": "not offered"}}
+                self.tell({"id": message["id"], **(known or refused)})
+        elif answer := self._asked.pop(message["id"], None):
+            if "error" in message:
+                answer.set_exception(ToolError(str(message["error"].get("message"))))
+            else:
+                answer.set_result(dict(message["result"]))
+
+
+def _media(content: Sequence[Mapping[str, Any]]) -> list[MediaPart]:
+    parts = [part for part in content if part.get("type") in ("image", "audio")]
+    try:
+        return [MediaPart(part["type"], base64.b64decode(part["data"], validate=True)) for part in parts]
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise ToolError(f"the tool's server gave a picture or sound that is none: {error}") from error
