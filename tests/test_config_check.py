@@ -14,6 +14,7 @@ import pytest
 from relax_hpc.checks import files
 from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
+from relax_hpc.data import row_files
 from relax_hpc.engines.sglang import flags
 from relax_hpc.fields import FIELDS, FieldSpec
 from tests.model_files import model_directory
@@ -346,8 +347,8 @@ def test_prompts_are_read_once_for_mistakes_and_notes(tmp_path: Path, monkeypatc
     model_directory(tmp_path / "model")
     path, read = tmp_path / "p.jsonl", []
     path.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}))
-    rows = files.read_rows
-    monkeypatch.setattr(files, "read_rows", lambda path, *how: read.append(path) or rows(path, *how))
+    rows = row_files.read_rows
+    monkeypatch.setattr(row_files, "read_rows", lambda path, *how: read.append(path) or rows(path, *how))
     for _ in range(2):
         mistakes, notes = prompt_findings(path)
         assert mistakes == [] and len(notes) == 1

@@ -179,7 +179,7 @@ def test_the_index_is_made_once_and_again_for_other_rules_or_files(
     path, other = write(tmp_path / "p.jsonl", 1, 2), write(tmp_path / "o.jsonl", 1, 2, 3)
     made: list[Path] = []
     build = prompt_file.build
-    monkeypatch.setattr(prompt_file, "build", lambda path, *rest: made.append(path) or build(path, *rest))
+    monkeypatch.setattr(prompt_file, "build", lambda files, *rest: made.append(files.lines) or build(files, *rest))
     for _ in range(3):
         assert len(opened(path, tokenizer)) == 2
     assert made == [path]
@@ -249,11 +249,11 @@ def test_parquet_that_cannot_be_read_is_named_whatever_its_library_raises(tmp_pa
     path = tmp_path / "p.parquet"
     late = pyarrow.array([10**7], pyarrow.int32()).cast(pyarrow.date32())
     pq.write_table(pyarrow.table({"id": ["a"], "prompt": ["1?"], "answer": ["1"], "when": late}), path)
-    with pytest.raises(ConfigError, match=r"p\.parquet: not a parquet file that can be read: .*range"):
+    with pytest.raises(ConfigError, match=r"p\.parquet: no parquet file that can be read: .*range"):
         opened(path, tokenizer)
     path.write_bytes(b"PAR1" + b"?" * 20)
     for read in (lambda: opened(path, tokenizer), lambda: count_rows(path)):
-        with pytest.raises(ConfigError, match=r"p\.parquet: not a parquet file that can be read: .*; write it again"):
+        with pytest.raises(ConfigError, match=r"p\.parquet: no parquet file that can be read: .*; write it again"):
             read()
 
 
@@ -262,7 +262,7 @@ def test_parquet_without_its_library_says_what_to_do(
 ) -> None:
     (tmp_path / "p.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"p\.parquet: found a parquet file, which needs pyarrow.*pip install"):
+    with pytest.raises(ConfigError, match=r"p\.parquet: found parquet, which needs pyarrow.*pip install"):
         opened(tmp_path / "p.parquet", tokenizer)
 
 

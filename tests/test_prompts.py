@@ -114,7 +114,7 @@ def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
         (json.dumps(GOOD).encode("utf-16"), "found UTF-16 text; iconv"),
         (json.dumps(GOOD).encode("utf-16-be"), "NUL bytes"),
         (json.dumps([GOOD], indent=1).encode(), "found one JSON list; jq"),
-        (b"PAR1" + bytes(60), "not a parquet file that can be read"),
+        (b"PAR1" + bytes(60), "no parquet file that can be read"),
         (b"\x1f\x8b\x08" + bytes(60), "found compressed by gzip; gunzip"),
     ],
 )

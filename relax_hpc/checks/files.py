@@ -18,13 +18,13 @@ from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
 from relax_hpc.data.chat import find_template
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
-from relax_hpc.data.rows import count_rows, read_rows
+from relax_hpc.data.row_files import RowFiles, is_there
 from relax_hpc.errors import ConfigError
 
 READ_S = 5.0
 """Seconds of reading a prompt file, after which the rest is left to the start of the run."""
-BLOCK = 1000
-"""Rows that are read in any case, and rows between two looks at the clock."""
+BLOCK, BLOCK_WITH_MEDIA = 1000, 20
+"""Rows that are read in any case, and rows between two looks at the clock, of text and of what may have media."""
 
 
 def check_files(config: Config) -> Iterator[str]:
@@ -49,8 +49,8 @@ def check_files(config: Config) -> Iterator[str]:
     yield from _critic(config, policy)
     yield from _judge(config)
     for key, path in _prompt_files(config).items():
-        if not Path(path).is_file():
-            yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file"
+        if not is_there(path):
+            yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file, or a folder of them"
         else:
             yield from _prompts(key, path, policy.tokenizer, config)
 
@@ -132,7 +132,7 @@ def notes(config: Config) -> Iterator[str]:
     for key, path in _prompt_files(config).items():
         # What cannot be read is a mistake, and was said.
         with suppress(ConfigError):
-            if Path(path).is_file():
+            if is_there(path):
                 yield from _prompt_notes(key, read_prompts(path, tokenizer, config), config.data)
 
 
@@ -172,25 +172,28 @@ class Reading:
 
 
 def read_prompts(path: str, tokenizer: Tokenizer | None, config: Config) -> Reading:
-    """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
+    """All rows of files, or those of the first READ_S seconds; once, as long as these do not change. ConfigError: one
     cannot be read."""
-    how = rules_of(config, tokenizer, Path(path).parent)
-    return _read(path, stamp(Path(path)), tokenizer, how, READ_S)
+    files = RowFiles.of(path)
+    how = rules_of(config, tokenizer, files.folder)
+    return _read(files, tuple(map(stamp, files.paths)), tokenizer, how, READ_S)
 
 
 @functools.lru_cache(maxsize=16)
-def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float) -> Reading:
+def _read(
+    files: RowFiles, _: tuple[tuple[int, ...], ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float
+) -> Reading:
     names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
     found, until = Reading(tally=Tally()), time.monotonic() + read_s
-    rows = prompts_of(read_rows(path, how.media is not None), tokenizer, how, tokens=False)
+    rows = prompts_of(files.rows(found.tally.places, how.media is not None), tokenizer, how, tokens=False)
     with how.rendering():
-        while block := list(islice(rows, BLOCK)):
+        while block := list(islice(rows, BLOCK_WITH_MEDIA if how.media else BLOCK)):
             for one in block:
                 found.tally.add(one)
                 if names and isinstance(one, Prompt) and (match := names.search(one.text)):
                     found.named, found.example = found.named + 1, found.example or match[0]
             if time.monotonic() >= until:
-                found.total = count_rows(path)
+                found.total = files.count()
                 return found
     found.total = found.tally.rows
     return found

@@ -1,8 +1,8 @@
-"""A file of prompts of which an index is in memory: which lines are prompts, and where they stand.
+"""Files of prompts of which an index is in memory: which lines are prompts, and where they stand.
 
 The index is made once a run, when it is prepared, and lies in its directory. Each process has it in memory, reads a
 line when its prompt is used, and makes tokens of it then. A file that is not the one that was indexed is refused: its
-tickets would have other prompts. Of a parquet file the rows are written out as lines beside the index.
+tickets would have other prompts. The rows of tables, and of several files, are written out as lines beside the index.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -21,52 +21,57 @@ import numpy as np
 import xxhash
 
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer
-from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, opened, read_lines, read_parquet, row_of
+from relax_hpc.data.row_files import Places, RowFiles
+from relax_hpc.data.rows import BadLine, Line, Row, opened, read_lines, row_of
 from relax_hpc.disk import patiently
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.rundir import write_atomic
 
-Row = tuple[int, Record] | BadLine
-FORMAT = 1
+FORMAT = 2
 ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
 """Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
 KEPT_BAD = 10_000
 """Bad lines that are known one by one; beyond these only their number is."""
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Stamp of the file that was indexed."""
+    """Stamp of the files that were indexed."""
 
     path: str
+    """Name of them in the configuration."""
     size: int
+    """Bytes of all."""
     mtime_ns: int
+    """Sum of their times of change."""
     digest: str = ""
-    """XXH3 of the file's bytes, 128 bits."""
+    """XXH3 of all their bytes, 128 bits."""
 
     @classmethod
-    def of(cls, path: Path) -> Stamp:
-        """Stamp of the file at ``path``, without the digest. ConfigError: there is no such file."""
+    def of(cls, files: RowFiles) -> Stamp:
+        """Stamp of ``files``, without the digest. ConfigError: one is not there."""
         try:
-            found = path.stat()
+            found = [path.stat() for path in files.paths]
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl or parquet files"
+                f"{error.filename}: cannot be read: {error.strerror}; data.train and data.eval name files of rows, or "
+                "folders of them"
             ) from error
-        return cls(str(path), found.st_size, found.st_mtime_ns)
+        return cls(files.named, sum(one.st_size for one in found), sum(one.st_mtime_ns for one in found))
 
-    def is_still(self, now: Stamp) -> bool:
-        """Whether the file that is there ``now`` is the same: one that was copied, or touched, is."""
+    def is_still(self, now: Stamp, files: RowFiles) -> bool:
+        """Whether the ``files`` that are there ``now`` are the same: those that were copied, or touched, are."""
         if self.size != now.size:
             return False
-        return self.mtime_ns == now.mtime_ns or self.digest == digest_of(Path(now.path))
+        return self.mtime_ns == now.mtime_ns or self.digest == digest_of(files)
 
 
 @dataclass(slots=True)
 class Index:
-    """Index of a file of prompts."""
+    """Index of the prompts of a file, or several."""
 
     stamp: Stamp
     rules: str
@@ -76,13 +81,14 @@ class Index:
     """Bad lines by reason."""
     bad: list[BadLine] = field(default_factory=list)
     entries: np.ndarray = field(default_factory=lambda: np.zeros(0, ENTRY))
+    places: Places = field(default_factory=Places)
 
 
 class PromptFile(Sequence[Prompt]):
-    """The prompts of a file, in its order; safe to use from threads."""
+    """The prompts of one file or several, in their order; safe to use from threads."""
 
     def __init__(self, lines: Path, index: Index, where: Path, tokenizer: Tokenizer, how: PromptRules) -> None:
-        """``lines``: the file that the ``index`` is of, which lies at ``where``."""
+        """``lines``: the file with the rows of the ``index``, which lies at ``where``."""
         self.index, self._lines, self._where = index, lines, where
         self._tokenizer, self._how = tokenizer, how
         self._file = os.open(lines, os.O_RDONLY)
@@ -95,6 +101,10 @@ class PromptFile(Sequence[Prompt]):
     def bad(self) -> list[BadLine]:
         """The first of the lines that are no prompts."""
         return self.index.bad
+
+    def place_of(self, line: int) -> str:
+        """Place of a line in the files, in words."""
+        return self.index.places.of(line)
 
     def __len__(self) -> int:
         return len(self.index.entries)
@@ -111,43 +121,53 @@ class PromptFile(Sequence[Prompt]):
         try:
             data = os.pread(self._file, size, start)
         except OSError as error:
-            raise RelaxError(f"{self._lines}: line {number} cannot be read: {error.strerror}") from error
+            raise RelaxError(f"{self._lines}: {self.place_of(number)} cannot be read: {error.strerror}") from error
         if len(data) != size or zlib.crc32(data) != check:
-            raise changed(self.index.stamp, self._where, f"line {number} is another")
+            raise changed(self.index.stamp, self._where, f"{self.place_of(number)} is another")
         record = row_of(Line(number, start, data))
         made = record if isinstance(record, BadLine) else self._how.read(number, record[1], self._tokenizer)
         if isinstance(made, BadLine) and made.reason in set(Reason):
             return Prompt(str(record[1]["id"]), (), "", "", fault=BadMedium(Reason(made.reason), made.detail))
         if isinstance(made, BadLine):
             raise RelaxError(
-                f"{self._lines}: line {number} was a prompt when it was indexed: {made.reason}: {made.detail}"
+                f"{self._lines}: {self.place_of(number)} was a prompt when it was indexed: {made.reason}: {made.detail}"
             )
         return made
 
 
-def open_prompts(path: Path, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float) -> PromptFile:
-    """The prompts of ``path``, whose index is at ``where``; it is made if it is not there, or of another file or rules.
+def open_prompts(
+    named: Path | str, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
+) -> PromptFile:
+    """The prompts of the files that are ``named``, see `RowFiles`, whose index is at ``where``; it is made if it is not
+    there, or of other files or rules.
 
-    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the file is not
-    what it was when the index was made.
+    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the files are not
+    what they were when the index was made.
     """
-    index, key = index_of(path, where), rules_key(tokenizer, how)
-    if not (index and index.rules == key and _lines_of(path, where).is_file()):
+    files = RowFiles.of(named)
+    index, key, lines = _index_of(files, where), rules_key(tokenizer, how), _lines_of(files, where)
+    if not (index and index.rules == key and lines.is_file()):
         with how.rendering():
-            index = build(path, where, key, tokenizer, how)
-    tally = Tally(index.rows, index.counts, index.bad)
+            index = build(files, where, key, tokenizer, how)
+    tally = Tally(index.rows, index.counts, index.bad, index.places)
     if problem := tally.problem(max_bad_share, index.rows):
         where.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: {problem}")
-    return PromptFile(_lines_of(path, where), index, where, tokenizer, how)
+        raise ConfigError(f"{named}: {problem}")
+    return PromptFile(lines, index, where, tokenizer, how)
 
 
-def index_of(path: Path, where: Path) -> Index | None:
-    """The index at ``where``, if it is one of ``path``. ConfigError: the file is not what it was, or cannot be read."""
-    now, index = Stamp.of(path), load(where)
+def check_same(named: Path | str, where: Path) -> None:
+    """ConfigError: the files that are ``named`` are not what they were when the index at ``where`` was made."""
+    _index_of(RowFiles.of(named), where)
+
+
+def _index_of(files: RowFiles, where: Path) -> Index | None:
+    """The index at ``where``, if it is one of ``files``. ConfigError: these are not what they were, or cannot be
+    read."""
+    now, index = Stamp.of(files), load(where)
     if not index or index.stamp.path != now.path:
         return None
-    if not index.stamp.is_still(now):
+    if not index.stamp.is_still(now, files):
         sizes = f"found {now.size} bytes, had {index.stamp.size}"
         raise changed(index.stamp, where, sizes if now.size != index.stamp.size else "other bytes, as many as before")
     return index
@@ -166,25 +186,27 @@ def rules_key(tokenizer: Tokenizer, how: PromptRules) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-def digest_of(path: Path) -> str:
-    """XXH3 of a file. ConfigError: it cannot be read."""
-    with opened(path) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+def digest_of(files: RowFiles) -> str:
+    """XXH3 of all files together. ConfigError: one cannot be read."""
+    digest = xxhash.xxh3_128()
+    for path in files.paths:
+        with opened(path) as file:
+            while data := file.read(_AT_ONCE):
+                digest.update(data)
+    return digest.hexdigest()
 
 
-def build(path: Path, where: Path, key: str, tokenizer: Tokenizer, how: PromptRules) -> Index:
-    """Read the whole of ``path`` once, and write its index to ``where``."""
+def build(files: RowFiles, where: Path, key: str, tokenizer: Tokenizer, how: PromptRules) -> Index:
+    """Read all ``files`` once, and write their index to ``where``."""
     where.parent.mkdir(parents=True, exist_ok=True)
-    before, digest = Stamp.of(path), xxhash.xxh3_128()
-    scan = _Scan(tokenizer, how)
-    for line, row in _spooled(path, where, how) if is_parquet(path) else _rows(path, digest.update):
+    before, digest, places = Stamp.of(files), xxhash.xxh3_128(), Places()
+    scan, own = _Scan(tokenizer, how), files.lines
+    for line, row in _rows(own, digest.update) if own else _spooled(files, where, how, places):
         scan.add(line, row)
-    stamp = Stamp(
-        before.path, before.size, before.mtime_ns, digest_of(path) if is_parquet(path) else digest.hexdigest()
-    )
-    if Stamp.of(path) != before:
-        raise ConfigError(f"{path}: has changed while it was read; write it whole before a run begins")
-    index = scan.index(stamp, key, _lines_of(path, where))
+    if Stamp.of(files) != before:
+        raise ConfigError(f"{files.named}: has changed while it was read; write it whole before a run begins")
+    stamp = replace(before, digest=digest.hexdigest() if own else digest_of(files))
+    index = scan.index(stamp, key, _lines_of(files, where), places)
     _save(index, where)
     return index
 
@@ -209,7 +231,7 @@ class _Scan:
         self._entries += _ENTRY.pack(line.start, len(line.data), zlib.crc32(line.data), line.number)
         self._ids += hashlib.blake2b(found.prompt_id.encode(), digest_size=16).digest()
 
-    def index(self, stamp: Stamp, key: str, lines: Path) -> Index:
+    def index(self, stamp: Stamp, key: str, lines: Path, places: Places) -> Index:
         entries = np.frombuffer(bytes(self._entries), ENTRY)
         again = _repeated(np.frombuffer(bytes(self._ids), "<u8").reshape(-1, 2))
         for entry in entries[again]:
@@ -217,7 +239,7 @@ class _Scan:
             self._tally.count(bad)
             self._bad.append(bad)
         self._bad = sorted(self._bad, key=lambda bad: bad.line)[:KEPT_BAD]
-        return Index(stamp, key, self._tally.rows, dict(self._tally.counts), self._bad, entries[~again])
+        return Index(stamp, key, self._tally.rows, dict(self._tally.counts), self._bad, entries[~again], places)
 
 
 def _repeated(ids: np.ndarray) -> np.ndarray:
@@ -234,24 +256,24 @@ def _id_at(lines: Path, entry: np.void) -> str:
         return str(json.loads(file.read(int(entry["size"])))["id"])
 
 
-def _lines_of(path: Path, where: Path) -> Path:
-    """The file with the lines of ``path``: that itself, or what was written out of it."""
-    spooled = where.with_suffix(".lines")
-    return spooled if is_parquet(path) else path
+def _lines_of(files: RowFiles, where: Path) -> Path:
+    """The file with the lines of ``files``: that itself, or what was written out of them."""
+    return files.lines or where.with_suffix(".lines")
 
 
 def _rows(path: Path, told: Callable[[bytes], None]) -> Iterator[tuple[Line, Row]]:
     return ((line, row_of(line)) for line in read_lines(path, told) if not line.is_blank)
 
 
-def _spooled(path: Path, where: Path, how: PromptRules) -> Iterator[tuple[Line, Row]]:
-    """Rows of a parquet file, which are written beside the index as lines."""
-    lines = _lines_of(path, where)
+def _spooled(files: RowFiles, where: Path, how: PromptRules, places: Places) -> Iterator[tuple[Line, Row]]:
+    """Rows of tables, or several files, which are written beside the index as lines."""
+    lines = _lines_of(files, where)
     partial, start = lines.with_name(f".{lines.name}.{os.getpid()}"), 0
     try:
         with partial.open("wb") as file:
-            for number, row in enumerate(read_parquet(path, how.media is not None), start=1):
-                data = json.dumps(None if isinstance(row, BadLine) else row[1]).encode() + b"\n"
+            for row in files.rows(places, how.media is not None):
+                number, record = (row.line, None) if isinstance(row, BadLine) else row
+                data = json.dumps(record).encode() + b"\n"
                 file.write(data)
                 yield Line(number, start, data), row
                 start += len(data)
@@ -263,6 +285,7 @@ def _spooled(path: Path, where: Path, how: PromptRules) -> Iterator[tuple[Line, 
 def _save(index: Index, where: Path) -> None:
     about = {"stamp": asdict(index.stamp), "rules": index.rules, "rows": index.rows, "counts": index.counts}
     about |= {"format": FORMAT, "prompts": len(index.entries), "bad": [astuple(bad) for bad in index.bad]}
+    about["begins"] = index.places.begins
     head = json.dumps(about).encode() + b"\n"
     patiently(where, lambda: write_atomic(where, head, tail=index.entries.tobytes()))
 
@@ -277,6 +300,7 @@ def load(where: Path) -> Index | None:
         if about["format"] != FORMAT or len(entries) != about["prompts"]:
             return None
         bad = [BadLine(*each) for each in about["bad"]]
-        return Index(Stamp(**about["stamp"]), about["rules"], about["rows"], about["counts"], bad, entries)
+        places = Places([(begin, str(name)) for begin, name in about["begins"]])
+        return Index(Stamp(**about["stamp"]), about["rules"], about["rows"], about["counts"], bad, entries, places)
     except (OSError, ValueError, TypeError, LookupError):
         return None

@@ -19,7 +19,8 @@ from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
 from relax_hpc.data.media import MediaRules, PromptMedium
 from relax_hpc.data.named_media import Columns, with_parts
-from relax_hpc.data.rows import BadLine, Record
+from relax_hpc.data.row_files import Places
+from relax_hpc.data.rows import BadLine, Record, Row
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium
 
@@ -218,7 +219,7 @@ class PromptRules:
 
 
 def prompts_of(
-    rows: Iterable[tuple[int, Record] | BadLine], tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
+    rows: Iterable[Row], tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
 ) -> Iterator[Prompt | BadLine]:
     """The prompt of each row, or why it has none; of one id the first counts.
 
@@ -250,9 +251,15 @@ def prompt_of(
 class Tally:
     """Rows of a prompt file, counted as they pass."""
 
-    def __init__(self, rows: int = 0, counts: Mapping[str, int] | None = None, bad: Iterable[BadLine] = ()) -> None:
+    def __init__(
+        self,
+        rows: int = 0,
+        counts: Mapping[str, int] | None = None,
+        bad: Iterable[BadLine] = (),
+        places: Places | None = None,
+    ) -> None:
         """``counts``: of bad lines by reason. ``bad``: the first of them."""
-        self.rows = rows
+        self.rows, self.places = rows, places or Places()
         self.counts = Counter(counts or {})
         self._first: dict[str, BadLine] = {}
         """First bad line of each reason."""
@@ -281,7 +288,7 @@ class Tally:
         if self.bad < total and self.bad <= max_bad_share * total:
             return ""
         reasons = "; ".join(
-            f"{count} {reason} (first line {self._first[reason].line}: {self._first[reason].detail})"
+            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: {self._first[reason].detail})"
             for reason, count in self.counts.most_common()
         )
         cure = "raise that limit, or " if "over_long" in self.counts else ""

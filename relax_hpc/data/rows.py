@@ -1,5 +1,5 @@
-"""Rows of data files, jsonl or parquet, one after the other, each a mapping or the reason why it is none. Nothing is
-held in memory."""
+"""Rows of a data file, jsonl, parquet or arrow, one after the other, each a mapping or the reason why it is none.
+Nothing is held in memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
 
+_TABLES = {b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
+"""Beginning of a table -> its form."""
 _OTHER_KINDS = {
     b"\xff\xfe": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
@@ -27,8 +30,8 @@ _OTHER_KINDS = {
 
 MOST_BYTES = 1 << 30
 """Bytes of a line at most: a longer one is some other file."""
-_BATCH = 1024
-"""Rows of a parquet file in memory at a time, at most."""
+_BATCH, _BATCH_WITH_MEDIA = 1024, 16
+"""Rows of a table in memory at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class BadLine:
     """A row that is skipped."""
 
     line: int
-    """Number of the line, counted from 1."""
+    """Number of the line, counted from 1, through all files."""
     reason: str
     """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long | special_token |
     chat_template | media_mismatch, or why a medium is of no use; of examples also empty_answer | no_preference"""
@@ -44,6 +47,8 @@ class BadLine:
 
 
 Record = dict[str, Any]
+Row = tuple[int, Record] | BadLine
+"""A row with the number of its line, or why it is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,13 @@ class Line:
         return not self.data.strip()
 
 
-def read_rows(path: Path | str, with_media: bool = False) -> Iterator[tuple[int, Record] | BadLine]:
-    """Rows of a jsonl or parquet file with their lines, counted from 1; blank lines are none.
+def read_rows(path: Path | str, with_media: bool = False) -> Iterator[Row]:
+    """Rows of a file with their lines, counted from 1; blank lines are none.
 
-    ``with_media``: see `read_parquet`. ConfigError: it cannot be read, or is no file of rows at all.
+    ``with_media``: see `read_table`. ConfigError: it cannot be read, or is no file of rows at all.
     """
-    if is_parquet(path):
-        yield from read_parquet(path, with_media)
+    if is_table(path):
+        yield from read_table(path, with_media)
         return
     for line in read_lines(path):
         if not line.is_blank:
@@ -93,57 +98,75 @@ def read_lines(path: Path | str, told: Callable[[bytes], None] = lambda data: No
             start += length
 
 
-def row_of(line: Line) -> tuple[int, Record] | BadLine:
+def row_of(line: Line) -> Row:
     """Row that stands in ``line``."""
     if len(line.data) >= MOST_BYTES:
         return BadLine(line.number, "broken_json", f"longer than {MOST_BYTES} bytes")
     return _record(line.number, line.data)
 
 
-def is_parquet(path: Path | str) -> bool:
-    """Whether it begins as such files do. ConfigError: it cannot be read."""
+def is_table(path: Path | str) -> bool:
+    """Whether it begins as parquet files do, or streams of arrow. ConfigError: it cannot be read."""
+    return bool(_form(path))
+
+
+def _form(path: Path | str) -> str:
     with opened(path) as file:
-        return file.peek(4)[:4] == b"PAR1"
+        return _TABLES.get(file.peek(4)[:4], "")
 
 
-def read_parquet(path: Path | str, with_media: bool = False) -> Iterator[tuple[int, Record] | BadLine]:
-    """Rows of a parquet file, as `read_rows`. A field that is null is left out; times and decimals become texts, and
-    so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
-    number = 0
-    with _parquet(path) as parquet:
-        for batch in parquet.ParquetFile(str(path)).iter_batches(batch_size=_BATCH, use_threads=False):
+def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
+    """Rows of a parquet or arrow file, as `read_rows`. A field that is null is left out; times and decimals become
+    texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
+    number, default = 0, _text_or_uri if with_media else _text
+    with _table(path) as batches:
+        for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
             for record in batch.to_pylist():
                 number += 1
-                known = {name: value for name, value in record.items() if value is not None}
-                yield _as_json(number, known, _text_or_uri if with_media else _text)
+                yield _as_json(number, {name: value for name, value in record.items() if value is not None}, default)
 
 
 def count_rows(path: Path | str) -> int:
     """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
-    if is_parquet(path):
-        with _parquet(path) as parquet:
-            return parquet.read_metadata(str(path)).num_rows
+    if is_table(path):
+        with _table(path) as batches:
+            return sum(batch.num_rows for batch in batches(_BATCH, columns=[]))
     with opened(path) as file:
         return sum(1 for line in file if line.strip())
 
 
 @contextmanager
-def _parquet(path: Path | str) -> Iterator[Any]:
-    """Reader of ``path``. ConfigError: it is not installed, or cannot read it."""
+def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Batches of the table at ``path``, of at most so many rows, see `_batches`. ConfigError: its library is not
+    installed, or cannot read it."""
+    form = _form(path)
     try:
-        parquet = import_module("pyarrow.parquet")
+        # `parquet` is an attribute of it only then.
+        import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: found a parquet file, which needs pyarrow, and that is not installed: pip install pyarrow, or "
+            f"{path}: found {form}, which needs pyarrow, and that is not installed: pip install pyarrow, or "
             "write its rows as lines of JSON"
         ) from error
     try:
-        yield parquet
+        with opened(path) as file:
+            yield partial(_batches, file, form)
     except Exception as error:  # pyarrow's have no other base, a date in the year 30000
-        raise ConfigError(f"{path}: not a parquet file that can be read: {error}; write it again") from error
+        raise ConfigError(f"{path}: no {form} file that can be read: {error}; write it again") from error
 
 
-def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> tuple[int, Record] | BadLine:
+def _batches(file: BinaryIO, form: str, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+    """Batches of a table, of a parquet file those ``columns`` alone."""
+    arrow = import_module("pyarrow")
+    if form == "parquet":
+        yield from arrow.parquet.ParquetFile(file).iter_batches(rows, columns=columns, use_threads=False)
+        return
+    # Read, not mapped: what a shared filesystem cannot read is an error then, and no signal.
+    for batch in arrow.ipc.open_stream(file):
+        yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+
+def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> Row:
     """``record`` as it is after it was written as JSON, what JSON has no type for as the text that ``default``
     makes."""
     try:
@@ -179,7 +202,7 @@ def opened(path: Path | str) -> Iterator[BufferedReader]:
             yield file
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl or parquet files"
+            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name files of rows, or folders of them"
         ) from error
 
 
@@ -193,7 +216,7 @@ def _refuse_others(path: Path | str, head: bytes) -> None:
         raise ConfigError(f"{path}: found {found}; allowed: jsonl, one JSON object a line, or parquet")
 
 
-def _record(number: int, line: bytes) -> tuple[int, Record] | BadLine:
+def _record(number: int, line: bytes) -> Row:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

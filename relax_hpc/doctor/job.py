@@ -13,6 +13,7 @@ from pathlib import Path
 import relax_hpc
 from relax_hpc.checks.rewards import runs_code
 from relax_hpc.config.schema import Config
+from relax_hpc.data.row_files import folder_and_split
 from relax_hpc.doctor.probe import TOKEN
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.slurm.layout import Component, components
@@ -132,7 +133,7 @@ def _paths(config: Config) -> dict[str, str]:
         "model.teacher_path": config.model.teacher_path,
         "model.critic_path": config.model.critic_path,
         "genrm.path": config.genrm.path,
-        "data.train": config.data.train,
+        "data.train": config.data.train and str(folder_and_split(config.data.train)[0]),
         "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,
     }

@@ -11,4 +11,4 @@ def note_bad_lines(client: QueueClient, rows: PromptFile) -> None:
     noted = client.status.get().result().noted
     if not any(name.startswith("bad_prompt/") for name in noted):
         for line in rows.bad:
-            client.status.note("bad_prompt", f"line {line.line}", line.reason)
+            client.status.note("bad_prompt", rows.place_of(line.line), line.reason)

@@ -12,8 +12,9 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompt_file import PromptFile, index_of, open_prompts
+from relax_hpc.data.prompt_file import PromptFile, check_same, open_prompts
 from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.row_files import RowFiles
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task
@@ -29,12 +30,12 @@ class _Away(Exception):
 
 
 def train_file(run: RunDir, config: Config) -> Path:
-    """File of the training prompts."""
+    """File of the training prompts, or folder, see `RowFiles`."""
     return Path(config.data.train) if config.data.train else run.data / "train.jsonl"
 
 
 def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
-    """File of each evaluation set."""
+    """File, or folder, of each evaluation set."""
     if config.data.eval:
         return {name: Path(path) for name, path in config.data.eval.items()}
     return {name: run.data / f"{name}.jsonl" for name in get_task(config.data.task).evaluations}
@@ -54,14 +55,14 @@ def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, P
 def check_unchanged(run: RunDir, config: Config) -> None:
     """ConfigError: a file of prompts is not what it was when the run began. Roles say so too, once they have GPUs."""
     if config.data.train:
-        index_of(Path(config.data.train), _train_index(run))
+        check_same(config.data.train, _train_index(run))
     for name, path in config.data.eval.items():
-        index_of(Path(path), _eval_index(run, name))
+        check_same(path, _eval_index(run, name))
 
 
-def _opened(config: Config, tokenizer: Tokenizer, path: Path, index: Path) -> PromptFile:
-    how = rules_of(config, tokenizer, path.parent)
-    return open_prompts(path, index, tokenizer, how, config.data.max_bad_share)
+def _opened(config: Config, tokenizer: Tokenizer, named: Path, index: Path) -> PromptFile:
+    how = rules_of(config, tokenizer, RowFiles.of(named).folder)
+    return open_prompts(named, index, tokenizer, how, config.data.max_bad_share)
 
 
 def _train_index(run: RunDir) -> Path:

@@ -75,8 +75,9 @@ class ModelConfig:
 class DataConfig:
     """Prompts, of files or of a task; see `relax_hpc.data.prompts`.
 
-    A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}. A file must stay
-    as it is while a run uses it, and so must the files of media that it names. What rows of sft and dpo are:
+    A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}; a folder of such
+    files, or one that `datasets` has saved, may be named in place of one, see `relax_hpc.data.row_files`. Files must
+    stay as they are while a run uses them, and so must the files of media that they name. What rows of sft and dpo are:
     `relax_hpc.data.examples`.
     """
 
@@ -87,9 +88,10 @@ class DataConfig:
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
-    """File of training prompts, jsonl or parquet."""
+    """File of training prompts, jsonl or parquet, or a folder of them; `FOLDER#SPLIT` is a split of one that has
+    several."""
     eval: dict[str, str] = field(default_factory=dict)
-    """Name of an evaluation set -> file."""
+    """Name of an evaluation set -> file, or folder."""
     multimodal_keys: dict[str, str] = field(default_factory=dict)
     """Kind of medium, `image`, `video` or `audio` -> column of the rows that names a prompt's: one, or a list, of paths
     relative to the file, file or data URIs, or bytes. A prompt has a place for each, `<image>`, `<video>` or `<audio>`

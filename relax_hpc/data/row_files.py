@@ -1,0 +1,213 @@
+"""Files of rows that one setting names: a file, or the files of a split of a folder.
+
+A folder is one that `datasets` has saved (`save_to_disk`), or one like a repository of the Hugging Face hub, with jsonl
+or parquet files whose splits its README.md names, or their own names. `FOLDER#SPLIT` names one of several.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
+from relax_hpc.errors import ConfigError
+
+Splits = dict[str, list[Path]]
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
+"""Names of files in a folder that have rows end so."""
+_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Split -> words in the names of its files and folders, as `datasets` knows them."""
+_SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
+_BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFiles:
+    """Files of rows, in their order."""
+
+    named: str
+    """Name of them in the configuration."""
+    paths: tuple[Path, ...]
+    folder: Path
+    """Folder that paths of media are relative to."""
+
+    @classmethod
+    def of(cls, named: str | Path) -> RowFiles:
+        """Files that ``named`` means: a file, a folder, or a folder with a split, as `prompts#test`. ConfigError: there
+        are none, or it is not said of which split."""
+        folder, split = folder_and_split(named)
+        if not folder.is_dir():
+            return cls(str(named), (folder,), folder.parent)
+        splits = _splits(folder)
+        allowed = ", ".join(f"{folder}#{name}" for name in splits)
+        if split and split not in splits:
+            raise ConfigError(f"{named}: found no such split, allowed: {allowed}")
+        if not split and len(splits) > 1:
+            raise ConfigError(f"{named}: found a folder of several splits, allowed: {allowed}")
+        paths = splits[split or next(iter(splits))]
+        return cls(str(named), tuple(paths), Path(os.path.commonpath([path.parent for path in paths])))
+
+    def rows(self, places: Places, with_media: bool = False) -> Iterator[Row]:
+        """Rows of all files, see `read_rows`, numbered through; ``places`` is told where those of each begin."""
+        number = 0
+        for path in self.paths:
+            begin = number
+            places.begins.append((begin, str(path.relative_to(self.folder)) if len(self.paths) > 1 else ""))
+            for row in read_rows(path, with_media):
+                number = begin + (row.line if isinstance(row, BadLine) else row[0])
+                yield replace(row, line=number) if isinstance(row, BadLine) else (number, row[1])
+
+    @property
+    def lines(self) -> Path | None:
+        """The file, if there is one alone, whose lines are the rows."""
+        return None if len(self.paths) > 1 or is_table(self.paths[0]) else self.paths[0]
+
+    def count(self) -> int:
+        """Rows of all files. ConfigError: one cannot be read."""
+        return sum(map(count_rows, self.paths))
+
+
+@dataclass(slots=True)
+class Places:
+    """Files in which rows stand that are numbered through."""
+
+    begins: list[tuple[int, str]] = field(default_factory=list)
+    """Number of the row before the first of each file, and the file's name; of the only one there is none."""
+
+    def of(self, number: int) -> str:
+        """Place of a row, in words.
+
+        >>> places = Places([(0, "a.jsonl"), (7, "b.jsonl")])
+        >>> places.of(7), places.of(8), Places().of(8)
+        ('a.jsonl, line 7', 'b.jsonl, line 1', 'line 8')
+        """
+        before = bisect.bisect_left(self.begins, (number,)) - 1
+        begin, name = self.begins[before] if before >= 0 else (0, "")
+        return f"{name}, line {number - begin}" if name else f"line {number}"
+
+
+def folder_and_split(named: str | Path) -> tuple[Path, str]:
+    """Path, and the split that is named behind it, if any.
+
+    >>> folder_and_split("/data/prompts#test")
+    (PosixPath('/data/prompts'), 'test')
+    """
+    whole = Path(named)
+    path, mark, split = str(named).rpartition("#")
+    return (Path(path), split) if mark and path and not whole.exists() else (whole, "")
+
+
+def is_there(named: str | Path) -> bool:
+    """Whether there is such a file, or folder."""
+    path, _ = folder_and_split(named)
+    return path.is_file() or path.is_dir()
+
+
+def _splits(folder: Path) -> Splits:
+    """Files of each split of ``folder``, at least one of one. ConfigError: there are none."""
+    found = _saved(folder) or _described(folder) or _by_names(folder)
+    if not found:
+        raise ConfigError(
+            f"{folder}: found a folder without rows, allowed: files whose names end with {', '.join(SUFFIXES)}, or "
+            "what save_to_disk of `datasets` has written"
+        )
+    return found
+
+
+def _saved(folder: Path) -> Splits:
+    """Files of what `datasets` has saved: one split, or some, each in a folder of its own."""
+    if splits := _object(folder / "dataset_dict.json").get("splits"):
+        return {str(name): _state_files(folder / str(name)) for name in splits}
+    return {"train": _state_files(folder)} if (folder / "state.json").is_file() else {}
+
+
+def _state_files(folder: Path) -> list[Path]:
+    state = _object(folder / "state.json")
+    try:
+        found = [folder / str(file["filename"]) for file in state["_data_files"]]
+    except (KeyError, TypeError):
+        found = []
+    if not found or not all(path.is_file() for path in found):
+        raise ConfigError(f"{folder / 'state.json'}: names files that are not there; save the data set again")
+    return found
+
+
+def _described(folder: Path) -> Splits:
+    """Files by the configurations in the README.md of a repository, those of others than the usual one by
+    `CONFIGURATION/SPLIT`."""
+    named = _front_matter(folder / "README.md").get("configs")
+    configurations = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
+    found: Splits = {}
+    for one in configurations:
+        name = str(one.get("config_name", "default"))
+        usual = len(configurations) == 1 or name == "default" or one.get("default") is True
+        root = folder / str(one.get("data_dir", ""))
+        for split, patterns in _patterns(one.get("data_files")):
+            if paths := sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()}):
+                found[split if usual else f"{name}/{split}"] = paths
+    return found
+
+
+def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
+    """Splits with the patterns of their files, in all forms that `data_files` has."""
+    if isinstance(given, Mapping):
+        given = [{"split": split, "path": patterns} for split, patterns in given.items()]
+    entries = given if isinstance(given, list) else [given] if given else []
+    texts = [entry for entry in entries if isinstance(entry, str)]
+    for entry in [*entries, *([{"path": texts}] if texts else [])]:
+        if isinstance(entry, Mapping) and (patterns := entry.get("path")):
+            yield str(entry.get("split", "train")), [patterns] if isinstance(patterns, str) else patterns
+
+
+def _by_names(folder: Path) -> Splits:
+    """Files by what their names, or those of their folders, say of their splits; `train` where none says anything."""
+    found: Splits = defaultdict(list)
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith((".", "__")) for part in inside.parts)
+        if path.suffix in SUFFIXES and path.is_file() and not hidden:
+            found[_split_of(inside)].append(path)
+    unnamed = found.pop("", [])
+    return dict(found) or ({"train": unnamed} if unnamed else {})
+
+
+def _split_of(path: Path) -> str:
+    """Split that the name of a file says, or those of its folders; empty: none does."""
+    if shard := _SHARD.match(path.stem):
+        return shard[1]
+    words = [word for part in (*path.parent.parts, path.stem) for word in _BETWEEN_WORDS.split(part.lower())]
+    return next((split for word in words for split, known in _WORDS.items() if word in known), "")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none. ConfigError: it cannot be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; save the data set again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _front_matter(path: Path) -> dict[str, Any]:
+    """What a README.md says of itself in YAML between its first two lines of dashes; {}: nothing."""
+    try:
+        text = path.read_text("utf-8")
+        found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
+    except (OSError, ValueError, LookupError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
