@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.checks.files import read_prompts
-from relax_hpc.config.schema import Config, DataConfig, MultimodalConfig
+from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
 from relax_hpc.data.media import MediaRules, spans_of
 from relax_hpc.data.named_media import split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.rows import BadLine, data_uri
+from relax_hpc.doctor.media import check_media
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
@@ -151,6 +153,22 @@ def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) 
     assert isinstance(how, MediaRules)
     with pytest.raises(BadMedium):
         load(found.media[0].source, how.rules)
+
+
+def test_the_doctor_decodes_what_a_check_reads_the_header_of(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(png()[:200])
+    rows = [{"prompt": "<image>", "images": [name]} for name in (URI, "cut.png", "gone.png")] + [{"prompt": "text"}]
+    read(rows, tokenizer, tmp_path)
+    data = DataConfig(max_prompt_tokens=64, max_bad_share=0.5, train=str(tmp_path / "rows.jsonl"))
+    config = Config(model=ModelConfig(path=str(tokenizer.directory)), data=data)
+    assert read_prompts(data.train, tokenizer, config).tally.counts == {"missing_file": 1}
+    (found,) = check_media(config)
+    assert found.severity == "warning"
+    assert re.match(r"data\.train: media of 2 of 4 rows .* line 2: truncated: .*; line 3: missing_file: ", found.text)
+    data.max_bad_share = 0.4
+    assert [one.severity for one in check_media(config)] == ["error"]
+    read(rows[:1], tokenizer, tmp_path)
+    assert [one.text for one in check_media(config)] == ["data.train: media of 1 rows were decoded, 1 in all"]
 
 
 def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:

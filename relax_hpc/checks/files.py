@@ -48,7 +48,7 @@ def check_files(config: Config) -> Iterator[str]:
     yield from _teacher(config, policy)
     yield from _critic(config, policy)
     yield from _judge(config)
-    for key, path in _prompt_files(config).items():
+    for key, path in prompt_files(config).items():
         if not is_there(path):
             yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file, or a folder of them"
         else:
@@ -109,7 +109,8 @@ def _has_template(path: str) -> bool:
     return False
 
 
-def _prompt_files(config: Config) -> dict[str, str]:
+def prompt_files(config: Config) -> dict[str, str]:
+    """Names of files, or folders, of prompts by the settings that name them."""
     train = {"data.train": config.data.train} if config.data.train else {}
     return train | {f"data.eval.{name}": path for name, path in config.data.eval.items()}
 
@@ -129,7 +130,7 @@ def notes(config: Config) -> Iterator[str]:
     if missing := unread():
         yield f"model.path: tokenizer and weights were not looked at, for want of {', '.join(missing)} here"
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
-    for key, path in _prompt_files(config).items():
+    for key, path in prompt_files(config).items():
         # What cannot be read is a mistake, and was said.
         with suppress(ConfigError):
             if is_there(path):

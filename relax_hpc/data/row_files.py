@@ -204,7 +204,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _front_matter(path: Path) -> dict[str, Any]:
-    """What a README.md says of itself in YAML between its first two lines of dashes; {}: nothing."""
+    """Content of the YAML between the first two lines of dashes of a README.md; {}: there is none."""
     try:
         text = path.read_text("utf-8")
         found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}

@@ -18,6 +18,7 @@ from relax_hpc.doctor.cluster import Cluster, check_cluster, look
 from relax_hpc.doctor.deep import check_here, check_nodes
 from relax_hpc.doctor.finding import Finding, error, ok, warning
 from relax_hpc.doctor.host import check_disk, check_layout, check_programs, check_settings
+from relax_hpc.doctor.media import check_media
 from relax_hpc.doctor.modules import check_staging
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.slurm.commands import Slurm
@@ -59,6 +60,7 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
     config = resolve(config)
     findings = [
         *_area("settings", [*check_settings(config), *map(warning, notes(config))]),
+        *check_media(config),
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
         *_area("modules and staging", check_staging(config)),
