@@ -12,7 +12,8 @@ the same process. Without `--peer-python`, a Python with TransferQueue and ray, 
   control   64 producers and 16 consumers, no rows' bytes: every sample is taken once, or it fails
   fields    the bytes of `fixed` in 1 to 32 fields
   stream    puts of 2 MB that follow one another, as a share of one that waits for the files of those before
-  media     16 prompt groups of 8 samples, 2 pictures of 1024 x 1024 x 3 a group: stored, and checked by a reader
+  media     pictures, videos and sounds that the samples of prompt groups name: stored, put, claimed, checked and read,
+            beside the peer's put and get of the same bytes, each once
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 TransferQueue==0.1.11 ray==2.60.0
     python tools/bench/queue --peer-python PEER/bin/python --json
@@ -193,24 +194,48 @@ def milliseconds(name: str, rounds: list[float], peers: list[float], targets: di
     return Line(name, "ms", median(rounds), peer, None, targets, limit, less_is_better=True, **each)
 
 
+MEDIA = (
+    Pictures(),
+    Pictures("videos of 30 s, 360p", groups=2, pictures=1, size=40_550_400),
+    Pictures("sounds of 30 s", groups=32, pictures=1, size=960_000),
+)
+"""Media that prompt groups have: as many bytes as `tools/bench/media.py` finds of each."""
+WAY = ("store", "put", "claim", "check", "read")
+"""What the bytes of media and rows pass through, once."""
+
+
 def media(setting: Setting) -> Lines:
-    """GB/s to store pictures, milliseconds to check a claim of samples that name them."""
-    about = Pictures(2, 2, 2, 16, 8) if setting.quick else Pictures()
-    found: dict[str, list[float]] = {}
-    with setting.place() as folder, gallery(folder, about) as both:
-        for _ in range(QUICK_STEPS if setting.quick else setting.rounds):
-            for name, seconds in both.round().items():
-                found.setdefault(name, []).append(seconds)
-    speeds = {name: [about.bytes / one / 1e9 for one in found[name]] for name in ("store", "memcpy")}
-    name = f"media, {about.bytes / 1e6:.0f} MB"
-    limit, rounds = "the hash that names them, a checksum, and a write", speeds["store"]
-    yield Line(f"{name}: store", "GB/s", median(rounds), None, median(speeds["memcpy"]), {}, limit, rounds=rounds)
+    """Milliseconds of the whole way of media, beside the peer's put and get of the same bytes, and of its parts."""
+    for about in (Pictures("bytes", 2, 2, 2, 12, 8),) if setting.quick else MEDIA:
+        found: dict[str, list[float]] = {}
+        if setting.peer:
+            setting.peer.ask("load", *about.peer_load())
+            setting.peer.ask("move", True)
+        with setting.place() as folder, gallery(folder, about) as both:
+            both.round()
+            for _ in range(QUICK_STEPS if setting.quick else setting.rounds):
+                theirs = setting.peer.ask("move") if setting.peer else {}
+                for name, seconds in {**both.round(), **({"peer": sum(theirs.values())} if theirs else {})}.items():
+                    found.setdefault(name, []).append(1e3 * seconds)
+        yield from media_lines(about, found)
+
+
+def media_lines(about: Pictures, found: dict[str, list[float]]) -> Lines:
+    """The whole way and its parts, of milliseconds of each round."""
+    name, peers = f"{about.groups * about.pictures} {about.name}, {about.bytes / 1e6:.0f} MB", found.get("peer", [])
+    way = [sum(parts) for parts in zip(*(found[part] for part in WAY), strict=True)]
+    limit = f"a memcpy takes {median(found['memcpy']):.3g} ms; the peer looks at no checksum"
+    yield milliseconds(f"{name}: {', '.join(WAY)}", way, peers, {"peer": 1 / 1.2}, limit)
     samples = f"{about.groups * about.samples} samples"
-    limits = {"check": "a checksum of each medium", "check again": "a look at each medium's file"}
+    limits = {
+        "store": "the hash that names them, a checksum, and a write",
+        "check": f"a checksum of each medium, and a look at the tokens of {samples}",
+        "read": "1 memory copy",
+        "check again": f"a look at each medium's file, and at the tokens of {samples}",
+    }
     for what, limit in limits.items():
         targets = {"most": 150.0} if what == "check" else {}
-        limit += f", and at the tokens of {samples}"
-        yield milliseconds(f"{name}: {what}", [1e3 * one for one in found[what]], [], targets, limit)
+        yield milliseconds(f"{name}: {what}", found[what], [], targets, limit)
 
 
 def stream(setting: Setting) -> Lines:

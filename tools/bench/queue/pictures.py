@@ -1,4 +1,4 @@
-"""Media from the process that stores them to one that checks a claim of the samples which name them."""
+"""Media from the process that stores them to one that claims the samples which name them, checks and reads them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ from relax_hpc.transfer_queue.client.claims import check_claim
 from relax_hpc.transfer_queue.client.media_client import store_media
 from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import media_ids
 
 PLACEHOLDER = 99
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Prompt groups whose samples all name the same pictures, of `side` x `side` x 3 bytes."""
+    """Prompt groups whose samples all name the same media, of `size` bytes each."""
 
+    name: str = "pictures of 1024 x 1024"
     groups: int = 16
     samples: int = 8
     pictures: int = 2
-    side: int = 1024
+    size: int = 3 << 20
     tokens: int = 256
-    """Of a picture, and of a response."""
+    """Of a medium, and of a response."""
 
     @property
     def bytes(self) -> int:
-        return self.groups * self.pictures * self.side**2 * 3
+        return self.groups * self.pictures * self.size
+
+    def peer_load(self) -> tuple[list[int], int]:
+        """Lengths and fields of int32 rows that have the same bytes, each medium once."""
+        return [self.size // 4] * (self.groups * self.pictures), 1
 
     def config(self) -> Config:
         config = config_of(Load(self.groups * self.samples, self.tokens, 1), "flush")
@@ -66,20 +72,21 @@ class Pictures:
 
 
 def make(run: RunDir, about: Pictures, pipe: Connection) -> None:
-    """Store pictures that nobody has seen, and put the rows that name them; tell the seconds of the first."""
+    """Store media that nobody has seen, and put the rows that name them; tell the seconds of each."""
     random = np.random.default_rng(0)
-    shape = (about.side, about.side, 3)
     with QueueClient(run, about.config(), "rollout", 1) as client:
         client.connection.call("serve", reader="r", version=str(VERSION))
         pipe.send("ready")
         while pipe.recv() != "end":
             tickets = client.connection.call("admit", reader="r", count=about.groups)["tickets"]
-            pictures = [[random.integers(0, 256, shape, np.uint8) for _ in range(about.pictures)] for _ in tickets]
-            started = time.perf_counter()
-            ids = [store_media(client, ticket, found) for ticket, found in zip(tickets, pictures, strict=True)]
-            seconds = time.perf_counter() - started
+            media = [[random.integers(0, 256, about.size, np.uint8) for _ in range(about.pictures)] for _ in tickets]
+            began = time.perf_counter()
+            ids = [store_media(client, ticket, found) for ticket, found in zip(tickets, media, strict=True)]
+            stored = time.perf_counter()
             rows = [row for ticket, names in zip(tickets, ids, strict=True) for row in about.rows(ticket, names)]
+            made = time.perf_counter()
             assert client.generated(rows) == {}
+            seconds = {"store": stored - began, "put": time.perf_counter() - made}
             client.settle()
             pipe.send(seconds)
     pipe.send("ended")
@@ -90,14 +97,19 @@ class Gallery:
 
     def __init__(self, client: QueueClient, maker: Connection, about: Pictures) -> None:
         self.client, self.maker, self.memcpy, self.step = client, maker, Memcpy(about.bytes), 0
+        self.room = np.zeros(about.bytes, np.uint8)
 
     def round(self) -> dict[str, float]:
-        """Seconds to store the pictures of a step, to check a claim of it, and to check it once more."""
+        """Seconds to store the media of a step, to put and claim the rows that name them, to check these and read
+        everything, to check once more, and of a memcpy of the media."""
         self.maker.send("next")
-        seconds = {"store": receive(self.maker)}
+        seconds = receive(self.maker)
+        began = time.perf_counter()
         claim = self.client.claim("actor", ALL)
         assert claim is not None
-        seconds |= {"check": self._check(claim), "check again": self._check(claim), "memcpy": self.memcpy()}
+        seconds["claim"] = time.perf_counter() - began
+        seconds |= {"check": self._check(claim), "read": self._read(claim), "check again": self._check(claim)}
+        seconds["memcpy"] = self.memcpy()
         self.client.connection.call("trained", step=self.step, leases=[claim.lease])
         self.step += 1
         self.client.connection.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
@@ -106,6 +118,15 @@ class Gallery:
     def _check(self, claim: Claim) -> float:
         started = time.perf_counter()
         assert check_claim(self.client, claim, {"image": PLACEHOLDER})
+        return time.perf_counter() - started
+
+    def _read(self, claim: Claim) -> float:
+        started, end = time.perf_counter(), 0
+        for media_id in media_ids(self.client.rows(claim)):
+            blob = np.frombuffer(self.client.media.read(media_id), np.uint8)
+            begin, end = end, end + len(blob)
+            np.copyto(self.room[begin:end], blob)
+        assert end == len(self.room), f"{end} bytes of {len(self.room)}"
         return time.perf_counter() - started
 
 
