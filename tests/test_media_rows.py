@@ -205,7 +205,7 @@ def test_a_file_that_ends_its_decoder_costs_its_row_alone(
 
 
 def test_a_video_has_a_time_stamp_before_each_patch_in_time(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """In the place of all that the template has put around its placeholder."""
+    """Within what the template has put around its placeholder."""
     uri = data_uri(filmed("film")[0], "video/x-msvideo")
     (found,), bad = read([{"prompt": "<video>?<image>", "videos": [uri], "images": [URI]}], tokenizer, tmp_path)
     assert not bad
@@ -214,7 +214,7 @@ def test_a_video_has_a_time_stamp_before_each_patch_in_time(tokenizer: Tokenizer
         return [*tokenizer.encode(f"<{seconds} seconds>", special=False), START, *[VIDEO] * 4, END]
 
     question = tokenizer.encode("?", special=False)
-    expected = [*tokenizer.encode(""), *stamped("0.2"), *stamped("1.2"), *question, *FOUR]
+    expected = [*tokenizer.encode(""), START, *stamped("0.2"), *stamped("1.2"), END, *question, *FOUR]
     assert list(found.token_ids) == expected
     video, image = found.media
     assert [length for _, length in video.spans] == [4, 4] and video.tokens == 8 and image.tokens == 4

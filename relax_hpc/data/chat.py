@@ -114,8 +114,10 @@ def find_template(chosen: str, model_dir: Path) -> str:
         raise ConfigError(
             f"data.chat_template: found {chosen!r}, allowed: model, or a Jinja file; there is no such file"
         )
-    path = model_dir / "tokenizer_config.json"
-    found = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
+    # That of a processor, as models with media were published, comes before their tokenizer's.
+    files = [model_dir / name for name in ("chat_template.json", "tokenizer_config.json")]
+    path = next((file for file in files if file.is_file() and _named_in(file)), files[-1])
+    found = _named_in(path) if path.is_file() else None
     if isinstance(found, list):
         named = [each for each in found if isinstance(each, dict)]
         found = next((each.get("template") for each in named if each.get("name") == "default"), None)
@@ -134,6 +136,10 @@ def template_of(
     """One template for all who ask, so that it has one child process. ``names``: of the tokenizer's special tokens."""
     variables = {**dict(names), "enable_thinking": enable_thinking}
     return ChatTemplate(find_template(chosen, model_dir), variables, system)
+
+
+def _named_in(path: Path) -> Any:
+    return json.loads(path.read_bytes()).get("chat_template")
 
 
 def _text(path: Path) -> str:

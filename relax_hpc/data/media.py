@@ -129,17 +129,14 @@ class MediaRules:
             if (named := len(sources.get(kind, ()))) != wanted[kind]:
                 raise BadMedium(Reason.SPANS, f"places for {wanted[kind]} {kind}s in the prompt, {named} named")
         waiting = {kind: deque(some) for kind, some in sources.items()}
-        expanded, media, rest = list[int](), list[PromptMedium](), deque(ids)
-        while rest:
-            token = rest.popleft()
+        expanded, media = list[int](), list[PromptMedium]()
+        for token in ids:
             if token not in kinds:
                 expanded.append(token)
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
             about, spans = self.pool.header(kind, source), []
-            if about.seconds and self.rules.stamped:
-                self._leave(expanded, rest, kind)
             for before, count, after in self._runs(about, encode):
                 expanded += before
                 spans.append((len(expanded), count))
@@ -155,17 +152,6 @@ class MediaRules:
         place = dict(self.places)[about.kind]
         for stamp, (_, count) in stamped_runs(about, self.rules):
             yield [*encode(stamp), *place.before], count, list(place.after)
-
-    def _leave(self, expanded: list[int], rest: deque[int], kind: Kind) -> None:
-        """Take away what is around the place of a video whose every patch in time has that around it, as Qwen3-VL was
-        trained."""
-        place = dict(self.places)[kind]
-        before, after = list(place.before), list(place.after)
-        if before and expanded[-len(before) :] == before:
-            del expanded[-len(before) :]
-        if after and [*rest][: len(after)] == after:
-            for _ in after:
-                rest.popleft()
 
     def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
         """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relax_hpc.models.spec import ModelSpec
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja")
-_COPIED_CONFIGS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+_COPIED_CONFIGS = ("generation_config.json", "*processor_config.json", "chat_template.json")
 
 
 class SafetensorFiles(Mapping[str, Any]):

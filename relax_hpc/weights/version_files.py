@@ -27,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _PIECE_BYTES = 4 << 20
 _MEANING = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
-_MEANING += ("vocab.json", "merges.txt", "*.jinja", "preprocessor_config.json", "processor_config.json")
+_MEANING += ("vocab.json", "merges.txt", "*.jinja", "*processor_config.json", "chat_template.json")
 """Files of a model directory that say what its tensors mean. The rest, such as a README, may change during a run."""
 
 
