@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from relax_hpc.config.schema import Config
@@ -24,8 +26,10 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 from relax_hpc.checkpoint.store import CheckpointError  # noqa: E402
+from relax_hpc.models.families import spec_of  # noqa: E402
 from relax_hpc.models.flops import peak_flops  # noqa: E402
 from relax_hpc.models.qwen3 import Qwen3  # noqa: E402
+from relax_hpc.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.rendezvous.channel import Channel  # noqa: E402
 from relax_hpc.roles.checkpoints import Checkpoints  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
@@ -33,6 +37,7 @@ from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
 from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mfu_report  # noqa: E402
 from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
 from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
+from tests.media_helpers import QWEN3_VL  # noqa: E402
 
 CLAIM = Claim(5, 3, (12, 13), (), 0, 12, assignment=[[[0, 3], [1]], [[2]]])
 
@@ -63,6 +68,14 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
     result = StepResult({}, {}, tally, 0.1, 2.0)
     expected = 2 * 3 * (2 * matrices * 8 + attention) / (2.0 * 1e6)
     assert mfu_report(result, spec, 2, 1e6) == {"perf/mfu": pytest.approx(expected)}
+    tally.media = {"seen": (Kind.IMAGE, (1, 2, 4))}
+    other = {"moving": (Kind.VIDEO, (2, 4, 2)), **tally.media}
+    tally.gather(SimpleNamespace(gather=lambda mine: [msgpack.unpackb(msgpack.packb(one)) for one in (mine, other)]))
+    seeing = replace(spec, towers=spec_of(QWEN3_VL).towers)
+    (seen,) = (tower.multiplied((1, 2, 4)) + tower.multiplied((2, 4, 2)) for tower in seeing.towers)
+    for frozen, times in ((), 3), (("visual",), 1):
+        more = 2 * times * 2 * seen / (2.0 * 1e6)
+        assert mfu_report(result, seeing, 2, 1e6, frozen) == {"perf/mfu": pytest.approx(expected + more)}
     assert mfu_report(result, spec, 2, None) == {} and peak_flops("NVIDIA H100 PCIe") == 756e12
 
 

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia
+from relax_hpc.models.towers.media import RowMedia, TowerInput, TowerMedia
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.routes import NAME
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
@@ -27,6 +30,7 @@ from tests.convert_helpers import model, to
 from tests.media_helpers import (
     OMNI_MEDIA,
     OMNI_ROWS,
+    OMNI_RULES,
     QWEN3_OMNI,
     QWEN3_OMNI_THINKER,
     QWEN3_VL,
@@ -90,6 +94,24 @@ def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
     saved = load_file(tmp_path / "again/model.safetensors")
     assert {*saved} == {*load_file(directory / "model.safetensors")}
     assert all(torch.equal(saved[name], value) for name, value in load_file(directory / "model.safetensors").items())
+
+
+@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
+def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
+    """Padding apart: transformers fills the last chunk of a sound."""
+    sound = Medium(Kind.AUDIO, np.arange(48000).astype(np.int16), (1, 1, 300))
+    beyond_a_window = TowerInput.of(sound, OMNI_RULES)
+    of_rows = (OMNI_MEDIA if "audio_config" in config else ROW_MEDIA).inputs
+    media = [one for name, one in of_rows.items() if name != "speech"] + [beyond_a_window]
+    for tower in spec_of(config).towers:
+        module = tower.build()
+        # Of other attention it counts nothing on a CPU.
+        module.set_attn_implementation("eager")
+        for one in (one for one in media if one.kind in tower.kinds):
+            given = TowerMedia(torch.from_numpy(one.values), torch.tensor([one.grid]), *[torch.empty(0)] * 2)
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                tower.encode(module, given)
+            assert counter.get_total_flops() == 2 * tower.multiplied(one.grid) > 0
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])

@@ -5,11 +5,12 @@ Counted is what the model needs: no recomputation, no padding, and half of the a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relax_hpc.models.spec import ModelSpec
+    from relax_hpc.multimodal.medium import Grid, Kind
 
 PEAKS = (
     ("H100 PCIe", 756e12),
@@ -39,10 +40,17 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
     return matrices + 2 * spec.layers * spec.heads * spec.head_dim * sum(length * length for length in rows)
 
 
-def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
-    """Floating-point operations of one forward and backward pass: gradients of inputs and of weights are twice the
-    forward pass."""
-    return 3 * forward_flops(spec, lengths)
+def training_flops(
+    spec: ModelSpec, lengths: Iterable[int], media: Iterable[tuple[Kind, Grid]] = (), frozen: Collection[str] = ()
+) -> float:
+    """Floating-point operations of one forward and backward pass over rows of so many tokens and their distinct
+    ``media``: gradients of inputs and of weights are twice the forward pass, and towers that are ``frozen`` have none.
+    """
+    found, towers = 3 * forward_flops(spec, lengths), {kind: tower for tower in spec.towers for kind in tower.kinds}
+    for kind, grid in media:
+        tower = towers[kind]
+        found += (1 if tower.name in frozen else 3) * 2 * tower.multiplied(grid)
+    return found
 
 
 def peak_flops(device: str) -> float | None:

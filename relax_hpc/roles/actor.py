@@ -133,7 +133,9 @@ class Policy(Beside):
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
         values = result.values() if self.held_out else policy_values(result) | staleness_report(answer)
-        values |= mfu_report(result, self.spec, self.config.algorithm.passes, self.peak)
+        values |= mfu_report(
+            result, self.spec, self.config.algorithm.passes, self.peak, self.config.model.frozen_towers
+        )
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.models.flops import training_flops
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.towers.media import RowMedia
+from relax_hpc.multimodal.medium import Grid, Kind
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.transfer_queue.client import StepTrained
 from relax_hpc.transfer_queue.row_schema import Row, by_prompt
 
@@ -24,16 +28,25 @@ class Tally:
         """Episodes whose last row stopped by itself."""
         self.row_tokens: list[int] = []
         """Tokens of each row, those included that nobody sampled."""
+        self.media: dict[str, tuple[Kind, Grid]] = {}
+        """Kinds and grids of the media of this rank's rows, by their ids; of all ranks', once they are gathered."""
         self.routes = np.zeros(2)
         """Routes that are the trainer's own too, and all that came with the rows; in the leader."""
 
-    def add(self, rows: list[Row]) -> None:
-        """Count rows of whole prompt groups, in the order of their ids."""
+    def add(self, rows: list[Row], media: RowMedia | None = None) -> None:
+        """Count rows of whole prompt groups, in the order of their ids, and ``media`` of some."""
+        inputs = media.inputs if media else {}
+        self.media |= {name: (one.kind, one.grid) for name, one in inputs.items()}
         for episode in (episode for prompt in by_prompt(rows) for episode in prompt):
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
             self.row_tokens += [len(row["token_ids"]) for row in episode]
             self.stopped += episode[-1]["finish_reason"] == "stop"
+
+    def gather(self, channel: Channel) -> None:
+        """Have the media of all ranks in the leader. Collective."""
+        for media in channel.gather(self.media) or ():
+            self.media |= {name: (Kind(kind), (*grid,)) for name, (kind, grid) in media.items()}
 
     def join(self, other: Tally) -> None:
         """Count what ``other`` has counted too."""
@@ -41,6 +54,7 @@ class Tally:
         self.lengths += other.lengths
         self.stopped += other.stopped
         self.row_tokens += other.row_tokens
+        self.media |= other.media
         self.routes += other.routes
 
 
@@ -87,14 +101,18 @@ class StepResult:
         }
 
 
-def mfu_report(result: StepResult, spec: ModelSpec, passes: int, peak: float | None) -> dict[str, float]:
+def mfu_report(
+    result: StepResult, spec: ModelSpec, passes: int, peak: float | None, frozen: Collection[str] = ()
+) -> dict[str, float]:
     """The share of ``peak``, operations a second of all ranks together, that a step's ``passes`` over its rows took.
 
-    Of its whole time: waiting for rows is in it. Nothing where the peak is not known.
+    Of its whole time: waiting for rows is in it. Towers that are ``frozen`` have a forward pass alone. Nothing where
+    the peak is not known.
     """
     if not peak:
         return {}
-    return {"perf/mfu": passes * training_flops(spec, result.tally.row_tokens) / (result.seconds * peak)}
+    flops = training_flops(spec, result.tally.row_tokens, result.tally.media.values(), frozen)
+    return {"perf/mfu": passes * flops / (result.seconds * peak)}
 
 
 def policy_values(result: StepResult) -> dict[str, float]:

@@ -175,6 +175,8 @@ class TrainerRole:
                     self.trainer.accumulate([batch for window in windows for batch in window], last=True)
                     metrics = self.trainer.step(lr)
         self.beside.trained(step)
+        if self.trainer.model.spec.towers:
+            tally.gather(self.ranks.control)
         if self.ranks.leader:
             result = StepResult(first, metrics, tally, lr, time.monotonic() - started)
             answer = self.context.client.training.trained(step, leases, self.context.role)
@@ -211,7 +213,7 @@ class TrainerRole:
             found = Tally()
             for window in self.windows.of(step, number):
                 with self.context.spans("train", step=step):
-                    found.add(window.rows)
+                    found.add(window.rows, window.media)
                     computed.append((window, self.batches(window)))
                 if not pipeline:
                     self.learn(step, number, computed[-1][1], window.last)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from relax_hpc.models.rules import ANYWHERE, FLAG, NUMBER, SIZE, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
+from relax_hpc.multimodal.medium import Grid, Kind
+from relax_hpc.multimodal.rules import sound_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,7 @@ class AudioTower(Tower):
     """Audio tower, as one `audio_config` describes it."""
 
     name = "audio"
+    kinds = (Kind.AUDIO,)
     built_by = "qwen3_omni_moe", "Qwen3OmniMoeAudioEncoder"
 
     bins: int
@@ -90,6 +93,27 @@ class AudioTower(Tower):
             convolved += 2 * self.channels * height / 2**number
         ends = convolved * _FRAMES + self.channels * height + 4 * self.width
         return TowerSizes(1, self.width, block, ends)
+
+    def multiplied(self, grid: Grid) -> int:
+        """See `Tower.multiplied`; convolutions look no further than a chunk, attention no further than a window."""
+        chunks, rest = divmod(grid[2], 2 * self.half)
+        windows, last = divmod(grid[2], self.window)
+        pairs = windows * sound_tokens(self.window) ** 2 + sound_tokens(last) ** 2
+        tokens = sound_tokens(grid[2])
+        convolved = chunks * self._convolved(2 * self.half) + self._convolved(rest)
+        rows = -(-self.bins // 8)
+        token = self.channels * rows * self.width + self.width**2 + self.width * self.out
+        layers = self.depth * (tokens * (4 * self.width**2 + 2 * self.width * self.inner) + 2 * pairs * self.width)
+        return convolved + tokens * token + layers
+
+    def _convolved(self, frames: int) -> int:
+        """Multiplications of the convolutions of a chunk, each of 3 x 3 with stride 2."""
+        rows, given, found = self.bins, 1, 0
+        for _ in range(3):
+            rows, frames = (rows + 1) // 2, (frames + 1) // 2
+            found += rows * frames * 9 * given * self.channels
+            given = self.channels
+        return found
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""

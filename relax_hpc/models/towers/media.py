@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.models.packs import PackSplit, Places
+from relax_hpc.models.towers.audio import AudioTower
+from relax_hpc.models.towers.vision import VisionTower
 from relax_hpc.models.upload import upload
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.features import features
@@ -19,7 +21,7 @@ from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import Rules
 
 Row = Mapping[str, Any]
-_TOWERS = {Kind.IMAGE: "visual", Kind.VIDEO: "visual", Kind.AUDIO: "audio"}
+_TOWERS = {kind: tower.name for tower in (VisionTower, AudioTower) for kind in tower.kinds}
 """Names of towers by the kinds of media."""
 
 

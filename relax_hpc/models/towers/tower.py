@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.models.hf_mapping import Entry, Piece
+from relax_hpc.multimodal.medium import Grid, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ class Tower(abc.ABC):
 
     name: ClassVar[str]
     """Name of its module, and of what it takes in `MediaInputs`."""
+    kinds: ClassVar[tuple[Kind, ...]]
+    """Kinds of media that it encodes."""
     built_by: ClassVar[tuple[str, str]]
     """Model of transformers, and the name of the class there that computes it."""
     place: str
@@ -60,6 +63,11 @@ class Tower(abc.ABC):
     @abc.abstractmethod
     def sizes(self) -> TowerSizes:
         """Sizes of what it keeps for the backward pass."""
+
+    @abc.abstractmethod
+    def multiplied(self, grid: Grid) -> int:
+        """Multiplications and additions of one forward pass of a medium of that ``grid``: those of matrices,
+        convolutions and both products of attention."""
 
     @abc.abstractmethod
     def shapes(self) -> Shapes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from relax_hpc.models.rules import ANYWHERE, NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
+from relax_hpc.multimodal.medium import Grid, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class VisionTower(Tower):
     """Vision tower, as one `vision_config` describes it."""
 
     name = "visual"
+    kinds = (Kind.IMAGE, Kind.VIDEO)
     built_by = "qwen3_vl", "Qwen3VLVisionModel"
     own_rules: ClassVar[Mapping[str, Rule]] = {}
     """Rules for keys that `vision_config` has beside the usual ones."""
@@ -100,6 +102,14 @@ class VisionTower(Tower):
         values = self.channels * self.temporal * self.patch**2
         ends = self.merge**2 * values + (4 + 3 * self.levels) * self.merged
         return TowerSizes(self.merge**2, self.width, block, ends)
+
+    def multiplied(self, grid: Grid) -> int:
+        """See `Tower.multiplied`; patches attend to those of the same time."""
+        time, frame = grid[0], grid[1] * grid[2]
+        values = self.channels * self.temporal * self.patch**2
+        layer = 4 * self.width**2 + 2 * self.width * self.inner + 2 * frame * self.width
+        mergers = (1 + self.levels) * (self.merged**2 + self.merged * self.out)
+        return time * frame * (values * self.width + self.depth * layer) + time * frame // self.merge**2 * mergers
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""
