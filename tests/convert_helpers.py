@@ -73,8 +73,10 @@ def model(
     files: int = 1,
     dtype: torch.dtype = torch.float32,
     head: bool = False,
+    form: int = 0,
 ) -> Path:
-    """A random model of `config` in a new `directory`, with `packed` experts or a tied embedding's `head` if asked."""
+    """A random model of `config` in a new `directory`, with `packed` experts, in that ``form`` of those that there are,
+    or a tied embedding's `head` if asked."""
     spec, generator = spec_of(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:
@@ -86,7 +88,7 @@ def model(
     names = [name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))]
     if spec.tied and not head:
         names.remove("lm_head.weight")
-    tensors = {name: whole(forms[name], pieces) for name in names}
+    tensors = {name: whole(forms[name][form], pieces) for name in names}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
     (directory / "tokenizer_config.json").write_text("{}")

@@ -30,6 +30,9 @@ from tests.engine_helpers import make_config
 from tests.media_helpers import transformers_model
 from tests.media_prompts import IMAGE, SEEING, VIDEO, placed, stored
 
+SEEING_EXPERTS = TinyModelConfig(
+    vision_layers=2, num_experts=8, moe_intermediate_size=48, num_layers=2, tie_word_embeddings=False
+)
 HEARING = TinyModelConfig(vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
 CLOSE = 1e-5
 """Difference of log-probabilities in float32 that were summed in other orders."""

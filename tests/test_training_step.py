@@ -76,7 +76,7 @@ def independent_step(
 
 def split_up(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     """Each piece by itself: transformers has the experts of a layer in one tensor."""
-    forms = stored_forms(spec_of(read_config(directory)))
+    forms = {name: some[-1] for name, some in stored_forms(spec_of(read_config(directory))).items()}
     return {
         piece.name: part.view(piece.shape)
         for name, value in tensors.items()

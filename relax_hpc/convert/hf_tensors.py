@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces, stored_forms
+from relax_hpc.models.hf_mapping import Forms, Piece, StoredForm, all_pieces, form_of, stored_forms
 from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -118,14 +118,16 @@ class HfTensors:
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
                 if not spec.carries(name):
-                    self._add(path, name, stored, forms.get(name), spec)
+                    self._add(path, name, stored, forms.get(name, ()), spec)
         self._check_complete(spec)
 
-    def _add(self, path: Path, name: str, stored: Stored, form: StoredForm | None, spec: ModelSpec) -> None:
-        if form is None:
+    def _add(self, path: Path, name: str, stored: Stored, forms: Forms, spec: ModelSpec) -> None:
+        if not forms:
             raise ConfigError(f"{path}: unknown tensor {name}; this is not the model that config.json describes")
-        if stored.shape != form.shape:
-            raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(form.shape)}")
+        form = form_of(forms, stored.shape)
+        if form is None:
+            expected = " or ".join(str([*one.shape]) for one in forms)
+            raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {expected}")
         if spec.tied and name == spec.output:
             self._place[name] = Place(path, stored)
             return

@@ -21,7 +21,17 @@ from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.models.hf_mapping import (
+    Forms,
+    Piece,
+    StoredForm,
+    all_pieces,
+    alone,
+    form_of,
+    published_forms,
+    split,
+    stored_forms,
+)
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
@@ -125,38 +135,38 @@ class ToHf:
         read = self.passengers.read if name in self.passengers else self.source.read
         return read(name).to(self.dtype_of(name))
 
-    def _pieces(self) -> dict[str, Piece]:
-        """Pieces of the model by name, and with them those that are not trained."""
-        return all_pieces(self.spec) | {name: Piece(name, self.passengers.shape(name)) for name in self.passengers}
+    def _alone(self) -> dict[str, StoredForm]:
+        """Tensors that are not trained, by name."""
+        return {name: alone(Piece(name, self.passengers.shape(name))) for name in self.passengers}
 
     def files(self) -> list[FilePlan]:
         """Plans of the files: what goes into each."""
         if self.headers is None:
             return self._new_files()
-        alone = {name: StoredForm(self.passengers.shape(name), (Piece(name, ()),)) for name in self.passengers}
-        forms = stored_forms(self.spec) | alone
+        forms = stored_forms(self.spec) | {name: (form,) for name, form in self._alone().items()}
         return [self._file_again(name, text, forms) for name, text in self.headers.items()]
 
-    def _file_again(self, name: str, text: str, forms: dict[str, StoredForm]) -> FilePlan:
+    def _file_again(self, name: str, text: str, known: dict[str, Forms]) -> FilePlan:
         about = json.loads(text)
         metadata = about.pop("__metadata__", None)
         order = sorted(about, key=lambda tensor: about[tensor]["data_offsets"])
-        if unknown := [tensor for tensor in order if tensor not in forms]:
+        forms = {tensor: form_of(known.get(tensor, ()), tuple(about[tensor]["shape"])) for tensor in order}
+        if unknown := [tensor for tensor, form in forms.items() if form is None]:
             raise ConfigError(f"{self.small_files}: unknown tensor {unknown[0]} in the headers of {name}")
         types = {tensor: TYPE_NAMES[self.dtype_of(forms[tensor].pieces[0].name)] for tensor in order}
         if any(about[tensor]["dtype"] != types[tensor] for tensor in order):
             text = header_text([(tensor, types[tensor], forms[tensor].shape) for tensor in order], metadata)
-        return FilePlan(name, text, tuple(forms[tensor] for tensor in order))
+        return FilePlan(name, text, tuple(forms.values()))
 
     def _new_files(self) -> list[FilePlan]:
-        pieces, plans = self._pieces(), []
-        sizes = ((name, math.prod(one.shape) * self.dtype_of(name).itemsize) for name, one in pieces.items())
+        forms, plans = published_forms(self.spec) | self._alone(), []
+        types = {name: self.dtype_of(form.pieces[0].name) for name, form in forms.items()}
+        sizes = ((name, math.prod(form.shape) * types[name].itemsize) for name, form in forms.items())
         groups = in_files(sizes, self.shard_bytes)
         for number, names in enumerate(groups):
-            about = [(name, TYPE_NAMES[self.dtype_of(name)], pieces[name].shape) for name in names]
+            about = [(name, TYPE_NAMES[types[name]], forms[name].shape) for name in names]
             file = file_name(number, len(groups))
-            forms = tuple(StoredForm(pieces[name].shape, (pieces[name],)) for name in names)
-            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), forms))
+            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(forms[name] for name in names)))
         return plans
 
     def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
@@ -194,9 +204,8 @@ class ToHf:
         elif len(plans) > 1:
             names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
             where = {name: file for file, found in names.items() for name in found}
-            pieces = self._pieces()
-            sizes = {name: math.prod(piece.shape) * self.dtype_of(name).itemsize for name, piece in pieces.items()}
-            total = sum(sizes[piece.name] for plan in plans for form in plan.forms for piece in form.pieces)
+            forms = (form for plan in plans for form in plan.forms)
+            total = sum(math.prod(form.shape) * self.dtype_of(form.pieces[0].name).itemsize for form in forms)
             about = {"metadata": {"total_size": total}, "weight_map": where}
             (path / INDEX).write_text(json.dumps(about, indent=2) + "\n")
 

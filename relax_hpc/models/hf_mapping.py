@@ -102,14 +102,36 @@ def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
     return {piece.name: piece for entry in entries for piece in entry.pieces}
 
 
-def stored_forms(spec: ModelSpec) -> dict[str, StoredForm]:
+Forms = tuple[StoredForm, ...]
+"""Forms of one tensor, of other shapes each: as the family is published first, as transformers 5 has it last."""
+
+
+def stored_forms(spec: ModelSpec) -> dict[str, Forms]:
     """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's copy, and those
-    that the family packs."""
+    that hold several pieces."""
     pieces = all_pieces(spec)
-    forms = {name: StoredForm(piece.shape, (piece,)) for name, piece in pieces.items()}
+    forms = {name: (alone(piece),) for name, piece in pieces.items()}
     if spec.tied:
         forms[spec.output] = forms[spec.embedding]
     return forms | spec.packed_forms(pieces)
+
+
+def published_forms(spec: ModelSpec) -> dict[str, StoredForm]:
+    """Tensors of this model as its family is published, by name."""
+    pieces = all_pieces(spec)
+    packed = {name: forms[0] for name, forms in spec.packed_forms(pieces).items() if spec.published_packed}
+    held = {piece.name for form in packed.values() for piece in form.pieces}
+    return {name: alone(piece) for name, piece in pieces.items() if name not in held} | packed
+
+
+def alone(piece: Piece) -> StoredForm:
+    """Form of a tensor that holds one piece."""
+    return StoredForm(piece.shape, (piece,))
+
+
+def form_of(forms: Forms, shape: tuple[int, ...]) -> StoredForm | None:
+    """The form of a tensor of that ``shape``; None: there is none."""
+    return next((form for form in forms if form.shape == shape), None)
 
 
 def stage_entries(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_hpc.models.hf_mapping import NAMES, Entry, Piece, StoredForm
+from relax_hpc.models.hf_mapping import NAMES, Entry, Forms, Piece, StoredForm
 from relax_hpc.models.rules import FLAG, SIZE, Rule, one_of
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.routes import RouteShape
@@ -42,9 +42,6 @@ class Qwen3Moe(ModelSpec):
     qk_norm = True
     # Qwen3MoeForCausalLM of SGLang 0.5.21 leaves its output layer as it was allocated.
     sglang_ties = False
-
-    turned: ClassVar[bool] = False
-    """Whether tensors of files that hold all experts of a layer have each turned around."""
 
     normalised: bool
     """Whether the probabilities of the chosen ones add up to 1."""
@@ -106,17 +103,18 @@ class Qwen3Moe(ModelSpec):
             names = f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}mlp.experts.{expert}."
             yield from self.gated(*names, self.inner, expert)
 
-    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
-        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts, rows, columns], or
-        turned around."""
+    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
+        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts, rows, columns]; of a
+        family that is published so, each turned around too."""
         forms = {}
         for layer in range(self.layers):
             prefix = f"{self.decoder}layers.{layer}.mlp.experts."
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(self.experts) for part in parts]
-                rows, columns = packed[0].shape
-                block = (columns, rows * len(parts)) if self.turned else (rows * len(parts), columns)
-                forms[prefix + name] = StoredForm((self.experts, *block), tuple(packed), self.turned)
+                rows, columns = packed[0].shape[0] * len(parts), packed[0].shape[1]
+                straight = StoredForm((self.experts, rows, columns), tuple(packed))
+                turned = StoredForm((self.experts, columns, rows), tuple(packed), turned=True)
+                forms[prefix + name] = (turned, straight) if self.published_packed else (straight,)
         return forms
 
     def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from relax_hpc.models.hf_mapping import Blocks, Entry, Piece, StoredForm
+from relax_hpc.models.hf_mapping import Blocks, Entry, Forms, Piece
 from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, Section, one_of, rope, rope_theta
 from relax_hpc.models.stages import stage_layers, stage_misfits
 from relax_hpc.models.towers.tower import Tower
@@ -52,6 +52,8 @@ class ModelSpec:
     """Name of the output layer's tensor there."""
     passengers: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors there that are no part of what is trained."""
+    published_packed: ClassVar[bool] = False
+    """Whether it is published with several pieces in one tensor, see `packed_forms`."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised by head."""
     row_fields: ClassVar[tuple[str, ...]] = ()
@@ -252,8 +254,8 @@ class ModelSpec:
         down = Piece(f"{theirs}down_proj.weight", (self.hidden, inner), 1)
         yield Entry(f"{ours}linear_fc2.weight", (down,), expert=expert)
 
-    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
-        """Tensors that hold several ``pieces`` in one in some files, by name."""
+    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
+        """Tensors that hold several ``pieces`` in some files, by name."""
         return {}
 
     # -- megatron-core's model ---------------------------------------------------------------------------------

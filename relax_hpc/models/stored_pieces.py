@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces
+from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces, form_of, published_forms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,8 @@ class StoredPiece:
 def by_piece(spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes) -> tuple[Mapping[str, Any], Shapes]:
     """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold several."""
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
-    found = {name: form for name, form in forms.items() if shapes.get(name) == form.shape}
+    there = ((name, form_of(some, shapes[name])) for name, some in forms.items() if name in shapes)
+    found = {name: form for name, form in there if form}
     if not found:
         return source, shapes
     pieces: dict[str, Any] = {name: source[name] for name in source if name not in found}
@@ -59,9 +60,8 @@ def _places(tensor: Any, form: StoredForm) -> Iterator[tuple[Piece, StoredPiece]
 
 
 def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole ``tensors`` of pieces, those of blocks that are published turned around put together so."""
-    forms = spec.packed_forms(all_pieces(spec))
-    return _packed({name: form for name, form in forms.items() if form.turned}, tensors)
+    """Whole ``tensors`` of pieces, put together as the family is published."""
+    return _packed(published_forms(spec), tensors)
 
 
 def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[s
     around."""
     pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
-    return _packed({name: replace(form, turned=False) for name, form in forms.items()}, pieces)
+    return _packed({name: some[-1] for name, some in forms.items()}, pieces)
 
 
 def _packed(forms: Mapping[str, StoredForm], pieces: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -78,6 +78,8 @@ def _packed(forms: Mapping[str, StoredForm], pieces: Mapping[str, Any]) -> dict[
 
     found = dict(pieces)
     for name, form in forms.items():
+        if len(form.pieces) == 1:
+            continue
         blocks = [torch.cat([found.pop(piece.name)[:] for piece in block]) for block in form.blocks]
         found[name] = torch.stack([block.t() if form.turned else block for block in blocks])
     return found

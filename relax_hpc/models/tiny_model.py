@@ -14,7 +14,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
 from relax_hpc.models import tiny_audio, tiny_vision
 from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_mapping import all_pieces
+from relax_hpc.models.hf_mapping import published_forms
 
 if TYPE_CHECKING:
     import torch
@@ -74,8 +74,6 @@ def model_config(shape: TinyModelConfig) -> dict[str, Any]:
         return tiny_audio.hearing(shape, text, first)
     if not shape.vision_layers:
         return text
-    if shape.num_experts:
-        raise ConfigError("model.tiny.vision_layers: found it beside num_experts, allowed: one of both")
     return tiny_vision.seeing(shape, text, first)
 
 
@@ -134,7 +132,7 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
 
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
-    return {name: piece.shape for name, piece in all_pieces(spec_of(model_config(shape))).items()}
+    return {name: form.shape for name, form in published_forms(spec_of(model_config(shape))).items()}
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:

@@ -18,12 +18,13 @@ _PIXELS = {"shortest_edge": 1024, "longest_edge": 1 << 20}
 
 
 def seeing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
-    """The config.json of a Qwen3-VL of `shape` whose language model has that of ``text``. ``first``: id of the first of
-    `TOKENS`."""
+    """The config.json of a Qwen3-VL of `shape`, dense or with experts, whose language model has that of ``text``.
+    ``first``: id of the first of `TOKENS`."""
+    kind, name = ("qwen3_vl_moe", "Qwen3VLMoe") if shape.num_experts else ("qwen3_vl", "Qwen3VL")
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        **parts(shape, text, first, ("qwen3_vl_text", "qwen3_vl")),
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": kind,
+        **parts(shape, text, first, (f"{kind}_text", kind)),
     }
 
 

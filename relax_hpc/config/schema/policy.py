@@ -27,8 +27,7 @@ class TinyModelConfig:
     moe_intermediate_size: int = bounded(64, 8)
     """Width of an expert."""
     vision_layers: int = bounded(0, 0)
-    """Layers of the tower by which a dense model sees images and videos, as wide as it is itself; 0: it takes text
-    alone."""
+    """Layers of the tower by which a model sees images and videos, as wide as it is itself; 0: it takes text alone."""
     audio_layers: int = bounded(0, 0)
     """Layers of the tower by which a model of experts that sees hears, too: a Qwen3-Omni."""
     tie_word_embeddings: bool = True
