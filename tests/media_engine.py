@@ -23,15 +23,17 @@ from relax_hpc.models.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.multimodal.features import mel, patches
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
+from relax_hpc.routes import RouteShape
 from relax_hpc.tasks.moving_squares import filmed
 from relax_hpc.transfer_queue.storage.media import MediaStore, placeholders_of
 from relax_hpc.versions import Version
 from tests.engine_helpers import make_config
 from tests.media_helpers import transformers_model
 from tests.media_prompts import IMAGE, SEEING, VIDEO, placed, stored
+from tests.routes_helpers import chosen_routes
 
 SEEING_EXPERTS = TinyModelConfig(
-    vision_layers=2, num_experts=8, moe_intermediate_size=48, num_layers=2, tie_word_embeddings=False
+    vision_layers=3, num_layers=4, num_experts=8, moe_intermediate_size=48, tie_word_embeddings=False
 )
 HEARING = TinyModelConfig(vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
 CLOSE = 1e-5
@@ -54,9 +56,13 @@ class MediaEngine:
 
     @classmethod
     @contextmanager
-    def started(cls, kind: str, folder: Path, shape: TinyModelConfig = SEEING) -> Iterator[MediaEngine]:
-        models = [strong(folder / f"m{seed}", shape, seed) for seed in (0, 1)]
-        engine = make_engine(make_config(kind), 0, models[0], Version(1, 0), folder)
+    def started(
+        cls, kind: str, folder: Path, shape: TinyModelConfig = SEEING, routes: bool = False
+    ) -> Iterator[MediaEngine]:
+        """``routes``: whether it says of each token which experts have computed it."""
+        models, config = [strong(folder / f"m{seed}", shape, seed) for seed in (0, 1)], make_config(kind)
+        config.model.routing_replay = "on" if routes else "off"
+        engine = make_engine(config, 0, models[0], Version(1, 0), folder)
         with asyncio.Runner() as runner:
             runner.run(engine.start())
             yield cls(engine, runner, models, MediaStore(folder / "media", durable=False))
@@ -92,9 +98,8 @@ def strong(model: Path, shape: TinyModelConfig, seed: int) -> Path:
     """A model whose next token depends strongly on all that is before, media included."""
     make_tiny_model(model, shape, seed)
     weights = {name: one * (8 if one.ndim > 1 else 1) for name, one in load_file(model / "model.safetensors").items()}
-    last = next(
-        name for name in ("thinker.lm_head.weight", "model.language_model.embed_tokens.weight") if name in weights
-    )
+    heads = "thinker.lm_head.weight", "lm_head.weight", "model.language_model.embed_tokens.weight"
+    last = next(name for name in heads if name in weights)
     weights[last][EOS_ID] = 0
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     return model
@@ -109,15 +114,28 @@ def _transformers(model: Path) -> Any:
 @torch.inference_mode()
 def error(model: Path, request: GenerateRequest, found: Generation) -> float:
     """Largest difference of log-probabilities to those of transformers, which has no placeholders to choose from."""
+    logits = _logits(model, request, found)
+    logits[:, [*placeholders_of(model).values()]] = -torch.inf
+    drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
+    return (drawn[:, 0] - torch.tensor(found.logprobs)).abs().max().item()
+
+
+@torch.inference_mode()
+def own_routes(model: Path, request: GenerateRequest, found: Generation, shape: RouteShape) -> np.ndarray:
+    """Routes of prompt and response by transformers."""
+    with chosen_routes(_transformers(model), shape) as routes:
+        _logits(model, request, found)
+    return routes()
+
+
+def _logits(model: Path, request: GenerateRequest, found: Generation) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of prompt and response by transformers."""
     ids = torch.tensor([[*request.prompt_ids, *found.token_ids]])
     media, rules, theirs = [stored(medium) for medium in request.media], Rules.of(model), _transformers(model)
     given = _given(media, rules, ids)
     if rules.rate:
         given["position_ids"] = _positions(theirs, ids, len(request.prompt_ids), given)
-    logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].clone()
-    logits[:, [*placeholders_of(model).values()]] = -torch.inf
-    drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
-    return (drawn[:, 0] - torch.tensor(found.logprobs)).abs().max().item()
+    return theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].clone()
 
 
 def _given(media: list[Medium], rules: Rules, ids: torch.Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,17 @@ def routed_batch(samples: Sequence[Row], model: PolicyModel) -> Batch:
 @torch.no_grad()
 def own_routes(directory: Path, token_ids: np.ndarray) -> np.ndarray:
     """As Hugging Face's model would have chosen, of all tokens but the last."""
-    found: list[np.ndarray] = []
-    with _hooked(reference_model(directory), lambda layer, output: found.append(output[2].numpy())):
+    with chosen_routes(reference_model(directory), SHAPE) as found:
         reference_model(directory)(torch.from_numpy(token_ids.astype(np.int64))[None])
-    return np.concatenate([SHAPE.packed(np.stack(found, 1)[:-1]), SHAPE.none(1)])
+    return found()
+
+
+@contextmanager
+def chosen_routes(model: torch.nn.Module, shape: RouteShape) -> Iterator[Callable[[], np.ndarray]]:
+    """Routes of all tokens but the last that Hugging Face's ``model`` chooses inside, once it has computed."""
+    found: list[np.ndarray] = []
+    with _hooked(model, lambda layer, output: found.append(output[2].numpy())):
+        yield lambda: np.concatenate([shape.packed(np.stack(found, 1)[:-1]), shape.none(1)])
 
 
 @torch.no_grad()
@@ -105,7 +112,7 @@ def reference_logprobs(directory: Path, row: Row, temperature: float = 1.0) -> n
 
 @contextmanager
 def _hooked(model: torch.nn.Module, hook: Any) -> Iterator[None]:
-    layers = model.model.layers
+    layers = getattr(model.model, "language_model", model.model).layers
     handles = [
         layer.mlp.gate.register_forward_hook(lambda *about, n=number: hook(n, about[-1]))
         for number, layer in enumerate(layers)

@@ -39,6 +39,7 @@ def same_fields() -> Iterator[None]:
 
 
 EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
+SEEING_EXPERTS = EXPERTS | {"model.tiny.vision_layers": 2, "model.tiny.moe_intermediate_size": 48}
 FINDINGS = [
     ({"model.routing_replay": "record"}, ["model.routing_replay: found record with a qwen3 model, allowed: off"]),
     ({"model.frozen_towers": ["audio"]}, ["model.frozen_towers: found audio, allowed: none; a qwen3 model takes no"]),
@@ -68,6 +69,9 @@ FINDINGS = [
     ({"actor.parallel.tensor": 4}, ["actor.parallel.tensor: found 4, allowed: a divisor of the model's num_attention"]),
     ({"model.tiny.num_experts": 4}, ["model.tiny: found tie_word_embeddings true in a qwen3_moe, with engine sglang"]),
     ({"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False}, []),
+    ({**SEEING_EXPERTS, "model.tiny.vision_layers": 1}, ["model.tiny.vision_layers: found a qwen3_vl_moe of 2 layers"]),
+    ({**SEEING_EXPERTS, "model.tiny.moe_intermediate_size": 32}, ["moe_intermediate_size is 32, supported is neither"]),
+    (SEEING_EXPERTS, []),
     (
         {"model.tiny.num_attention_heads": 3, "model.tiny.num_key_value_heads": 2},
         ["model.tiny.num_attention_heads: found"],

@@ -6,19 +6,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.requirements import requires
 
 requires("sglang", "torch", "transformers")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 from relax_hpc.data.media import PromptMedium  # noqa: E402
 from relax_hpc.engines.engine import BadAnswer, Draft  # noqa: E402
+from relax_hpc.models.families import spec_of  # noqa: E402
+from relax_hpc.models.hf_files import read_config  # noqa: E402
+from relax_hpc.models.stored_pieces import by_piece  # noqa: E402
+from relax_hpc.routes import NAME, RouteShape  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
-from tests.media_engine import CLOSE, HEARING, MediaEngine, error, film, noise  # noqa: E402
+from relax_hpc.weights.version_files import copy_small  # noqa: E402
+from tests.engine_helpers import make_slab  # noqa: E402
+from tests.media_engine import (  # noqa: E402
+    CLOSE,
+    HEARING,
+    SEEING_EXPERTS,
+    MediaEngine,
+    error,
+    film,
+    noise,
+    own_routes,
+)
 from tests.media_prompts import END, IMAGE, START, png  # noqa: E402
 
 pytestmark = pytest.mark.run
+
+NEW = Version(1, 1)
 
 
 @pytest.fixture(scope="module", params=["transformers", "sglang"])
@@ -49,6 +69,37 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
         hearing.runner.run(hearing.engine.update_weights(hearing.models[1], Version(1, 1)))
         again = hearing.answers(*asked)
         assert max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sglang"])
+def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
+    """Started from files as published, experts turned around; updated by what a run publishes, files and memory alike.
+    Tokens of images have routes like those of text."""
+    shape = RouteShape(SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok)
+    with MediaEngine.started(kind, tmp_path, SEEING_EXPERTS, routes=kind == "sglang") as seeing:
+        named = [(), (png(64, 96),), (png(96, 64, 1), png(32, 32, 2)), (film(3), png(seed=4)), ()]
+        asked = [seeing.asked(*media, sample=number) for number, media in enumerate(named)]
+        versions = [None, published(seeing.models[1], tmp_path / "files"), make_slab(tmp_path / "files", NEW, tmp_path)]
+        for number, directory in enumerate(versions):
+            if directory:
+                seeing.runner.run(seeing.engine.update_weights(directory, replace(NEW, number=number)))
+            model = seeing.models[min(number, 1)]
+            for request, answer in zip(asked, seeing.answers(*asked), strict=True):
+                assert error(model, request, answer) < CLOSE
+                if kind == "sglang":
+                    routes = np.concatenate([answer.before[NAME], answer.extras[NAME]])
+                    expected = own_routes(model, request, answer, shape)
+                    assert (np.sort(routes, 2) == np.sort(expected, 2)).all()
+
+
+def published(model: Path, folder: Path) -> Path:
+    """``model`` as a run writes it: experts one by one."""
+    folder.mkdir()
+    copy_small(model, folder)
+    spec, tensors = spec_of(read_config(model)), load_file(model / "model.safetensors")
+    pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    save_file({name: piece[:].contiguous() for name, piece in pieces.items()}, folder / "model.safetensors")
+    return folder
 
 
 def test_rows_with_images_and_without_are_in_flight_at_once(seeing: MediaEngine) -> None:

@@ -60,6 +60,8 @@ class ModelSpec:
     """Token fields of rows that `inputs` takes beside the token ids."""
     sglang_ties: ClassVar[bool] = True
     """Whether SGLang's class has the embedding for its output layer where `tied` says so."""
+    sglang_levels: ClassVar[int] = 0
+    """`Tower.levels` that SGLang's class takes for granted in a model of as many layers; 0: it looks."""
 
     hidden: int
     inner: int
@@ -183,10 +185,14 @@ class ModelSpec:
     def _shallow_stages(self, parallel: ParallelConfig) -> Iterator[str]:
         """Reason why the first of the stages, into which ``parallel`` can cut the layers, does not do."""
         layers = len(stage_layers(self.layers, parallel)[0])
-        levels = max((tower.levels for tower in self.towers), default=0)
-        if layers < levels:
+        if layers < (levels := self.levels):
             found = f"first_stage_layers: found {parallel.first_stage_layers}, with which the first stage has {layers}"
             yield f"{found}, allowed: {levels} or more; to so many layers the vision tower gives something"
+
+    @property
+    def levels(self) -> int:
+        """Layers of the decoder, from the first on, to which a tower gives something."""
+        return max((tower.levels for tower in self.towers), default=0)
 
     @property
     def group_rows(self) -> int:
