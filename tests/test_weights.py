@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.disk import CURES, WAITS
@@ -27,6 +27,7 @@ from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.slab import MARK, open_slab
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
+from relax_hpc.weights.untrained import Untrained
 from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.convert_helpers import bounded_data, in_child
 from tests.effort import effort
@@ -109,6 +110,27 @@ def test_a_reader_gets_what_was_published(stage):
     assert waiting.result(timeout=SOON).version == "i000001-v000001"
     assert stage.fetch(reader) == 1
     assert not (stage.run.weights / "i000001-v000001" / FOLDER).exists(), "in memory alone"
+
+
+def test_versions_with_files_have_what_is_not_trained_too(stage, tmp_path):
+    """Once on the disk, and in the type that it has."""
+    spoken = {"talker.head": torch.randn(3, 5).bfloat16(), "talker.b": torch.randn(7), "code2wav.s": torch.arange(3)}
+    old = {"thinker.w": torch.zeros(2, 3)}
+    save_file(spoken | old, stage.run.model / TENSORS, metadata={"format": "pt"})
+    source = Source(stage.run, stage.actor, old, untrained=("talker.", "code2wav."), keep_every=1)
+    for number in range(2):
+        old["thinker.w"].fill_(number)
+        source.publish(Version(1, number))
+    folders = [stage.run.weights / str(Version(1, number)) / FOLDER for number in range(2)]
+    for number, folder in enumerate(folders):
+        names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        found = {name: load_file(folder / file)[name] for name, file in names.items()}
+        assert (found.pop("thinker.w") == number).all() and found.keys() == spoken.keys()
+        assert all(torch.equal(one, spoken[name]) and one.dtype is spoken[name].dtype for name, one in found.items())
+    first, second = (folder / names["talker.head"] for folder in folders)
+    assert first.samefile(second)
+    listing = json.loads((folders[0].parent / LISTING).read_text())
+    assert listing.keys() == {path.name for path in folders[0].iterdir()} - {"model.safetensors.index.json"}
 
 
 def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
@@ -461,8 +483,8 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
     manifest = read_manifest(directory, stage.rollout.connection.call("next_version", after=str(NOTHING))["digest"])
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
-    sums = [version_files.write_share(manifest, puller, partial, rank, 3, tmp_path, sync=True) for rank in range(3)]
-    version_files.finish(manifest, partial, model, sums, 3, sync=True)
+    sums = [version_files.write_share(manifest, puller, partial, rank, 3, 3, tmp_path, sync=True) for rank in range(3)]
+    version_files.finish(manifest, partial, model, sums, Untrained(model, (), tmp_path / "none"), sync=True)
     found = AutoModelForCausalLM.from_pretrained(directory / FOLDER, dtype=torch.float32).state_dict()
     assert len(list((directory / FOLDER).glob("*.safetensors"))) == 3
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,13 @@ class Source:
     """The publisher of a rank that has all of ``tensors``; change them in place and publish again."""
 
     def __init__(
-        self, run: RunDir, client: QueueClient, tensors: Mapping[str, torch.Tensor], slabs: int = 2, **settings: int
+        self,
+        run: RunDir,
+        client: QueueClient,
+        tensors: Mapping[str, torch.Tensor],
+        slabs: int = 2,
+        untrained: Sequence[str] = (),
+        **settings: int,
     ) -> None:
         self.tensors = dict(tensors)
         described = {name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}
@@ -41,6 +47,7 @@ class Source:
             slabs,
             config,
             device=device,
+            untrained=untrained,
         )
 
     def publish(self, version: Version, last: bool = False) -> None:

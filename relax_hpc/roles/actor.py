@@ -55,6 +55,7 @@ class Policy(Beside):
             self.config.weights,
             self.config.algorithm.kl.refresh_every,
             context.world.local_rank if self.config.model.device == "cuda" else None,
+            model.spec.passengers,
         )
 
     def publish(self, number: int, due: bool = False) -> None:

@@ -21,6 +21,7 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Manifest
 from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
+from relax_hpc.weights.untrained import FILE, Untrained
 from relax_hpc.weights.version_files import finish, write_share
 
 _PARTIAL = ".model.partial"
@@ -47,10 +48,13 @@ class FileWriter:
         planes: Sequence[Plane],
         settings: WeightsConfig,
         device: int | None,
+        untrained: Sequence[str],
     ) -> None:
-        """``channel``: used by nothing else."""
+        """``channel``: used by nothing else. ``untrained``: see `Publisher`."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self._puller = Puller(planes, settings.read_timeout_s)
+        self._untrained = Untrained(run.model, untrained if client else (), run.weights / FILE)
+        """Tensors that versions have beside those of ranks, in the leader."""
         self.work = Background("weights, files", self._write, device)
 
     def offer(self, version: Version, manifest: Manifest | None, wanted: bool, sync: bool) -> None:
@@ -67,20 +71,21 @@ class FileWriter:
         full = Patience(folder)
         while True:
             due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
+            due["files"] = self.channel.size + bool(self._untrained)
             due = self.channel.tell(due if self.channel.rank == 0 else None)
             if not due["write"]:
                 full.done()
                 return
-            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL)
+            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, due["files"])
             if not number:
                 full.done()
                 return
             full.failed(OSError(number, "cannot be written"))
             time.sleep(max(0.0, full.again_at - time.monotonic()))
 
-    def _try(self, job: _Job, manifest: Manifest, partial: Path) -> int:
+    def _try(self, job: _Job, manifest: Manifest, partial: Path, files: int) -> int:
         """Write it once; the number of the error after which it is to be tried again, 0 if it is not."""
-        gathered = self.channel.gather(self._share(manifest, partial, job.sync))
+        gathered = self.channel.gather(self._share(manifest, partial, files, job.sync))
         return self.channel.lead(lambda: self._finish(job, manifest, partial, gathered or []))
 
     def _finish(self, job: _Job, manifest: Manifest, partial: Path, gathered: list[dict[str, Any]]) -> int:
@@ -90,7 +95,7 @@ class FileWriter:
         if not failures:
             try:
                 sums = [found["sums"] for found in gathered]
-                listing = finish(manifest, partial, self.run.model, sums, self.channel.size, job.sync)
+                listing = finish(manifest, partial, self.run.model, sums, self._untrained, job.sync)
             except (OSError, RelaxError) as error:
                 failures = [(str(error), getattr(error, "errno", None) or 0)]
         if not failures:
@@ -104,13 +109,13 @@ class FileWriter:
             self.client.status.note("weights_unwritten", str(job.version), "unwritten")
         return number
 
-    def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, Any]:
+    def _share(self, manifest: Manifest, partial: Path, files: int, sync: bool) -> dict[str, Any]:
         """Checksums of what this rank has written, or why it has not."""
         rank, ranks = self.channel.rank, self.channel.size
         try:
             partial.mkdir(mode=0o700, exist_ok=True)
             memory = private_folder(staging_root(self.run))
-            return {"sums": write_share(manifest, self._puller, partial, rank, ranks, memory, sync)}
+            return {"sums": write_share(manifest, self._puller, partial, rank, ranks, files, memory, sync)}
         except Exception as error:
             # Whoever left here would leave the others waiting.
             return {"failure": f"rank {rank}: {error}", "errno": getattr(error, "errno", None) or 0}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -18,6 +18,9 @@ from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.weights.manifest import MANIFEST, FileSums, Manifest, WeightsError, digest, read_journaled
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.tensors import SafetensorsFile, Tensor
+
+if TYPE_CHECKING:
+    from relax_hpc.weights.untrained import Untrained
 
 FOLDER = "model"
 """Name of the model's folder in the directory of a version."""
@@ -47,9 +50,10 @@ def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
 
 
 def write_share(
-    manifest: Manifest, puller: Puller, folder: Path, number: int, writers: int, memory: Path, sync: bool
+    manifest: Manifest, puller: Puller, folder: Path, number: int, writers: int, files: int, memory: Path, sync: bool
 ) -> FileSums:
-    """Write what writer ``number`` of ``writers`` has to write of a version into ``folder``; the sums of its file.
+    """Write what writer ``number`` of ``writers`` has to write of a version into ``folder``; the sums of its file, one
+    of so many ``files``.
 
     The file is put together in folder ``memory``. OSError: no room, or it cannot be written.
     """
@@ -63,17 +67,17 @@ def write_share(
         temporary.unlink()
         chunks = [chunk for chunk in manifest.chunks if any(part.name in mine for part in chunk.parts)]
         puller.pull(manifest, chunks, file)
-        target = folder / file_name(number, writers)
+        target = folder / file_name(number, files)
         return {target.name: write_summed(file.pieces(_PIECE_BYTES), target, sync)}
 
 
-def file_name(number: int, writers: int) -> str:
-    """Name of a writer's file, as Hugging Face names them.
+def file_name(number: int, files: int) -> str:
+    """Name of one of so many ``files``, as Hugging Face names them.
 
     >>> file_name(0, 1), file_name(1, 4)
     ('model.safetensors', 'model-00002-of-00004.safetensors')
     """
-    return TENSORS if writers == 1 else f"model-{number + 1:05d}-of-{writers:05d}.safetensors"
+    return TENSORS if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
 def copy_summed(source: Path, target: Path) -> dict[str, Any]:
@@ -95,18 +99,26 @@ def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool)
     return {"bytes": size, "xxh3_128": found.hexdigest()}
 
 
-def finish(manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileSums], writers: int, sync: bool) -> str:
-    """Complete ``partial``, where every share is written, with the small files of the model directory ``source``, and
-    give it its name; the digest to be journaled. WeightsError: a small file is not as it was published."""
+def finish(
+    manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileSums], untrained: Untrained, sync: bool
+) -> str:
+    """Complete ``partial``, where every share is written, with the small files of the model directory ``source`` and
+    its ``untrained`` tensors, and give it its name; the digest to be journaled. ``sums``: those of each writer's share.
+    WeightsError: a small file is not as it was published."""
     small = copy_small(source, partial)
     check_small(small, manifest.small, source)
-    if writers > 1:
+    writers = len(sums)
+    files = writers + bool(untrained)
+    if files > 1:
         owners = enumerate(shares(manifest.tensors, writers))
-        owner = {name: file_name(number, writers) for number, names in owners for name in names}
-        total = sum(tensor.bytes for tensor in manifest.tensors.values())
+        owner = {name: file_name(number, files) for number, names in owners for name in names}
+        owner |= untrained.files(file_name(writers, files))
+        total = sum(tensor.bytes for tensor in manifest.tensors.values()) + untrained.bytes
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (partial / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    listing = json.dumps({name: sum_ for share in [*sums, small] for name, sum_ in share.items()}, indent=1).encode()
+    more = untrained.put(partial / file_name(writers, files)) if untrained else {}
+    every = [*sums, small, more]
+    listing = json.dumps({name: sum_ for share in every for name, sum_ in share.items()}, indent=1).encode()
     write_atomic(partial.parent / LISTING, listing, sync)
     if sync:
         for path in partial.iterdir():
