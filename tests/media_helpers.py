@@ -109,6 +109,45 @@ QWEN3_OMNI = {
     "thinker_config": {key: value for key, value in QWEN3_OMNI_THINKER.items() if key != "architectures"},
     "talker_config": {"whatever": 1},
 }
+_TALKER = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+SPEAKING = QWEN3_OMNI | {
+    "enable_audio_output": True,
+    "talker_config": {
+        "thinker_hidden_size": 32,
+        "spatial_merge_size": 2,
+        "num_code_groups": 3,
+        "text_config": _TALKER
+        | {
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+        },
+        "code_predictor_config": _TALKER | {"num_hidden_layers": 1, "num_code_groups": 3},
+    },
+    "code2wav_config": {
+        "codebook_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_quantizers": 3,
+        "upsample_rates": [2, 2],
+        "upsampling_ratios": [2],
+        "decoder_dim": 32,
+    },
+}
+"""A Qwen3-Omni that speaks."""
 GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
 FRAMES = {"beep": 37, "speech": 230}

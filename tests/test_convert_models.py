@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.hf_files import SafetensorFiles, read_config
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.transformers_hook import install_transformers_hook
 from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES
-from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE
+from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
 from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
@@ -45,6 +47,40 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: 
     back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
     assert back == found
     assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("config", [QWEN3_VL_MOE, SPEAKING], ids=lambda one: one["model_type"])
+def test_what_transformers_saves_goes_there_and_back(tmp_path: Path, config: dict):
+    """Experts in one tensor that are not turned around, and a talker: in several files, and again by transformers."""
+    theirs, source = saved(tmp_path / "hf", config), tmp_path / "hf"
+    assert len(list(source.glob("*.safetensors"))) > 2
+    found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    assert found["largest_difference"] < 1e-4 * found["largest"]
+    to(tmp_path / "megatron", tmp_path / "again", verify="digests")
+    before, after = (content(tmp_path / name) for name in ("hf", "again"))
+    assert {name: data for name, data in after.items() if name in before} == before
+    # In files of its own the model is as it is published.
+    to(tmp_path / "megatron", tmp_path / "published", shard_bytes=200_000)
+    published = type(theirs).from_pretrained(tmp_path / "published").state_dict()
+    assert published.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(published[name], value) for name, value in theirs.state_dict().items())
+    experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    with SafetensorFiles(tmp_path / "published") as files:
+        assert files.shapes().get(experts) in (None, (4, 32, 48)) and (experts in files) == (config is QWEN3_VL_MOE)
+
+
+def saved(directory: Path, config: dict) -> torch.nn.Module:
+    """A model of transformers, with random weights, which it has saved in ``directory``."""
+    install_transformers_hook()
+    import transformers
+
+    kind = getattr(transformers, config["architectures"][0])
+    torch.manual_seed(3)
+    model = kind(kind.config_class(**deepcopy({key: one for key, one in config.items() if key != "model_type"})))
+    for value in model.parameters():
+        value.data.normal_(std=0.1)
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
 
 
 def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):

@@ -103,7 +103,8 @@ def hf_logits(directory: Path, ids: list[int]) -> Tensor:
     logging.disable_progress_bar()
     kind = getattr(transformers, FAMILIES[read_config(directory)["model_type"]].architecture)
     model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    model = model.to(_device()).eval()
+    # Of a model that speaks, what thinks.
+    model = getattr(model, "thinker", model).to(_device()).eval()
     return model(torch.tensor([ids], device=model.device)).logits[0].cpu()
 
 
