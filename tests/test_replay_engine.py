@@ -124,6 +124,21 @@ def test_who_goes_on_keeps_the_routes_that_the_draft_has(served, models) -> None
     assert equal(kept[len(ids) :], own_routes(models[0], longer)[len(ids) :]).all()
 
 
+def test_what_others_say_between_turns_has_the_routes_of_who_first_read_it(served, models) -> None:
+    """So has the last token of the turn before, with which nothing was fed then."""
+    runner, engine = served
+    turn = runner.run(engine.generate(ask(9)))
+    # Such as the engine would not give.
+    draft = Draft.after(replace(turn, extras={NAME: np.full_like(turn.extras[NAME], 7)}))
+    draft.hear([3, 8, 6])
+    made = runner.run(engine.generate(ask(20, draft)))
+    ids, routes = whole(made)
+    first = len(PROMPT) + len(turn.token_ids) - 1
+    assert SHAPE.fault({"token_ids": ids[first:], NAME: routes[first:]}) == "" and (routes[5:first] == 7).all()
+    assert equal(routes[first:], own_routes(models[0], ids)[first:]).all()
+    assert len(draft.extras[NAME]) == len(draft.token_ids), "as it draws, it tells of these too"
+
+
 def test_routes_of_what_was_read_before_an_update_are_those_of_then(served, models) -> None:
     """The server gives up keys and values, reads all once more by the new weights, and says which tokens are whose."""
     runner, engine = served

@@ -190,14 +190,16 @@ def test_no_budget_is_exceeded_and_the_end_says_which(
 class Log:
     """What a queue would have of an attempt, segment by segment."""
 
-    def __init__(self) -> None:
-        self.rows: dict[int, Row] = {}
+    def __init__(self, again: int = 0) -> None:
+        """``again``: tokens at the end of a row that come once more with the next segment."""
+        self.rows, self.again = dict[int, Row](), again
 
     def append(self, attempt: Attempt, unfinished_too: bool) -> None:
         segments = attempt.news(unfinished_too, BUDGET)
         for one in segments:
             number, known = one["row"], self.rows.get(one["row"])
-            assert one[START] == (len(known["token_ids"]) - known["prompt_len"] if known else 0), "nothing twice"
+            end = len(known["token_ids"]) - known["prompt_len"] if known else 0
+            assert one[START] == max(0, end - self.again), "nothing twice"
             self.rows[number] = joined(known, one) if known else one
         attempt.appended(segments, False)
 

@@ -94,30 +94,39 @@ class Attempt:
         return [row for k in range(len(self.drafts)) for row in self._segments(k, unfinished_too, budget)]
 
     def _segments(self, k: int, unfinished_too: bool, budget: int) -> list[Row]:
-        draft, starts = self.drafts[k], self._logged[k]
+        draft, known = self.drafts[k], self._logged[k]
         if k in self._closed or (draft.ended and draft.ended.finish_reason == "abort"):
             return []
+        starts = known
         if isinstance(draft, History):
-            # What was begun again is another episode than the one of which the log has a part.
-            made = Episode([]) if draft.is_other and starts else draft.since(starts, whole_turns=not unfinished_too)
+            if draft.is_other and known:
+                # Another episode than the one of which the log has a part.
+                return []
+            if _extras():
+                # What the engine knows of the last token of a turn comes with the next.
+                starts = {row: max(0, tokens - 1) for row, tokens in known.items()}
+            made = draft.since(starts, whole_turns=not unfinished_too)
         elif isinstance(draft.ended, Episode):
             made, budget = draft.ended, sys.maxsize
-        else:
-            start = starts.get(0, 0)
+        elif draft.ended or unfinished_too:
+            start = known.get(0, 0)
             made = Episode([EpisodeRow(() if start else self.prompt.token_ids, draft.since(start))])
-            if not (draft.ended or unfinished_too):
-                return []
-        if not all(_is_loggable(row.made, budget - starts.get(n, 0)) for n, row in enumerate(made.rows)):
+        else:
             return []
-        rows = rows_of(self.prompt, self.ticket, {k: made})
-        news = (row | {START: starts.get(row["row"], 0)} for row in rows)
-        return [row for row in news if row["finish_reason"] != UNFINISHED or len(row["token_ids"]) > row["prompt_len"]]
+        return [
+            row | {START: start}
+            for row, one in zip(rows_of(self.prompt, self.ticket, {k: made}), made.rows, strict=True)
+            for start in [starts.get(row["row"], 0)]
+            if one.made.finish_reason != UNFINISHED or start + len(one.made.token_ids) > known.get(row["row"], 0)
+            if _is_loggable(one.made, budget - start)
+        ]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:
         """Note that the log has ``segments`` now, unless the queue ``refused``: it wants no more then."""
         self._refused = refused
         for one in segments if not refused else ():
-            self._logged[one["episode"]][one["row"]] = one[START] + len(one["token_ids"]) - one["prompt_len"]
+            end = one[START] + len(one["token_ids"]) - one["prompt_len"]
+            self._logged[one["episode"]][one["row"]] = end
             if one["finish_reason"] != UNFINISHED:
                 self._closed.add(one["episode"])
 

@@ -48,11 +48,9 @@ class OpenRow:
         without the one that is being drawn."""
         draft, turns = self.draft, tuple(self.turns)
         length = max(draft.turn, *turns, 0) if whole_turns else len(draft.token_versions)
-        if draft.extras and length in turns:
-            # What the engine knows of the last token is still to come.
-            length -= 1
         made = self.first(length).drawn(start)
-        return EpisodeRow(() if start else self.prompt, made, self.media, tuple(end for end in turns if end <= length))
+        over = tuple(end for end in turns if end <= start + len(made.token_ids))
+        return EpisodeRow(() if start else self.prompt, made, self.media, over)
 
 
 @dataclass(slots=True)

@@ -25,9 +25,13 @@ class Tape:
         row = self._rows[number]
         return next((row.first(end) for end in row.turns if end > start), None)
 
-    def rest(self, number: int) -> Draft | None:
-        """All of row ``number``, the last turn of which is not over; None: it has no such row."""
-        return self._rows[number].first(self._rows[number].length) if number < len(self._rows) else None
+    def rest(self, number: int, start: int) -> Draft | None:
+        """All of row ``number``, with the turn that begins ``start`` tokens behind the prompt and is not over; None:
+        there is nothing of that."""
+        if number >= len(self._rows):
+            return None
+        row = self._rows[number]
+        return row.first(row.length) if row.length > start else None
 
     def compare(self, number: int, row: OpenRow, heard: Sequence[int]) -> None:
         """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was ``heard``."""

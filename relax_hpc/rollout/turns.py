@@ -142,7 +142,7 @@ class Turns:
 
     async def _drawn(self, row: OpenRow, budget: int) -> Generation:
         """All of ``row``, with a turn that the engine has drawn."""
-        row.draft = self.tape.rest(self.rows.index(row)) or row.draft
+        row.draft = self.tape.rest(self.rows.index(row), row.length) or row.draft
         self.tape.check_over(self.rows)
         request = replace(self.start.request, prompt_ids=row.prompt, media=row.media, budget=budget)
         while True:
