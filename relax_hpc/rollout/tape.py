@@ -26,12 +26,12 @@ class Tape:
         return next((row.first(end) for end in row.turns if end > start), None)
 
     def rest(self, number: int, start: int) -> Draft | None:
-        """All of row ``number``, with the turn that begins ``start`` tokens behind the prompt and is not over; None:
-        there is nothing of that."""
+        """All of row ``number``, with what it has of the turn that begins ``start`` tokens behind the prompt; None: it
+        ends before that."""
         if number >= len(self._rows):
             return None
         row = self._rows[number]
-        return row.first(row.length) if row.length > start else None
+        return row.first(row.length) if row.length >= start else None
 
     def compare(self, number: int, row: OpenRow, heard: Sequence[int]) -> None:
         """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was ``heard``."""
