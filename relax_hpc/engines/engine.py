@@ -99,6 +99,8 @@ class Generation:
     before: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Values of the tokens that the engine was asked with: name -> [those tokens, ...]; without them, a field's
     `pad`."""
+    cached: int | None = None
+    """Tokens that the engine was asked with whose keys and values it had; None: it does not tell."""
 
     def going_on(self, between: Sequence[int], answer: Generation) -> Generation:
         """One response of several turns: itself, what others said then, ``between``, and the ``answer`` to all that.

@@ -27,6 +27,10 @@ COMPONENT_SUM, COMPONENT_COUNT = "reward/component_sum/", "reward/component_coun
 """Prefixes of the name of a component of the reward: its sum over samples, and over how many. The hub makes
 `reward/component_<name>` of them."""
 
+READ, CACHED = "perf/read_tokens", "perf/cached_tokens"
+"""Tokens that engines were asked with since the last step, and those of them whose keys and values they had: the hub
+makes `perf/cached_share` of both."""
+
 SKIPPED = "queue/samples_skipped"
 
 RESERVED = frozenset({"step", "time", "incarnation", "event"})

@@ -14,16 +14,18 @@ from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import tags_of_time
 from relax_hpc.metrics.writer import (
+    CACHED,
     COMPONENT_COUNT,
     COMPONENT_SUM,
     GENERATED,
     GENERATED_SUM,
+    READ,
     SKIPPED,
     MetricsWriter,
 )
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
+_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, READ, CACHED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
 """Prefixes of tags whose values are added up."""
 _TEXTS = 4
 """Texts of a step in TensorBoard, at most."""
@@ -81,6 +83,9 @@ class Board:
         training = self._seconds[POLICY].get("train", 0.0)
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
+        cached = values.pop(CACHED, 0.0)
+        if read := values.pop(READ, 0.0):
+            values["perf/cached_share"] = cached / read
         total = values.pop(GENERATED_SUM, 0.0)
         if count := values.get(GENERATED):
             # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts the worst.

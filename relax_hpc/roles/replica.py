@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, Episode, GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.metrics.writer import CACHED, READ
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
@@ -62,6 +64,8 @@ class Replica:
         """Failures of the engine in a row."""
         self.failed = 0
         """Failures of the engine ever: what was asked before a failure has failed by that one."""
+        self.read = Counter[str]()
+        """Tokens that the engine was asked with, and had read before, since they were last reported."""
         self.leaving = asyncio.Event()
         """Event that is set when the engine is to take no more work."""
         self.started = False
@@ -318,10 +322,14 @@ class Replica:
         are ``counted`` have none."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
+            known = len(request.so_far)
             try:
-                return await engine.generate(request)
+                answer = await engine.generate(request)
             except BadAnswer as bad:
                 return bad
+            if answer.cached is not None:
+                self.read.update({READ: known, CACHED: answer.cached})
+            return answer
 
         return await self.asked(ask, counted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.multimodal.medium import Grid, Kind
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.transfer_queue.client import StepTrained
-from relax_hpc.transfer_queue.row_schema import Row, by_prompt
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row, by_prompt
 
 
 class Tally:
@@ -24,8 +25,10 @@ class Tally:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
         """Tokens that the policy sampled, in all rows of an episode."""
-        self.stopped = 0
-        """Episodes whose last row stopped by itself."""
+        self.ends = Counter[str]()
+        """Episodes by how they ended, see `finish_reason` of rows."""
+        self.turns = self.heard = 0
+        """Turns of the policy, and tokens that others said between them."""
         self.row_tokens: list[int] = []
         """Tokens of each row, those included that nobody sampled."""
         self.media: dict[str, tuple[Kind, Grid]] = {}
@@ -41,7 +44,11 @@ class Tally:
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
             self.row_tokens += [len(row["token_ids"]) for row in episode]
-            self.stopped += episode[-1]["finish_reason"] == "stop"
+            self.ends[episode[-1]["finish_reason"]] += 1
+            for row in episode:
+                sampled = row["token_versions"][row["prompt_len"] :] != NOBODY
+                turns = int(np.count_nonzero(np.diff(sampled, prepend=False) & sampled))
+                self.turns, self.heard = self.turns + turns, self.heard + int(np.count_nonzero(~sampled))
 
     def gather(self, channel: Channel) -> None:
         """Have the media of all ranks in the leader. Collective."""
@@ -52,7 +59,9 @@ class Tally:
         """Count what ``other`` has counted too."""
         self.rewards += other.rewards
         self.lengths += other.lengths
-        self.stopped += other.stopped
+        self.ends += other.ends
+        self.turns += other.turns
+        self.heard += other.heard
         self.row_tokens += other.row_tokens
         self.media |= other.media
         self.routes += other.routes
@@ -128,7 +137,8 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "reward/mean": mean,
         "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
         "reward/response_tokens": sum(tally.lengths) / count,
-        "reward/stopped_share": tally.stopped / count,
+        "reward/stopped_share": (tally.ends["stop"] + tally.ends["env_done"]) / count,
+        **turns_report(tally),
         "parity/logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
         "parity/logprob_max": first.get("train_rollout_logprob_max", 0.0),
         "parity/ratio_p99": first.get("train_rollout_ratio_p99", 1.0),
@@ -139,6 +149,16 @@ def policy_values(result: StepResult) -> dict[str, float]:
         **correction_report(first),
         **({"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}),
     }
+
+
+def turns_report(tally: Tally) -> dict[str, float]:
+    """Scalars of episodes of several turns; nothing where each is one response."""
+    count = len(tally.rewards)
+    if not tally.heard:
+        return {}
+    means = {"turns": tally.turns, "rows": len(tally.row_tokens), "heard_tokens": tally.heard}
+    ends = {f"ended_{reason}": number for reason, number in tally.ends.items()}
+    return {f"episodes/{name}": total / count for name, total in {**means, **ends}.items()}
 
 
 def correction_report(metrics: dict[str, float]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -160,7 +161,8 @@ class TicketWorker:
 
     def report(self, ticket: int, drawn: int, values: Mapping[str, float] | None = None) -> None:
         """Report the number of tokens drawn for a ticket, and what else there is to count."""
-        self.rollout.outbox.report(self.step_of(ticket), {"perf/rollout_tokens": drawn, **(values or {})})
+        read, self.replica.read = self.replica.read, Counter()
+        self.rollout.outbox.report(self.step_of(ticket), {"perf/rollout_tokens": drawn, **read, **(values or {})})
 
     def step_of(self, ticket: int) -> int:
         """The step that ``ticket`` is for."""

@@ -18,6 +18,7 @@ from relax_hpc.models.families import routes_of
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.affinity import numa_of_gpus
 from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.tasks import environment_of
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 
@@ -160,8 +161,7 @@ def server_arguments(
         "weight_version": str(version),
         "dtype": settings.dtype or config.model.dtype,
         "random_seed": config.seed + replica,
-        # Prompts do not recur within a version, and of another one nothing may be used.
-        "disable_radix_cache": True,
+        "disable_radix_cache": not reads_again(config),
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
         "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
@@ -170,6 +170,12 @@ def server_arguments(
         **device_arguments(config, replica if place is None else place, flags),
         **flags,
     }
+
+
+def reads_again(config: Config) -> bool:
+    """Whether an engine has use for keys and values of what it has read: turns go on from those before. Prompts do not
+    recur within a version, and of another one nothing may be used; retracted, SGLang 0.5.21 would use older ones."""
+    return bool(environment_of(config)) and config.rollout.partial_rollout != "recompute"
 
 
 def judge_arguments(config: Config, replica: int, host: str, place: int) -> dict[str, Any]:

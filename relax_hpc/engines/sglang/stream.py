@@ -178,7 +178,8 @@ class Response:
         if (versions < self.begun_by.encode()).any():
             found = Version.decode(versions.min())
             raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self.begun_by}")
-        self._end(Generation(*self._whole(versions), finish["type"], *self._with_routes()))
+        cached = meta.get("cached_tokens")
+        self._end(Generation(*self._whole(versions), finish["type"], *self._with_routes(), cached))
 
     def _whole(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:
         known = self._known
