@@ -126,6 +126,15 @@ FINDINGS = [
         {"rollout.partial_rollout": "recompute", "rollout.engine.flags": {"disable_radix_cache": False}},
         ["rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false"],
     ),
+    ({"environment.kind": "tool"}, ["environment.kind: found 'tool', allowed tools"]),
+    (
+        {"environment.kind": "tests.test_turns:Counting", "environment.turn_tokens": 999},
+        ["environment.turn_tokens: found 999, allowed: at most rollout.max_new_tokens"],
+    ),
+    (
+        {"environment.kind": "tests.test_turns:Counting", "data.task": "tests.test_tasks:TwoTurns"},
+        ["environment.kind: found 'tests.test_turns:Counting' beside task 'tests.test_tasks:TwoTurns'"],
+    ),
     ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),
     ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
     (

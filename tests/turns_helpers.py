@@ -60,7 +60,7 @@ def tokenizer_of(made: Backend) -> Tokenizer:
 
 
 def template(enable_thinking: bool = True) -> ChatTemplate:
-    return ChatTemplate(TEMPLATE, {"enable_thinking": enable_thinking, "tools": None}, "")
+    return ChatTemplate(TEMPLATE, {"enable_thinking": enable_thinking}, "")
 
 
 class Drawing:

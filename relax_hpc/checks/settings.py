@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from relax_hpc.checks.environment import check_environment
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
@@ -36,7 +37,7 @@ def check(config: Config) -> list[str]:
     checks = (
         _run,
         _data,
-        _environment,
+        check_environment,
         _files,
         _groups,
         _code,
@@ -112,30 +113,6 @@ def _weights(config: Config) -> Findings:
             f"algorithm.kl.refresh_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
             f"{every}; other versions are not published"
         )
-
-
-def _environment(config: Config) -> Findings:
-    try:
-        task, kind = get_task(config.data.task), environment_of(config)
-        if kind:
-            environment_class(kind)
-    except ConfigError as error:
-        text = str(error)
-        if text.startswith("environment"):
-            yield text
-        return
-    if kind and task.makes("episode"):
-        yield (
-            f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its episodes itself; leave "
-            "out one of both"
-        )
-    settings = config.environment
-    for name in ("turn_tokens", "sampled_tokens"):
-        if kind and (found := getattr(settings, name)) > config.rollout.max_new_tokens:
-            yield (
-                f"environment.{name}: found {found}, allowed: at most rollout.max_new_tokens, "
-                f"{config.rollout.max_new_tokens}, which bounds all that a row has behind its prompt"
-            )
 
 
 def _data(config: Config) -> Findings:

@@ -146,7 +146,7 @@ class Episode:
     """Rows of the episode, at least one, in their order. An episode whose only row has the ticket's prompt is as well a
     `Generation`."""
     outcome: Mapping[str, Any] | None = None
-    """What its environment says of the whole: `info` and `reward`, and the number of the `row` in which it ended. None:
+    """Words of its environment on the whole: `info` and `reward`, and the number of the `row` in which it ended. None:
     there was no environment, or it has not ended."""
 
     @property

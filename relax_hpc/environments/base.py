@@ -51,12 +51,12 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the policy has said in a turn."""
+    """Response of the policy in a turn."""
 
     text: str
     """Text without special tokens."""
     finish_reason: str
-    """Why the turn ended: stop, or length where the policy was cut."""
+    """End of the turn: stop, or length where the policy was cut."""
     turn: int
     """Number of the turn, from 0."""
 
@@ -72,7 +72,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where the policy goes on: in one of several histories of an episode, each a row that is trained on.
+    """History in which the policy goes on: one of several of an episode, each a row that is trained on.
 
     After a history was compacted: a new name, 0 turns, and the summary as an observation. A branch: a new name and the
     turns before it. A sub-agent: a name of its own, and later that of who waits for it, which begins as "".
@@ -85,7 +85,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What follows from a response."""
+    """Consequence of a response."""
 
     observations: tuple[Observation, ...] = ()
     """Messages that the policy reads before its next turn, in their order; at least one unless it is ``done``."""

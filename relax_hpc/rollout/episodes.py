@@ -65,7 +65,7 @@ def _now() -> float:
 
 
 async def in_time(playing: Awaitable[Generation | Episode], own: OwnTime, limit_s: float) -> Answer | Episode:
-    """What ``playing`` makes of an attempt, or why that is none. What others have written may raise anything."""
+    """The episode that ``playing`` makes, or why there is none. What others have written may raise anything."""
     try:
         async with own:
             made = await playing

@@ -65,7 +65,7 @@ class History:
 
     @classmethod
     def of(cls, made: Generation | Episode, prompt: Sequence[int]) -> History:
-        """What a log has of an episode that began with ``prompt``."""
+        """The beginning, or all, of an episode of a log, which began with ``prompt``."""
         found = made if isinstance(made, Episode) else Episode([EpisodeRow(prompt, made)])
         if found.finish_reason == "partial":
             return cls([OpenRow.of(row) for row in found.rows])

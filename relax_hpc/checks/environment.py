@@ -1,0 +1,36 @@
+"""Checks of the environment that episodes are played against, a line for each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_hpc.config.schema import Config
+from relax_hpc.environments import environment_class
+from relax_hpc.errors import ConfigError
+from relax_hpc.tasks import environment_of, get_task
+
+
+def check_environment(config: Config) -> Iterator[str]:
+    """Check `environment`, and the one that the task names where there is no other."""
+    try:
+        task = get_task(config.data.task)
+    except ConfigError:
+        # Said of the task.
+        return
+    if not (kind := environment_of(config)):
+        return
+    try:
+        environment_class(kind)
+    except ConfigError as error:
+        yield str(error)
+    if task.makes("episode"):
+        yield (
+            f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its episodes itself; "
+            "leave out one of both"
+        )
+    most = config.rollout.max_new_tokens
+    if (found := config.environment.turn_tokens) > most:
+        yield (
+            f"environment.turn_tokens: found {found}, allowed: at most rollout.max_new_tokens, {most}, which bounds "
+            "all that a row has behind its prompt"
+        )
