@@ -183,6 +183,11 @@ FINDINGS = [
     ({"eval.max_new_tokens": 300}, ["eval.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
+    (
+        {"environment.kind": "zoom", "environment.options": {"zoom": 2}},
+        ["environment.options: ZoomIn", "argument 'zoom'"],
+    ),
+    ({"environment.max_turns": 3}, ["environment: found settings, but no environment.kind"]),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
     ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
     ({"rollout.replicas": 2, "rollout.without": ["rollout/2"]}, ["found 'rollout/2', allowed: rollout/0 to 1"]),

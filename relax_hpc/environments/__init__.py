@@ -6,6 +6,9 @@ torch, or knows of engines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from relax_hpc.environments.base import Environment
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
@@ -27,3 +30,11 @@ def environment_class(name: str) -> type[Environment]:
             f"environment.kind: {name!r}: found no class derived from relax_hpc.environments.base.Environment"
         )
     return found
+
+
+def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environment:
+    """A new environment. ConfigError: it cannot be made of these options."""
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigError(f"environment.options: {kind.__name__} is not made with them: {error}") from error

@@ -10,9 +10,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from relax_hpc.environments import environment_class
+from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import Environment, EnvironmentFault, Message, Observation, Response, Step
 from relax_hpc.environments.wire import (
     Wire,
@@ -119,17 +120,11 @@ class Host:
     """The work of this process."""
 
     def __init__(self, first: Wire, answers: BinaryIO) -> None:
-        self._kind, self._options = environment_class(first["kind"]), first["options"]
+        self.make = partial(made_with, environment_class(first["kind"]), first["options"])
+        """Maker of an environment; ConfigError: it cannot be made of these options."""
         self._limit_s, self._answers = first["limit_s"], answers
         self._live: dict[int, Live] = {}
         self._playing: dict[int, asyncio.Task[None]] = {}
-
-    def make(self) -> Environment:
-        """An environment. ConfigError: it cannot be made of these options."""
-        try:
-            return self._kind(**self._options)
-        except TypeError as error:
-            raise ConfigError(f"environment.options: {self._kind.__name__} is not made with them: {error}") from error
 
     async def serve(self, asked: BinaryIO) -> None:
         """Do what is asked, for any number of environments at a time."""
