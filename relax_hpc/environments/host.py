@@ -17,7 +17,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.workers.starter import Starter
 
 Turn = tuple[Step, tuple[Message, ...]]
-"""What followed from a response, its observations left out, and these as messages to the policy."""
+"""Step after a response, its observations left out, and these as messages to the policy."""
 
 
 class Environments:
@@ -110,8 +110,8 @@ class Session:
         _, self.opening = await self._play(None)
 
     async def step(self, response: Response) -> Turn:
-        """What follows from ``response``. EnvironmentFault: the episode cannot go on. ConfigError: no environment can
-        work here with its options."""
+        """Go on after ``response``. EnvironmentFault: the episode cannot go on. ConfigError: no environment can work
+        here with its options."""
         said = dataclasses.asdict(response)
         found = await self._play(said)
         self._played.append(said)

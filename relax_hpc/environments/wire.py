@@ -1,4 +1,4 @@
-"""What goes between a process of environments and who plays with them, as JSON; and what an environment may say."""
+"""Messages between a process of environments and who plays with them, as JSON, and bounds of what these may say."""
 
 from __future__ import annotations
 

@@ -49,15 +49,15 @@ class Live:
         return self._is_over_time and self._left.running()
 
     async def begin(self, wire: Wire) -> Wire:
-        """What the environment says first, as `step_to_wire`. EnvironmentFault."""
+        """Begin; the environment's first messages, as of `step_to_wire`. EnvironmentFault."""
         return await self._within(self._begin(wire))
 
     async def step(self, wire: Wire) -> Wire:
-        """What follows from a response. EnvironmentFault."""
+        """Go on after a response, as of `step_to_wire`. EnvironmentFault."""
         return await self._within(self._step(Response(**wire)))
 
     async def again(self, begun: Wire, played: list[Wire], digests: list[str]) -> Wire:
-        """What came of all that was played, in another process; the last of it. EnvironmentFault: it differs now."""
+        """Play all again that was played in another process; the last answer. EnvironmentFault: one differs now."""
         last = await self.begin(begun)
         for number, digest in enumerate(digests):
             if digest_of(last) != digest:

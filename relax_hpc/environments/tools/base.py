@@ -71,11 +71,11 @@ class Tool:
     parameters: ClassVar[Mapping[str, Parameter]] = {}
 
     def call(self, **arguments: Any) -> Answer:
-        """What the policy is told. ToolError: it is told that; what else it raises ends the episode."""
+        """Answer to the policy. ToolError: it is told that; what else is raised ends the episode."""
         raise NotImplementedError
 
     def called(self, arguments: Mapping[str, Any]) -> Answer:
-        """What `call` gives for ``arguments``, once they are checked. ToolError: they are not those of this tool."""
+        """Answer of `call` to ``arguments``, once they are checked. ToolError: they are not those of this tool."""
         if unknown := sorted(set(arguments).difference(self.parameters)):
             raise ToolError(f"{self.name} has no argument {', '.join(unknown)}; it has: {', '.join(self.parameters)}")
         given = {}

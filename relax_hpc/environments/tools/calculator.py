@@ -53,7 +53,7 @@ class Calculator(Tool):
     parameters: ClassVar = {"expression": Parameter("string", "expression such as (3 + 4) * sqrt(2)")}
 
     def call(self, expression: str) -> str:
-        """Its value as a text. ToolError: it has none, or is not allowed."""
+        """The value as a text. ToolError: it has none, or is not allowed."""
         return shown(value_of(expression))
 
 

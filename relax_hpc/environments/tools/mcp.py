@@ -37,7 +37,7 @@ class McpTool(Tool):
         self.name, self._server = name, server
 
     def called(self, arguments: Mapping[str, Any]) -> Observation:
-        """What the server answers. ToolError: it says that the call failed, or does not answer."""
+        """Answer of the server. ToolError: it says that the call failed, or does not answer."""
         found = self._server.ask("tools/call", {"name": self.name, "arguments": dict(arguments)})
         content = found.get("content") or []
         text = "\n".join(str(part["text"]) for part in content if part.get("type") == "text")

@@ -55,7 +55,7 @@ class Zoom(_OfPictures):
         self.description = f"Shows a part of a picture, which a box in {unit} of it says."
 
     def call(self, bbox_2d: list[float], label: str, img_idx: int) -> Observation:
-        """That part. ToolError: there is no such part."""
+        """The part. ToolError: there is no such part."""
         whole = self._picture(img_idx)
         scale = (1.0, 1.0) if self._unit == "pixels" else (whole.width / 1000, whole.height / 1000)
         part = whole.crop(box_of(bbox_2d, scale, whole.size, self._least))
@@ -73,7 +73,7 @@ class Rotate(_OfPictures):
     }
 
     def call(self, angle: float, img_idx: int) -> Observation:
-        """The whole of it. ToolError: there is no such picture."""
+        """The whole picture. ToolError: there is no such picture."""
         turned = self._picture(img_idx).rotate(angle % 360, expand=True)
         return Observation(media=(MediaPart("image", png(turned)),))
 

@@ -34,8 +34,8 @@ class Python(Tool):
         return Jail(self._settings, _KEY)
 
     def call(self, code: str) -> str:
-        """Its output, errors in it, and how it ended if not well. ToolError: it was not done in time. ConfigError:
-        programs cannot be kept apart on this machine."""
+        """Output of the program, errors in it, and how it ended if not well. ToolError: it was not done in time.
+        ConfigError: programs cannot be kept apart on this machine."""
         ran = self._jail.run(code, "", self._settings.timeout_s, with_errors=True)
         output = shortened(ran.output.rstrip("\n"))
         if not ran.in_time:
