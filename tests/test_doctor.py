@@ -242,9 +242,11 @@ def test_what_is_printed(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Capture
     assert "error    site.partition: found 'nope', allowed: main" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("python", "problems"), [("", 0), ("/no/such/python", 1)])
+@pytest.mark.parametrize(("python", "problems"), [("", 0), ("/no/such/python", 2)])
 def test_a_node_is_asked_whether_programs_can_be_kept_apart(tmp_path: Path, python: str, problems: int) -> None:
-    config = make(tmp_path, {"rollout": {"reward": "code"}, "reward": {"code": {"python": python}}})
+    tools = {"kind": "tools", "options": {"tools": {"python": {"python": python}}}}
+    rewards = {"rollout": {"reward": "code"}, "reward": {"code": {"python": python}}}
+    config = make(tmp_path, {**rewards, "environment": tools})
     probe = job.Probe(("rollout",), 1, {}, tmp_path / "probe", mpi=False)
     probe.make()
     [word] = [word for word in probe._words(config) if word.startswith("--code=")]
@@ -252,7 +254,7 @@ def test_a_node_is_asked_whether_programs_can_be_kept_apart(tmp_path: Path, pyth
     words = [*job.PROBE, f"--folder={probe.folder}", "--nodes=1", "--interfaces", "lo", "--name=here", word]
     subprocess.run([sys.executable, *words], check=True, timeout=60)
     found = json.loads((probe.folder / "here.done.json").read_text())["problems"]
-    assert len(found) == problems and all("reward.code: no program can be kept apart on" in one for one in found)
+    assert len(found) == problems and all(": no program can be kept apart on" in one for one in found)
 
 
 def test_the_tried_versions_are_named() -> None:

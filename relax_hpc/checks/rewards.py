@@ -51,12 +51,6 @@ def _servers(config: Config, asked: bool) -> Iterator[str]:
             yield f"reward.judge.{key}: found {found!r} beside role genrm in group {group}, allowed: one of both"
 
 
-def runs_code(config: Config) -> bool:
-    """Whether programs of the policy are run, in training or in evaluations."""
-    names = (config.rollout.reward, config.eval.reward)
-    return any(leaf == "code" for name in names if name for _, leaf in parts_of(name, config.reward))
-
-
 def _of(key: str, name: str, config: Config) -> Iterator[str]:
     try:
         find_reward(name)

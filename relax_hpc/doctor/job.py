@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import relax_hpc
-from relax_hpc.checks.rewards import runs_code
+from relax_hpc.checks.programs import programs_of
 from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import folder_and_split
 from relax_hpc.doctor.probe import TOKEN
@@ -72,7 +72,8 @@ class Probe:
         words += [f"--local_bytes={_staged(config)}", *plane_words(config)]
         words += ["--mpi"] if self.mpi else []
         draws = any("rollout" in config.groups[name].roles for name in self.groups if name in config.groups)
-        words += [f"--code={json.dumps(asdict(config.reward.code))}"] if draws and runs_code(config) else []
+        programs = {key: asdict(settings) for key, settings in programs_of(config).items()}
+        words += [f"--code={json.dumps(programs)}"] if draws and programs else []
         words += ["--interfaces", *_interfaces(config)]
         return [*words, "--paths", *(f"{key}={path}" for key, path in _paths(config).items())]
 

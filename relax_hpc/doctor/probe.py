@@ -19,7 +19,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.doctor.planes import PlaneProbe
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, Mistakes
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
 from relax_hpc.reward_settings import CodeSettings, rebuilt
 from relax_hpc.rewards.jail import Jail
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
     parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
     parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
-    parser.add_argument("--code", default="", help="reward.code as JSON: whether programs can be kept apart here")
+    parser.add_argument("--code", default="", help="jails by key, as JSON: whether programs can be kept apart here")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
     parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
     parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
@@ -113,12 +113,12 @@ def _missing(paths: list[str]) -> list[str]:
     ]
 
 
-def _programs(settings: str) -> list[str]:
-    try:
-        Jail(rebuilt(CodeSettings, json.loads(settings)))
-    except ConfigError as problem:
-        return [str(problem)]
-    return []
+def _programs(jails: str) -> list[str]:
+    problems = Mistakes()
+    for key, settings in json.loads(jails).items():
+        with problems:
+            Jail(rebuilt(CodeSettings, settings), key)
+    return problems.found
 
 
 def _answer(listener: socket.socket) -> None:

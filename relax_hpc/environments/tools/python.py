@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from relax_hpc.environments.tools.base import Parameter, Tool
 from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.jail import Jail
 
-_KEY = "environment.options.tools.python"
+KEY = "environment.options.tools.python"
 _SHOWN = 4000
 """Characters of an output that the policy is told: as many of its beginning as of its end."""
 
@@ -26,12 +27,12 @@ class Python(Tool):
 
     def __init__(self, **options: Any) -> None:
         """ConfigError: an option is not allowed."""
-        self._settings = CodeSettings(**clean(CodeSettings, options, _KEY))
+        self._settings = settings_of(options)
 
     @cached_property
     def _jail(self) -> Jail:
         """Made where programs are run, which is not where a configuration is checked."""
-        return Jail(self._settings, _KEY)
+        return Jail(self._settings, KEY)
 
     def call(self, code: str) -> str:
         """Output of the program, errors in it, and how it ended if not well. ToolError: it was not done in time.
@@ -41,6 +42,11 @@ class Python(Tool):
         if not ran.in_time:
             raise ToolError(f"not done in {self._settings.timeout_s:g} s; it had printed:\n{output}")
         return f"{output}\n(exit code {ran.code})" if ran.code else output or "(it printed nothing)"
+
+
+def settings_of(options: Mapping[str, Any]) -> CodeSettings:
+    """Settings of the jail. ConfigError: an option is not allowed."""
+    return CodeSettings(**clean(CodeSettings, options, KEY))
 
 
 def shortened(text: str, most: int = _SHOWN) -> str:
