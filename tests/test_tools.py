@@ -123,6 +123,7 @@ def test_a_template_is_given_what_the_tools_are() -> None:
         ({"calculater": {}}, "environment.options.tools: found 'calculater', allowed .*did you mean 'calculator'"),
         ({"calculator": {"digits": 3}}, "'calculator' cannot be made with .*digits"),
         ({"python": {"timeout_s": -1}}, "environment.options.tools.python: timeout_s: found -1"),
+        ({"search": {"corpus": "here"}}, "tools.search.corpus: found 'here', allowed: an absolute path"),
         ({"search": {"corpus": "/no/such"}}, "corpus: /no/such: found no corpus: .*; make one by python -m"),
         ({"mcp": {"servers": {"a": {"command": ["b"]}}}}, "environment.options.tools.mcp.servers.a: 'tools'; allowed"),
         ({"mcp": {"servers": {"a": {"command": [], "tools": ["b", "b"]}}}}, "two are called 'b'"),

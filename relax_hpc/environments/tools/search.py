@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Parameter, Tool
 from relax_hpc.environments.tools.corpus import Corpus, Document
+from relax_hpc.errors import ConfigError
+
+_KEY = "environment.options.tools.search"
 
 
 class Search(Tool):
@@ -19,6 +23,10 @@ class Search(Tool):
     def __init__(self, corpus: str, results: int = 3, characters: int = 600) -> None:
         """``results``: documents shown for a query. ``characters``: of a text shown whole; of a longer one an excerpt
         is. ConfigError: ``corpus`` is none."""
+        if not Path(corpus).is_absolute():
+            raise ConfigError(
+                f"{_KEY}.corpus: found {corpus!r}, allowed: an absolute path, the same wherever a run goes on"
+            )
         self._corpus, self._results, self._characters = Corpus(corpus), results, characters
 
     def call(self, query: str) -> str:
