@@ -92,14 +92,14 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
         idle, whim = await host.open(beginning(8)), await host.open(beginning(9))
         before = await pid_of(idle)
         await whim.step(Response("whim", "stop", 0))
-        words = ("a", "sleep 0.2", "b"), ("a", bad), ("sleep 0.3", "b")
+        words = ("a", "sleep 0.2", "b"), (bad,), ("sleep 0.3", "b")
         heard = await together(*(play(host, *said, seed=seed) for seed, said in enumerate(words, 1)))
         with pytest.raises(EnvironmentFault, match="environment_differs: it said something else after response 1"):
             await whim.step(Response("b", "stop", 1))
         return heard, before == await pid_of(idle, 1)
 
     heard, is_same = with_host(work, step_timeout_s=2.0)
-    assert heard == [["1 a 1", "2 None 1", "3 b 1"], ["1 a 2", fault], ["1 None 3", "2 b 3"]]
+    assert heard == [["1 a 1", "2 None 1", "3 b 1"], [fault], ["1 None 3", "2 b 3"]]
     assert not is_same
 
 
