@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,15 @@ from relax_hpc.transfer_queue.controller.planning.claims import assignment
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.samplers import schedule
+from relax_hpc.transfer_queue.samplers import dealt, schedule
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.queue_world import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 LENGTHS = {0: [40, 7], 1: [9, 9], 2: [300, 2], 3: [70_000, 5]}
+MEDIA = [9, 9]
+"""Tokens that stand for media in the rows of ticket 1."""
 DEALT = {"ranks": 2, "max_tokens": 64, "batch": 1}
 WINDOW = {"task": "actor", "budget": BUDGET, "boundary": 4, **DEALT}
 
@@ -61,15 +64,15 @@ def test_lengths_come_back_as_they_were_packed(sizes):
     ranks=st.integers(1, 3),
 )
 def test_what_is_compared_is_in_one_micro_batch_in_its_order(lengths, ranks):
-    groups = {ticket: SimpleNamespace(row_tokens=rows) for ticket, rows in enumerate(lengths)}
+    groups = {ticket: SimpleNamespace(row_tokens=rows, row_media=[0, 0]) for ticket, rows in enumerate(lengths)}
     state = SimpleNamespace(groups=groups, plan=SimpleNamespace(compares=True))
-    dealt = assignment(state, range(len(lengths)), ranks, 64, batch=1)
-    rows = [row for rank in dealt for part in rank for row in part]
+    found = assignment(state, range(len(lengths)), ranks, 64, batch=1)
+    rows = [row for rank in found for part in rank for row in part]
     assert sorted(rows) == list(range(2 * len(lengths)))
-    for part in (part for rank in dealt for part in rank):
+    for part in (part for rank in found for part in rank):
         assert [row % 2 for row in part] == [0, 1] * (len(part) // 2) and part[::2] == [row - 1 for row in part[1::2]]
         assert sum(lengths[row // 2][row % 2] for row in part) <= 64 or len(part) == 2
-    assert len({len(rank) for rank in dealt}) == 1
+    assert len({len(rank) for rank in found}) == 1
 
 
 @pytest.mark.parametrize("arrival", [[0, 1, 2, 3], [3, 1, 0, 2]])
@@ -95,6 +98,22 @@ def test_who_asks_again_after_a_restart_gets_the_same_rows(restarted, monkeypatc
     monkeypatch.setattr(claims, "assignment", lambda *_: pytest.fail("decided twice"))
     assert service.ask("actor", 1, "c", "claim", **WINDOW) == claim
     assert contents(service.replayed()) == contents(service.state)
+
+
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_media_of_rows_count_twice_and_may_be_bounded(restarted):
+    service, named = service_with([]), ["a" * 64]
+    service.ask("rollout", 1, "m", "media", ticket=1, ids=named)
+    for ticket, about in LENGTHS.items():
+        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed(about), "versions": [V0.encode()]}
+        put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED)}
+        extras = [{"ticket": 1, "media": named, "tokens": packed(MEDIA)}] if ticket == 1 else []
+        assert service.ask("rollout", 1, f"put{ticket}", "put", **put, extras=extras) == {"refused": {}}
+    service.state = restarted(service)
+    claim = service.ask("actor", 1, "c", "claim", **WINDOW, max_media=8)
+    lengths, media = [*chain(*LENGTHS.values())], [0, 0, *MEDIA, 0, 0, 0, 0]
+    assert claim["assignment"] == dealt(lengths, media, 2, 64, 8, batch=1) != expected()
+    assert refused_kind(service, "actor", 1, "d", "claim", **WINDOW, max_media=-1) == "refused"
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])

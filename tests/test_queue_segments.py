@@ -296,7 +296,18 @@ def test_malformed_logs_are_refused(about):
     assert it.counts() == {} and not it.service.state.shards.by_number
 
 
-@pytest.mark.parametrize("extra", [{}, {"ticket": 1}, {"ticket": 0, "media": "1"}, {"ticket": 0, "media": [1]}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"ticket": 1},
+        {"ticket": [0], "media": []},
+        {"ticket": 0, "media": "1"},
+        {"ticket": 0, "media": [1]},
+        {"ticket": 0, "media": [], "tokens": packed([5])},
+        {"ticket": 0, "media": [], "tokens": [5, 5]},
+    ],
+)
 def test_malformed_extras_are_refused(extra):
     it = Scene()
     it.admit()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.samplers import (
     balanced,
+    dealt,
     micro_batches,
     of_rows,
     schedule,
@@ -159,6 +160,25 @@ def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_toke
     for rank in found:
         # Who has as many rows as others have micro-batches, or more, is never idle; nobody is before he is through.
         assert all(map(len, rank[: min(most, sum(map(len, rank)))]))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), max_size=30),
+    ranks=PARTS,
+    budget=BUDGETS,
+    bound=st.integers(0, 100),
+)
+def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(rows, ranks, budget, bound):
+    lengths, media = [text + seen for text, seen in rows], [seen for _, seen in rows]
+    found = dealt(lengths, media, ranks, budget, bound)
+    parts = [part for rank in found for part in rank]
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    for part in parts:
+        assert len(part) <= 1 or sum(lengths[row] for row in part) <= budget
+        assert len(part) <= 1 or not bound or sum(media[row] for row in part) <= bound
+    costs = [sum(lengths[row] + media[row] for part in rank for row in part) for rank in found]
+    assert spread(costs) <= max(map(sum, zip(lengths, media, strict=True)), default=0)
+    assert dealt(lengths, [0] * len(rows), ranks, budget, bound) == schedule(dict(enumerate(lengths)), ranks, budget)
 
 
 @given(lengths=windows(), ranks=PARTS, budget=BUDGETS, kept=st.sets(st.integers(0, 39)))

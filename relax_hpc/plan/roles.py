@@ -98,7 +98,7 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
     kept += 3 * spec.hidden * tokens * item if last else 0
     working = working_elements(spec, parallel, settings.recompute, kernels) * tokens * item
     found = {"backward": {"activations": kept, "a layer's backward": working}}
-    media = tower_memory.media_tokens(config, parallel, tokens) * item if spec.towers and stage == 0 else 0.0
+    media = tower_memory.media_tokens(config, settings, tokens) * item if spec.towers and stage == 0 else 0.0
     towers = {"towers' activations": tower_memory.kept_elements(spec, config) * in_flight * media} if media else {}
     found["backward"] |= towers
     if settings.experts == "grouped":
@@ -153,7 +153,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     for stage in range(parallel.pipeline):
         passing = {"activations": scored_elements(spec, parallel, config.actor.kernels) * tokens * item}
         if stage == 0:
-            media = tower_memory.media_tokens(config, parallel, tokens) * item
+            media = tower_memory.media_tokens(config, settings, tokens) * item
             passing["activations"] = max(passing["activations"], tower_memory.scored_elements(spec) * media)
         if stage == parallel.pipeline - 1:
             passing["logits"] = logits_bytes(spec, parallel, tokens, item, config.actor.kernels, entropy=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from relax_hpc.config.schema import Config, ParallelConfig
+from relax_hpc.config.schema import Config, ForwardConfig, TrainerConfig
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.towers.tower import Tower
 
@@ -20,12 +20,14 @@ def parameters(tower: Tower) -> int:
     return sum(math.prod(shape) for _, shape in tower.shapes())
 
 
-def media_tokens(config: Config, parallel: ParallelConfig, tokens: int) -> float:
+def media_tokens(config: Config, settings: TrainerConfig | ForwardConfig, tokens: int) -> float:
     """Tokens of a micro-batch that stand for media at most, if rows are as long as they may be: whole prompts, of
     which no two share one. Ranks of sequence parallelism have media of their own."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    ranks = parallel.tensor if parallel.sequence_parallel else 1
-    return tokens / ranks * config.data.max_prompt_tokens / longest
+    prompt, parallel = config.data.max_prompt_tokens, settings.parallel
+    found = tokens * prompt / (prompt + config.rollout.max_new_tokens)
+    if most := settings.max_media_tokens_per_micro_batch:
+        found = min(found, max(most, prompt))
+    return found / (parallel.tensor if parallel.sequence_parallel else 1)
 
 
 def kept_elements(spec: ModelSpec, config: Config) -> float:

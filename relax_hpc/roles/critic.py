@@ -68,7 +68,7 @@ class Values(Beside):
         if rows is None:
             return
         with self.context.spans("forward", step=claim.step):
-            values = score_rows(rows, self.ranks, self.model, self.settings.pack_tokens, self.model.forward_values)
+            values = score_rows(rows, self.ranks, self.model, self.settings, self.model.forward_values)
         if self.ranks.leader:
             with self.context.spans("queue", step=claim.step):
                 self._put(rows, values, claim)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.config.schema import ForwardConfig, TrainerConfig
 from relax_hpc.fields import fields_by
 from relax_hpc.models.families import routes_of, spec_of
 from relax_hpc.models.hf_files import read_config
@@ -64,7 +65,7 @@ class Scorer:
         if self.top_k:
             about = {"temperature": self.temperature, "count": self.top_k, "vocab": self._vocab}
             score, tail = partial(self.model.forward_likeliest, **about), (1 + 2 * self.top_k,)
-        return score_rows(rows, self.ranks, self.model, self.forward.pack_tokens, score, tail)
+        return score_rows(rows, self.ranks, self.model, self.forward, score, tail)
 
     def load(self, staged: Staged) -> None:
         """Load the weights of a folder in memory, which is released."""
@@ -81,12 +82,13 @@ def score_rows(
     rows: Sequence[Row],
     ranks: Ranks,
     model: PolicyModel,
-    pack_tokens: int,
+    settings: TrainerConfig | ForwardConfig,
     score: Callable[[list[Batch]], list[np.ndarray] | None],
     tail: tuple[int, ...] = (),
 ) -> list[np.ndarray]:
-    """Scores of rows by ``score``, which takes micro-batches: [tokens, *tail] of each row; complete in the leader."""
-    parts = ranks.parts(rows, pack_tokens)
+    """Scores of rows by ``score``, which takes micro-batches of the size that ``settings`` say: [tokens, *tail] of
+    each row; complete in the leader."""
+    parts = ranks.parts(rows, settings)
     mine = [number for part in parts for number in part]
     media = ranks.media([rows[number] for number in mine])
     batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields, media=media)

@@ -69,4 +69,4 @@ class HeldOut:
     def _scores(self, rows: list[Row]) -> list[np.ndarray]:
         """Log-probabilities of the rows' trained tokens, [tokens] each; complete in the leader."""
         score = partial(self.model.forward_logprobs, temperature=self.config.rollout.temperature)
-        return score_rows(rows, self.ranks, self.model, self.config.actor.pack_tokens, score)
+        return score_rows(rows, self.ranks, self.model, self.config.actor, score)

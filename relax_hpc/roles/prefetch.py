@@ -92,6 +92,7 @@ class Prefetch:
         settings, ranks = self.settings, self.ranks.layout.data_size
         most, size = settings.pack_tokens, config.prompts_per_step // config.algorithm.mini_batches
         budget, about = settings.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
+        about |= {"max_media": settings.pack_media_tokens} if settings.pack_media_tokens else {}
         while True:
             claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()
             with self.context.spans("queue", step=claim.step):

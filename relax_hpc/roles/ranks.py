@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.config.schema import ForwardConfig, ParallelConfig, TrainerConfig
 from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.exit_mark import leave_mark
@@ -23,7 +23,7 @@ from relax_hpc.training.meeting import store_of
 from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.samplers import schedule
+from relax_hpc.transfer_queue.samplers import dealt
 from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of, planes_of
@@ -109,11 +109,13 @@ class Ranks:
         self._client.give_back(claim)
         return False
 
-    def parts(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    def parts(self, rows: Sequence[Row], settings: TrainerConfig | ForwardConfig) -> list[list[int]]:
         """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens as the others', and
-        as many, see `samplers.schedule`."""
-        lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}
-        return schedule(lengths, self.layout.data_size, max_tokens)[self.layout.data_rank]
+        as many, see `samplers.dealt`."""
+        lengths = [len(row["token_ids"]) for row in rows]
+        media = [sum(span["length"] for span in row.get("spans") or ()) for row in rows]
+        most = settings.pack_tokens, settings.pack_media_tokens
+        return dealt(lengths, media, self.layout.data_size, *most)[self.layout.data_rank]
 
     def collect(
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None, tail: tuple[int, ...] = ()

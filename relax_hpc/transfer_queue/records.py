@@ -36,6 +36,8 @@ class PromptGroup:
     """Earlier attempts that a filter dropped."""
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
+    media: bytes = b""
+    """Tokens of every row that stand for media, as `lengths`; empty: none has any."""
     episodes: bytes = b""
     """Rows of each episode, see `transfer_queue.row_ids`; empty before somebody has declared it."""
     versions: frozenset[int] = frozenset()
@@ -54,9 +56,9 @@ class PromptGroup:
         """Whether it has all these fields."""
         return self.present & bits == bits
 
-    def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int]) -> None:
-        """Note its rows: their lengths, those of each episode, and the versions that sampled them."""
-        self.lengths, self.episodes, self.versions = lengths, episodes, versions
+    def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int], media: bytes = b"") -> None:
+        """Note its rows: their lengths, those of each episode, the versions that sampled them, and their media."""
+        self.lengths, self.episodes, self.versions, self.media = lengths, episodes, versions, media
 
     @property
     def rows(self) -> int:
@@ -67,6 +69,11 @@ class PromptGroup:
     def row_tokens(self) -> tuple[int, ...]:
         """Tokens of each row."""
         return unpacked(self.lengths, sum(self.episodes))
+
+    @property
+    def row_media(self) -> tuple[int, ...]:
+        """Tokens of each row that stand for media."""
+        return unpacked(self.media, sum(self.episodes)) if self.media else (0,) * sum(self.episodes)
 
     @property
     def failures(self) -> int:

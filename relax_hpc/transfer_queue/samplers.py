@@ -132,8 +132,11 @@ def schedule(
     budget_tokens: int,
     batch: int = 0,
     sampler: Sampler = evenly,
+    costs: Mapping[Key, int] | None = None,
 ) -> list[list[list[Key]]]:
     """The micro-batches of every data rank for window number ``batch`` of a step: [rank][micro-batch][key].
+
+    Ranks have about as much of the ``costs``, those of time, as each other; None: time goes by ``lengths``.
 
     Parts move on by one rank from window to window, so that the heaviest one is not always the same rank's. All ranks
     get the same number of micro-batches, as collectives inside of a model need; those of one that has fewer items than
@@ -144,13 +147,31 @@ def schedule(
     >>> schedule({0: 8, 1: 8, 2: 8}, 2, 8)
     [[[1], [2]], [[0], []]]
     """
-    parts = sampler(lengths, ranks)
+    parts = sampler(costs or lengths, ranks)
     turned = [{key: lengths[key] for key in parts[(rank - batch) % ranks]} for rank in range(ranks)]
     least, found = 0, [micro_batches(part, budget_tokens) for part in turned]
     # Asked for as many as another has, a rank may come to need one more than that.
     while least < (most := max(map(len, found))):
         least, found = most, [micro_batches(part, budget_tokens, most) for part in turned]
     return _as_many(found)
+
+
+def dealt(
+    lengths: Sequence[int], media: Sequence[int], ranks: int, budget_tokens: int, budget_media: int, batch: int = 0
+) -> Assignment:
+    """Rows of so many tokens, of which so many stand for ``media``, by `schedule`. In no micro-batch of several rows
+    are more than ``budget_tokens``, or of media more than ``budget_media``; 0: there is no bound for these.
+
+    A token of media costs its time twice, in a tower and in what follows.
+
+    >>> dealt([8, 8, 8], [0, 6, 6], 1, 16, 8)
+    [[[1], [2], [0]]]
+    """
+    # A row is as large as it is in what it takes more of, as a share of what there is.
+    shares = (-(-seen * budget_tokens // budget_media) if budget_media else 0 for seen in media)
+    sizes = dict(enumerate(map(max, lengths, shares)))
+    costs = dict(enumerate(map(sum, zip(lengths, media, strict=True))))
+    return schedule(sizes, ranks, budget_tokens, batch, costs=costs)
 
 
 def _as_many(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:

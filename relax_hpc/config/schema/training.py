@@ -89,10 +89,13 @@ class TrainerConfig:
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     """Tokens that a rank takes through one forward and backward pass: rows lie in it one after the other, without
     padding. A longer row is a micro-batch of its own."""
+    max_media_tokens_per_micro_batch: int = bounded(0, 0)
+    """Tokens that stand for media among these, each row's counted, so that a rank's towers encode no more at once. A
+    row that has more is a micro-batch of its own. 0: as many as fit."""
     balance_window: int = bounded(4, 1)
     """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
-    rows are balanced over the ranks by length and dealt to few micro-batches of equal size: a larger one is balanced
-    better and has fewer, a smaller one is trained sooner."""
+    rows are balanced over the ranks by length, to which media add their tokens once more, and dealt to few
+    micro-batches of equal size: a larger one is balanced better and has fewer, a smaller one is trained sooner."""
     kernels: Kernels = "plain"
     """Implementation of the layers, those of the actor also in the forward roles. `plain`: torch, on every device;
     `fused`: Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on
@@ -111,6 +114,11 @@ class TrainerConfig:
     def pack_tokens(self) -> int:
         """Most tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
+
+    @property
+    def pack_media_tokens(self) -> int:
+        """Most tokens of media of a micro-batch, over all context ranks; 0: no bound."""
+        return self.max_media_tokens_per_micro_batch * self.parallel.context
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,8 +140,15 @@ class ForwardConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
+    max_media_tokens_per_micro_batch: int = bounded(0, 0)
+    """As of the actor."""
 
     @property
     def pack_tokens(self) -> int:
         """Most tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
+
+    @property
+    def pack_media_tokens(self) -> int:
+        """Most tokens of media of a micro-batch, over all context ranks; 0: no bound."""
+        return self.max_media_tokens_per_micro_batch * self.parallel.context

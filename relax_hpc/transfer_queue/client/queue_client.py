@@ -18,14 +18,14 @@ from relax_hpc.transfer_queue.client.answers import Claim
 from relax_hpc.transfer_queue.client.connection import Connection, nothing, then
 from relax_hpc.transfer_queue.client.reading import read_columns, read_rows
 from relax_hpc.transfer_queue.client.status import Status
-from relax_hpc.transfer_queue.client.summary import summarise
+from relax_hpc.transfer_queue.client.summary import media_of_groups, summarise
 from relax_hpc.transfer_queue.client.tickets import Tickets
 from relax_hpc.transfer_queue.client.training import Training
 from relax_hpc.transfer_queue.client.weights import Weights
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_schema import BadRow, Row, with_optional
 from relax_hpc.transfer_queue.storage.columns import Column
-from relax_hpc.transfer_queue.storage.media import MediaStore, media_by_ticket
+from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.transfer_queue.storage.record_file import SUFFIX
 from relax_hpc.transfer_queue.storage.shard_store import ShardStore, files_of, planes_of
 from relax_hpc.transport import SlabPool
@@ -159,7 +159,7 @@ class QueueClient:
         extras: list[dict[str, Any]] = []
         if any(row.get("spans") for row in rows):
             try:
-                extras = [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
+                extras = media_of_groups(rows)
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
         return self.put(*with_optional(rows, GENERATED), extras=extras, name=name)

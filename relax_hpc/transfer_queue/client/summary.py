@@ -10,6 +10,7 @@ from typing import Any
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.row_ids import place_of, rows_by_episode
 from relax_hpc.transfer_queue.row_schema import BadRow, Row, sampled_versions
+from relax_hpc.transfer_queue.storage.media import media_by_ticket
 
 
 @dataclass(slots=True)
@@ -39,6 +40,17 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
         return [_told(ticket, group, generated) for ticket, group in groups.items()]
     except ValueError as error:
         raise BadRow(str(error)) from error
+
+
+def media_of_groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Media of prompt groups for the controller: ticket, ids, tokens of each row that stand for them. BadRow: a row's
+    spans, or its id, are none."""
+    named, tokens = media_by_ticket(rows), defaultdict[int, dict[tuple[int, int], int]](dict)
+    for row in rows:
+        ticket, episode, number = place_of(row["row_id"])
+        tokens[ticket][episode, number] = sum(span["length"] for span in row["spans"])
+    in_order = {ticket: [found for _, found in sorted(rows.items())] for ticket, rows in tokens.items()}
+    return [{"ticket": ticket, "media": ids, "tokens": packed(in_order[ticket])} for ticket, ids in named.items()]
 
 
 def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:

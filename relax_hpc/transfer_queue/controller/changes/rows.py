@@ -3,9 +3,10 @@ lost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from relax_hpc.transfer_queue.controller.changes.leases import consume
@@ -35,10 +36,11 @@ def put(
     refused: dict[int, str],
     lease: int,
     saved: bool,
+    media: Mapping[int, bytes] = MappingProxyType({}),
 ) -> None:
     state.puts.remember(key, owner, refused)
     if rows:
-        _store(state, owner, shard, tuple(fields), rows, saved)
+        _store(state, owner, shard, tuple(fields), rows, saved, media)
     else:
         state.shards.garbage.append(shard["name"])
     for ticket, reason in refused.items():
@@ -49,9 +51,16 @@ def put(
 
 
 def _store(
-    state: QueueState, owner: Owner, descriptor: dict, fields: tuple[str, ...], rows: Sequence[Sequence], saved: bool
+    state: QueueState,
+    owner: Owner,
+    descriptor: dict,
+    fields: tuple[str, ...],
+    rows: Sequence[Sequence],
+    saved: bool,
+    media: Mapping[int, bytes],
 ) -> None:
-    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard."""
+    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard; ``media``: of some of
+    them the tokens of each row that stand for media."""
     tickets, bits = [row[0] for row in rows], state.bits.of(fields)
     generated, scored, groups = bits & state.generated, bits & state.scored, state.groups
     if generated:
@@ -64,7 +73,7 @@ def _store(
         group.parts += (part,)
         group.present |= bits
         if generated:
-            group.declare(lengths, same_bytes(episodes), shared(tuple(versions)))
+            group.declare(lengths, same_bytes(episodes), shared(tuple(versions)), media.get(ticket, b""))
             group.owner = None
             group.last = state.last_step(versions)
         if scored:

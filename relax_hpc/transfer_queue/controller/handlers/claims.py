@@ -30,13 +30,14 @@ def claim(
     ranks: int = 0,
     max_tokens: int = 0,
     batch: int = 0,
+    max_media: int = 0,
 ) -> Any:
     """The next window of ``task``; with ``ranks``, its rows are dealt to them, see `planning.claims.assignment`.
 
     The assignment is in the journal before any rank sees it: whoever asks again finds the same.
     """
     state = service.state
-    _check(state, task, boundary, ranks, max_tokens)
+    _check(state, task, boundary, ranks, max_tokens, max_media)
     number = state.leases.by_key.get(request.key, 0)
     if number and not state.leases[number].tickets:
         # Asked again after everything in it was dropped.
@@ -52,15 +53,15 @@ def claim(
             raise NotYet(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
         number = state.leases.next
         about = {"task": task, "owner": request.owner, "key": request.key, "number": number}
-        dealt = assignment(state, tickets, ranks, max_tokens, batch) if ranks else []
+        dealt = assignment(state, tickets, ranks, max_tokens, batch, max_media) if ranks else []
         service.record(op="claim", **about, tickets=list(tickets), assignment=dealt)
     return {**_described(state, number), "waited": request.waited_for()}
 
 
-def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: int) -> None:
-    if not 0 <= ranks <= MAX_RANKS or (ranks and max_tokens < 1):
-        found = f"{ranks} ranks, micro-batches of {max_tokens} tokens"
-        raise Refused("refused", f"claim: found {found}, allowed at most {MAX_RANKS} and at least 1")
+def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: int, max_media: int) -> None:
+    if not 0 <= ranks <= MAX_RANKS or (ranks and max_tokens < 1) or max_media < 0:
+        found = f"{ranks} ranks, micro-batches of {max_tokens} tokens, {max_media} of media"
+        raise Refused("refused", f"claim: found {found}, allowed at most {MAX_RANKS}, at least 1, and 0 or more")
     if task not in state.tasks or boundary < 1:
         allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
         raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")

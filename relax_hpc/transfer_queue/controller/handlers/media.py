@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.transfer_queue.controller.messages import Refused, Request
 from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.lengths import is_packed
 from relax_hpc.transfer_queue.storage.media import MediaError, check_id
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ def media(service: QueueService, request: Request, ticket: int, ids: list[str]) 
     return {"named": True}
 
 
-def check_extras(extras: list[dict], tickets: list[int]) -> None:
-    """Refused unless the extras of a put are as they should be, and about some of its ``tickets``."""
+def check_extras(extras: list[dict], rows: dict[int, int]) -> None:
+    """Refused unless the extras of a put are as they should be, and about some of its tickets, which have so many
+    ``rows``."""
     for extra in extras:
-        ids = extra.get("media")
+        ids, ticket, tokens = extra.get("media"), extra.get("ticket"), extra.get("tokens", b"")
         good = type(ids) is list and all(type(media_id) is str for media_id in ids)
-        if not good or extra.get("ticket") not in tickets:
-            expected = "the ticket of a generated row and media (ids)"
+        good = good and type(ticket) is int and ticket in rows
+        if not good or not (tokens == b"" or is_packed(tokens, rows[ticket])):
+            expected = "the ticket of a generated row, media (ids), and tokens (packed, one a row)"
             raise Refused("refused", f"put: extras: found {extra!r:.80}, expected {expected}")
 
 

@@ -31,7 +31,7 @@ def put(
 ) -> Any:
     """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard.
 
-    ``extras``: of some tickets the ids of their `media`.
+    ``extras``: of some tickets the ids of their `media`, and the `tokens` of each row that stand for them (packed).
     """
     state = service.state
     if (refused := state.puts.recall(request.key)) is not None:
@@ -44,11 +44,12 @@ def put(
     groups, owner = rows_of(rows, fields), request.owner
     refused = refusals(state, owner, groups, lease)
     if extras:
-        check_extras(extras, [] if lease else [row[0] for row in groups])
+        check_extras(extras, {} if lease else {ticket: sum(episodes) for ticket, episodes, *_ in groups})
         refused = without_media(state, extras) | refused
     # What a task adds is of the rows that were declared.
     taken = [(t, lengths, codes, b"" if lease else rows) for t, rows, lengths, codes in groups if t not in refused]
     about = {"owner": owner, "lease": lease if held and held.owner == owner else 0, "saved": saved}
+    about |= {"media": {extra["ticket"]: extra.get("tokens", b"") for extra in extras}} if extras else {}
     service.record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about)
     return {"refused": refused}
 

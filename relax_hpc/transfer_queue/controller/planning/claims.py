@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from relax_hpc.transfer_queue.controller.planning import step_sets, windows
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.state.task_queues import READY
-from relax_hpc.transfer_queue.samplers import Assignment, schedule
+from relax_hpc.transfer_queue.samplers import Assignment, dealt
 
 
 def claimable(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
@@ -41,14 +41,17 @@ def awaited(state: QueueState, task: str, budget: int, boundary: int) -> tuple[s
     return peer, f"rows of {peer}"
 
 
-def assignment(state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int) -> Assignment:
-    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``; by whole prompt
-    groups, whose rows stay in their order, where the loss compares these."""
-    groups = [state.groups[ticket].row_tokens for ticket in tickets]
+def assignment(
+    state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int, max_media: int = 0
+) -> Assignment:
+    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``, of which
+    ``max_media`` (0: any number) stand for media; by whole prompt groups, whose rows stay in their order, where the
+    loss compares these."""
+    groups = [state.groups[ticket] for ticket in tickets]
+    lengths, media = [group.row_tokens for group in groups], [group.row_media for group in groups]
     if not state.plan.compares:
-        lengths = [tokens for rows in groups for tokens in rows]
-        return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)
-    ends = list(accumulate(map(len, groups)))
+        return dealt([*chain(*lengths)], [*chain(*media)], ranks, max_tokens, max_media, batch)
+    ends = list(accumulate(map(len, lengths)))
     rows = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    dealt = schedule({number: sum(group) for number, group in enumerate(groups)}, ranks, max_tokens, batch)
-    return [[[row for number in batch for row in rows[number]] for batch in rank] for rank in dealt]
+    found = dealt([*map(sum, lengths)], [*map(sum, media)], ranks, max_tokens, max_media, batch)
+    return [[[row for number in batch for row in rows[number]] for batch in rank] for rank in found]

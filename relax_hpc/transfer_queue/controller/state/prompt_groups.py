@@ -27,7 +27,8 @@ class PromptGroups(dict[int, PromptGroup]):
         groups = [
             (
                 (ticket, g.owner, g.attempt, g.filtered, g.last, g.place),
-                (g.lengths, g.episodes, list(g.versions), g.old_version, [parts[part] for part in g.parts]),
+                (g.lengths, g.episodes, list(g.versions), g.media),
+                (g.old_version, [parts[part] for part in g.parts]),
             )
             for ticket, g in self.items()
         ]
@@ -35,12 +36,12 @@ class PromptGroups(dict[int, PromptGroup]):
 
     def load(self, values: Any, bits: FieldBits) -> None:
         parts: list[Part] = [(number, tuple(fields)) for number, fields in values[0]]
-        for (ticket, owner, attempt, filtered, last, place), rows in values[1]:
+        for (ticket, owner, attempt, filtered, last, place), rows, (old_version, numbers) in values[1]:
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
-            group.last, group.place = last, place
-            lengths, episodes, versions, group.old_version, numbers = rows
+            group.last, group.place, group.old_version = last, place, old_version
+            lengths, episodes, versions, media = rows
             if lengths:
-                group.declare(lengths, same_bytes(episodes), shared(tuple(versions)))
+                group.declare(lengths, same_bytes(episodes), shared(tuple(versions)), media)
             group.parts = tuple(parts[number] for number in numbers)
             for _, fields in group.parts:
                 group.present |= bits.of(fields)
