@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from relax_hpc.checks import files
 from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
+from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data import row_files
 from relax_hpc.engines.sglang import flags
 from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.models.tiny_model import make_tiny_model
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
 
@@ -478,3 +481,15 @@ def test_routes_of_another_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert finding.startswith("model.routing_replay: found SGLang 0.5.22, allowed: 0.5.21")
     monkeypatch.setattr(flags, "version", lambda _: "0.5.21+cu130")
     assert not list(flags.check(load([QUICKSTART], EXPERTS)))
+
+
+def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shape = {key.removeprefix("model.tiny."): value for key, value in SEEING_EXPERTS.items() if "tiny" in key}
+    make_tiny_model(directory, TinyModelConfig(**shape), 0)
+    assert model_findings(directory) == []
+    tensors = load_file(directory / "model.safetensors")
+    straight = {name: one.transpose(0, 2, 1).copy() for name, one in tensors.items() if ".experts." in name}
+    save_file(tensors | straight, directory / "model.safetensors")
+    (finding,) = model_findings(directory)
+    assert finding.startswith("model.path: found model.language_model.layers.0.mlp.experts.") and "turned" in finding

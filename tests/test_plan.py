@@ -17,6 +17,7 @@ from relax_hpc.config import Config, load
 from relax_hpc.config.read import parse_yaml
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.doctor.memory import host_mib
+from relax_hpc.plan import tower_memory
 from relax_hpc.plan.footprint import GIB
 from relax_hpc.plan.model_memory import parameters
 from relax_hpc.plan.peaks import basis
@@ -37,6 +38,11 @@ COUNTS = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-VL-2B": 2_127_532_032,
+    "Qwen3-VL-4B": 4_437_815_808,
+    "Qwen3-VL-8B": 8_767_123_696,
+    "Qwen3-VL-30B-A3B": 31_070_754_032,
+    "Qwen3-Omni-30B-A3B-Thinking": 31_719_205_488,
 }
 """Parameters, as the published models have them."""
 
@@ -52,8 +58,9 @@ def test_models_have_as_many_parameters_as_the_published_ones() -> None:
         spec = spec_at(ModelConfig(path=str(MODELS / name)))
         assert parameters(spec, ParallelConfig(), 0) == count
         stages = [parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)]
-        # Norms are on every rank, and a tied embedding on both stages.
-        assert count < 2 * sum(stages) < count * (1.3 if spec.tied else 1.001)
+        # Norms and towers are on every rank, and a tied embedding on both stages.
+        whole = count + sum(map(tower_memory.parameters, spec.towers))
+        assert whole < 2 * sum(stages) < whole * (1.3 if spec.tied else 1.001)
         uneven = ParallelConfig(tensor=2, pipeline=2, last_stage_layers=spec.layers // 2 - 3)
         layer = (stages[0] - parameters(spec, ParallelConfig(tensor=2, pipeline=2, first_stage_layers=1), 0)) / (
             spec.layers // 2 - 1
@@ -74,6 +81,32 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
     # Experts that no two ranks have leave them hardly any states to share.
     assert config.actor.optimizer.distributed == (parallel.data > 1 and parallel.expert == 1)
     assert parallel.sequence_parallel == (parallel.tensor > 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "decoder", "cluster"),
+    [
+        ("Qwen3-VL-2B", "Qwen3-1.7B", "1-nodes"),
+        ("Qwen3-VL-4B", "Qwen3-4B", "1-nodes"),
+        ("Qwen3-VL-8B", "Qwen3-8B", "8-nodes"),
+        ("Qwen3-VL-30B-A3B", "Qwen3-30B-A3B", "1-nodes-moe"),
+        ("Qwen3-Omni-30B-A3B-Thinking", "Qwen3-30B-A3B", "1-nodes-moe"),
+    ],
+)
+def test_models_that_see_take_what_their_decoders_do_and_their_towers(model: str, decoder: str, cluster: str) -> None:
+    found = []
+    for name in (model, decoder):
+        config = sized(cluster, name)
+        places = plan(config, spec_at(config.model))
+        assert [place.lacks for place in places] == [[]] * len(places)
+        found.append(next(one for place in places for one in place.footprints if one.role == "actor"))
+    seeing, plain = found
+    towers = spec_at(ModelConfig(path=str(MODELS / model))).towers
+    more = seeing.resident["weights"] - plain.resident["weights"]
+    # Qwen3-Omni knows 128 words more.
+    assert more == pytest.approx(2 * sum(map(tower_memory.parameters, towers)), rel=1e-3)
+    assert seeing.moments["backward"]["towers' activations"] > 0
+    assert not plain.moments["backward"].get("towers' activations")
 
 
 @pytest.mark.parametrize(

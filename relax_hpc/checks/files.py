@@ -20,6 +20,7 @@ from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
 from relax_hpc.data.row_files import RowFiles, is_there
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_mapping import published_forms, stored_forms
 
 READ_S = 5.0
 """Seconds of reading a prompt file, after which the rest is left to the start of the run."""
@@ -41,6 +42,7 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _frozen(config, policy)
             yield from _tied(config, policy)
             yield from _levels(config, policy)
+            yield from _turned(config, policy)
             for group, parallel in _parallels(config):
                 own = f"{group}_path"
                 yield from _split(group, parallel, find_model(model, own) if getattr(model, own, "") else policy)
@@ -257,6 +259,19 @@ def _levels(config: Config, model: Model) -> Iterator[str]:
             f"{key}: found a {spec.model_type} of {spec.layers} layers whose vision tower gives something to "
             f"{spec.levels} of them (deepstack_visual_indexes), with engine sglang allowed: {allowed}, as SGLang adds "
             "so many, and its server ends at the first image"
+        )
+
+
+def _turned(config: Config, model: Model) -> Iterator[str]:
+    spec = model.spec
+    if not spec or config.rollout.engine.kind != "sglang":
+        return
+    packed = (name for name, form in published_forms(spec).items() if form.turned)
+    if name := next((name for name in packed if model.shapes.get(name) == stored_forms(spec)[name][-1].shape), ""):
+        yield (
+            f"model.path: found {name} as transformers 5 saves it, with engine sglang allowed: each expert turned "
+            "around, as published; relax-hpc convert makes a megatron-core checkpoint of it, and with --shard-size 5GB "
+            "of that a directory as published"
         )
 
 

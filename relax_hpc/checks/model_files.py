@@ -34,6 +34,8 @@ class Model:
     """Tokenizer; None: there is none, or it is broken, which is among the problems."""
     spec: ModelSpec | None = None
     """Spec of the model; None: config.json is not in order."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors in its files, by name, as far as these can be read here."""
 
 
 def find_model(config: ModelConfig, field_name: str = "path") -> Model:
@@ -94,7 +96,7 @@ def _look(path: Path, config: ModelConfig) -> Model:
     except ConfigError as error:
         wrong = [str(error)]
     model = Model(spec=spec)
-    wrong += _weights(path, spec)
+    wrong += _weights(path, model)
     try:
         model.tokenizer = _tokenizer(path, spec.vocab if spec else 0)
     except ConfigError as error:
@@ -135,7 +137,7 @@ def stamp(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _weights(path: Path, spec: ModelSpec | None) -> Iterator[str]:
+def _weights(path: Path, model: Model) -> Iterator[str]:
     """Mistakes in the weights, by their names and headers; with the tensors if the model is known."""
     # A pipe of that name would be waited for.
     files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
@@ -153,14 +155,13 @@ def _weights(path: Path, spec: ModelSpec | None) -> Iterator[str]:
     if not files:
         yield f"found no *.safetensors in {path}; convert the weights, pickled ones are not read"
     elif "safetensors" not in unread():
-        yield from _headers(path, files, spec)
+        yield from _headers(path, files, model)
 
 
-def _headers(path: Path, files: list[Path], spec: ModelSpec | None) -> Iterator[str]:
+def _headers(path: Path, files: list[Path], model: Model) -> Iterator[str]:
     from safetensors import SafetensorError, safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
-    whole = True
+    shapes, whole = model.shapes, True
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
@@ -168,9 +169,9 @@ def _headers(path: Path, files: list[Path], spec: ModelSpec | None) -> Iterator[
         except (SafetensorError, OSError, ValueError) as error:
             whole = False
             yield f"{file}: not a whole safetensors file ({error}); download it again"
-    if spec and whole:
+    if model.spec and whole:
         try:
-            check_names(spec, by_piece(spec, shapes, shapes)[1], str(path))
+            check_names(model.spec, by_piece(model.spec, shapes, shapes)[1], str(path))
         except ConfigError as error:
             yield str(error)
 
