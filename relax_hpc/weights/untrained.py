@@ -17,7 +17,7 @@ from relax_hpc.weights.tensors import ITEM_BYTES
 from relax_hpc.weights.version_files import write_summed
 
 FILE = "untrained.safetensors"
-"""Its name in a run's folder of weights."""
+"""Name of the file in a run's folder of weights."""
 _PIECE_BYTES = 4 << 20
 
 
@@ -37,7 +37,7 @@ class _Stored:
 
 
 class Untrained:
-    """Those tensors of a ``model``, a Hugging Face directory, whose names have such ``beginnings``.
+    """Untrained tensors of a ``model``, a Hugging Face directory: those whose names have such ``beginnings``.
 
     They are written to ``path`` when a version first needs them. WeightsError: a file of the model cannot be read.
     """
