@@ -135,7 +135,11 @@ FINDINGS = [
         ["environment.turn_tokens: found 999, allowed: at most rollout.max_new_tokens"],
     ),
     (
-        {"environment.kind": "tests.test_turns:Counting", "data.task": "tests.test_tasks:TwoTurns"},
+        {
+            "environment.kind": "tests.test_turns:Counting",
+            "data.task": "tests.test_tasks:TwoTurns",
+            "warm_start.steps": 0,
+        },
         ["environment.kind: found 'tests.test_turns:Counting' beside task 'tests.test_tasks:TwoTurns'"],
     ),
     ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),

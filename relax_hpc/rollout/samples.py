@@ -216,7 +216,7 @@ def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]
 
 
 def _environment(answer: Generation | Episode, turn: EpisodeRow) -> Row:
-    """What is known of an episode against an environment beside its tokens."""
+    """Field `environment` of a row, if its episode was played against one."""
     outcome = answer.outcome if isinstance(answer, Episode) else None
     return {} if turn.turns is None else {"environment": {"turns": list(turn.turns), **(outcome or {})}}
 

@@ -1,5 +1,4 @@
-"""What a log has of an episode, gone through once more: turns are taken from it, and what an environment says now is
-compared with it."""
+"""An episode of a log, gone through once more: turns are taken from it, and what its environment says is compared."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What all episodes of a process are played by."""
+    """Rules by which all episodes of a process are played."""
 
     bridge: Bridge
     tokenizer: Tokenizer
@@ -54,7 +54,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one episode begins with, and whom it asks."""
+    """Beginning of one episode, and whom it asks."""
 
     prompt: Prompt
     request: GenerateRequest
@@ -78,7 +78,7 @@ class Turns:
     """Turns of one episode."""
 
     def __init__(self, rules: Rules, start: Start, history: History) -> None:
-        """Of what ``history`` has, turns are taken as they are, and all that others said is compared."""
+        """Turns that ``history`` has are taken as they are, and what others said then is compared."""
         self.rules, self.start, self.history = rules, start, history
         self.tape = Tape(history.rows)
         history.rows = self.rows = []
