@@ -18,7 +18,7 @@ from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling, checked
 from relax_hpc.environments.base import Beginning, Environment, EnvironmentFault, Message, Observation, Response, Step
 from relax_hpc.rollout.bridge import Bridge
-from relax_hpc.rollout.player import Player
+from relax_hpc.rollout.player import OnEnvironments, Player
 from relax_hpc.rollout.turns import Rules, Start
 from relax_hpc.versions import Version
 
@@ -146,7 +146,8 @@ def player(
 ) -> Player:
     settings = EnvironmentConfig(**limits)
     bridge = Bridge(tokenizer, chat, most=settings.max_observation_tokens)
-    return Player(Inside(kind), Rules(bridge, tokenizer, settings), 60.0, note)
+    stage = OnEnvironments(Inside(kind), Rules(bridge, tokenizer, settings))
+    return Player(stage, settings.max_faults, 60.0, note)
 
 
 def start(tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0) -> Start:

@@ -36,21 +36,27 @@ class Host(Protocol):
     async def close(self) -> None: ...
 
 
+class Stage(Protocol):
+    """Stage that episodes are played on: environments, or programs that know nothing of us."""
+
+    async def start(self) -> None:
+        """Return when episodes can be played. ConfigError: they never can."""
+
+    async def play(self, history: History, start: Start) -> Episode:
+        """The episode that ``history`` is the beginning of. EnvironmentFault; BadAnswer, Repeat: as `Start.drawn`."""
+
+    async def close(self) -> None:
+        """End all that was started for it."""
+
+
 class Player:
     """Player of one process, for one event loop."""
 
-    def __init__(self, host: Host, rules: Rules, limit_s: float, note: Callable[[EnvironmentFault], None]) -> None:
+    def __init__(self, stage: Stage, max_faults: int, limit_s: float, note: Callable[[EnvironmentFault], None]) -> None:
         """``limit_s``: seconds for an episode, without what its responses take. ``note`` is told of each fault, of
-        those too after which an episode is begun again."""
-        self._host, self._rules, self._limit_s, self._note = host, rules, limit_s, note
-
-    async def start(self) -> None:
-        """Return when episodes can be played. ConfigError: there is no such environment."""
-        await self._host.start()
-
-    async def close(self) -> None:
-        """End all environments."""
-        await self._host.close()
+        those too after which an episode is begun again, up to ``max_faults`` times."""
+        self._stage, self._max_faults, self._limit_s, self._note = stage, max_faults, limit_s, note
+        self.start, self.close = stage.start, stage.close
 
     async def play(self, history: History, start: Start) -> Episode | BadAnswer:
         """The episode that ``history`` is the beginning of. Repeat: the engine failed, and is not asked again."""
@@ -65,10 +71,10 @@ class Player:
         return made
 
     async def _played(self, history: History, start: Start) -> Episode:
-        left = self._rules.limits.max_faults
+        left = self._max_faults
         while True:
             try:
-                return await self._once(history, start)
+                return await self._stage.play(history, start)
             except EnvironmentFault as fault:
                 self._note(fault)
                 if not left:
@@ -76,7 +82,16 @@ class Player:
                 history.begin_again()
                 left -= 1
 
-    async def _once(self, history: History, start: Start) -> Episode:
+
+class OnEnvironments:
+    """Environments, each of which answers the policy turn by turn: a `Stage`."""
+
+    def __init__(self, host: Host, rules: Rules) -> None:
+        self._host, self._rules = host, rules
+        self.start, self.close = host.start, host.close
+
+    async def play(self, history: History, start: Start) -> Episode:
+        """See `Stage.play`."""
         session = await self._host.open(start.beginning)
         try:
             return await Turns(self._rules, start, history).through(session)
@@ -85,15 +100,19 @@ class Player:
 
 
 def player_of(
-    config: Config, tokenizer: Tokenizer, media: PromptMedia, note: Callable[[EnvironmentFault], None]
+    config: Config,
+    tokenizer: Tokenizer,
+    media: PromptMedia,
+    note: Callable[[EnvironmentFault], None],
 ) -> Player | None:
-    """Player of a run's episodes; None: they are played against no environment. ConfigError: there is no such template
-    for chats."""
+    """Player of a run's episodes; None: they are played against no environment. ConfigError:
+    there is no such template for chats."""
     if not (kind := environment_of(config)):
         return None
+    about = config.environment.max_faults, config.rollout.episode_timeout_s, note
     settings, how = config.environment, PromptRules.of(config.data, tokenizer)
     places = dict(how.media.places) if how.media else {}
     bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens)
     observed = ObservedMedia(media, how.media, tokenizer) if how.media else None
     rules = Rules(bridge, tokenizer, settings, observed)
-    return Player(Environments(kind, settings), rules, config.rollout.episode_timeout_s, note)
+    return Player(OnEnvironments(Environments(kind, settings), rules), *about)

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt, Tokenizer
-from relax_hpc.engines.engine import BadAnswer, Draft, Ended, Episode, GenerateRequest, Generation
+from relax_hpc.engines.engine import BadAnswer, Draft, Ended, Episode, GenerateRequest, Generation, Sampling
 from relax_hpc.environments.base import Beginning, Context, EnvironmentFault, MediaPart, Message, Response, Step
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import Repeat
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.observed_media import ObservedMedia
+from relax_hpc.rollout.room import room
 from relax_hpc.rollout.samples import turn_text
 from relax_hpc.rollout.tape import Tape
 from relax_hpc.transfer_queue.row_ids import MAX_ROWS
@@ -72,6 +73,23 @@ class Start:
         media = tuple(MediaPart(medium.kind.value, medium.source) for medium in prompt.media)
         seed = zlib.crc32(f"{request.sampling.seed}/{request.prompt_id}/{request.sample}".encode())
         return Beginning(prompt.text, prompt.answer, prompt.metadata, media, seed, request.sample)
+
+    async def drawn(self, row: OpenRow, budget: int, sampling: Sampling | None = None) -> Generation:
+        """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine has drawn, by
+        ``sampling`` if that is another. BadAnswer: it is none. Repeat: the engine failed, and is not asked again."""
+        about = {"media": row.media, "budget": budget, "sampling": sampling or self.request.sampling}
+        request = replace(self.request, prompt_ids=row.prompt, **about)
+        while True:
+            row.draft = row.draft.again()
+            try:
+                answer = await self.ask(replace(request, draft=row.draft))
+            except Repeat:
+                if not self.asks_again:
+                    raise
+                continue
+            if isinstance(answer, BadAnswer):
+                raise answer
+            return answer
 
 
 class Turns:
@@ -144,30 +162,13 @@ class Turns:
         """All of ``row``, with a turn that the engine has drawn."""
         row.draft = self.tape.rest(self.rows.index(row), row.length) or row.draft
         self.tape.check_over(self.rows)
-        request = replace(self.start.request, prompt_ids=row.prompt, media=row.media, budget=budget)
-        while True:
-            row.draft = row.draft.again()
-            try:
-                answer = await self.start.ask(replace(request, draft=row.draft))
-            except Repeat:
-                if not self.start.asks_again:
-                    raise
-                continue
-            if isinstance(answer, BadAnswer):
-                raise answer
-            return answer
+        return await self.start.drawn(row, budget)
 
     def _room(self, row: OpenRow, length: int) -> tuple[int, Ended]:
         """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``, and what limits
         it."""
-        limits, others = self.rules.limits, sum(one.length for one in self.rows if one is not row)
-        bounds: list[tuple[int, int, Ended]] = [
-            (self.start.request.budget, length, "length"),
-            (limits.episode_tokens, others + length, "episode_budget"),
-            (limits.sampled_tokens, self.sampled, "sampled_budget"),
-            (limits.turn_tokens, 0, "turn_budget"),
-        ]
-        return min(((most - used, limit) for most, used, limit in bounds if most), key=lambda bound: bound[0])
+        others = sum(one.length for one in self.rows if one is not row)
+        return room(self.rules.limits, self.start.request.budget, length, others, self.sampled)
 
     # -- the environment answers -----------------------------------------------------------------------------------
 
