@@ -22,7 +22,7 @@ LINES = (
     ("rollout", "checkpoint"),
     ("training", "engines"),
     ("weights", "models"),
-    ("transfer_queue",),
+    ("transfer_queue", "gateway"),
     ("transport", "metrics"),
     ("tasks",),
     ("environments",),

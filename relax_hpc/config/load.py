@@ -20,6 +20,7 @@ from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
 from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.roles import OF_DRAWN_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
+from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import ROUTES, declare, roles_for
@@ -155,6 +156,8 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
     needed = {name: {} for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources}
     found.tree = _with_optional(found.tree, needed)
+    if found.tree["environment"]["kind"] == AGENT:
+        found.tree = _with_gateway(found.tree)
     if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
         found.tree = _of_files(found, sequences)
     return found
@@ -235,6 +238,15 @@ def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
     placed = [*(group.get("roles", ()) for group in tree["groups"].values()), tree["actor"]["forward"]]
     missing = roles_for((*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))).difference(*placed)
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
+
+
+def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with role `gateway`, in the hub unless a layer says otherwise."""
+    groups = tree["groups"]
+    if "hub" not in groups or any("gateway" in group["roles"] for group in groups.values()):
+        return tree
+    hub = groups["hub"] | {"roles": [*groups["hub"]["roles"], "gateway"]}
+    return tree | {"groups": groups | {"hub": hub}}
 
 
 def _of_files(found: Layers, sequences: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ ROLES = {
     "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward"), serves=True),
     "genrm": Role("relax_hpc.roles.genrm", sections=("genrm",), serves=True),
     "data": Role("relax_hpc.roles.data"),
+    "gateway": Role("relax_hpc.roles.gateway"),
     "actor": Role(
         "relax_hpc.roles.actor",
         ranked=True,

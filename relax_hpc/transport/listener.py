@@ -38,6 +38,16 @@ class Listener:
         """Connections that were ended for what they sent, or did not prove in time."""
         return self._refused + self.lobby.refused
 
+    def fileno(self) -> int:
+        """Descriptor that is readable when `receive` has something to do, for who waits for others too; what was read
+        and not given yet (`has_more`) does not show there."""
+        return self._selector.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more frames have come than were given in a turn."""
+        return bool(self._unread)
+
     def receive(self, seconds: float) -> list[tuple[int, memoryview]]:
         """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the wait too."""
         patience = self.lobby.patience(seconds)
@@ -100,6 +110,10 @@ class Listener:
         if number in self._peers:
             self._refused += 1
             self._drop(number)
+
+    def knows(self, number: int) -> bool:
+        """Whether a peer is there still."""
+        return number in self._peers
 
     def _drop(self, number: int) -> None:
         gone = self._peers.pop(number, None)

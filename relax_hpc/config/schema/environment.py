@@ -7,6 +7,9 @@ from typing import Any
 
 from relax_hpc.settings import bounded
 
+AGENT = "agent"
+"""Kind that is no environment: an existing agent program plays the episode, at the run's endpoint."""
+
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
@@ -15,9 +18,11 @@ class EnvironmentConfig:
 
     kind: str = ""
     """Environment that episodes are played against: a built-in name of `relax_hpc.environments`, or
-    `package.module:Class`. Empty: the task's own; most have none."""
+    `package.module:Class`; or `agent`: an existing program plays each episode by itself, at an endpoint as OpenAI's.
+    Empty: the task's own; most have none."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments that each environment is made with, by name."""
+    """Arguments that each environment is made with, by name. Of `agent`: `command`, the words of one; `env`, its own
+    environment variables; `chat_template`, that of its chats, `model` or a Jinja file."""
     max_turns: int = bounded(8, 1)
     """Turns of the policy in an episode; past them it ends as `max_turns`."""
     turn_tokens: int = bounded(0, 0)

@@ -1,0 +1,82 @@
+"""Requests and answers both ways over one connection whose ends know each other, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from relax_hpc.transport.wire import BadMessage, Bytes, pack, unpack
+
+Message = dict[str, Any]
+
+
+class Gone(Exception):
+    """Error of a request whose other end has gone, or that it cannot answer."""
+
+
+class Exchange:
+    """One end of a connection.
+
+    >>> async def talk():
+    ...     async def double(message):
+    ...         return {"twice": 2 * message["number"]}
+    ...     one = Exchange(lambda payload: two.take(payload), double)
+    ...     two = Exchange(lambda payload: one.take(payload), double)
+    ...     return await one.call(number=3)
+    >>> asyncio.run(talk())
+    {'twice': 6}
+    """
+
+    def __init__(self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]) -> None:
+        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end: LookupError,
+        TypeError, ValueError: it is none."""
+        self._send, self._serve = send, serve
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def call(self, **message: Any) -> Message:
+        """The other end's answer to ``message``. Gone."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._send(pack({"id": number, **message}))
+            return await answer
+        except OSError as error:
+            raise Gone(str(error)) from error
+        finally:
+            del self._asked[number]
+
+    def take(self, payload: Bytes) -> None:
+        """Take what the other end has sent. BadMessage: it is nothing that one of ours sends."""
+        message = unpack(payload)
+        if "re" not in message:
+            task = asyncio.create_task(self._answer(message))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        elif (answer := self._asked.get(message["re"])) and not answer.done():
+            if "gone" in message:
+                answer.set_exception(Gone(str(message["gone"])))
+            else:
+                answer.set_result(message)
+
+    async def _answer(self, message: Message) -> None:
+        try:
+            answer = await self._serve(message)
+        except Gone as gone:
+            answer = {"gone": str(gone)}
+        except (BadMessage, LookupError, TypeError, ValueError) as error:
+            answer = {"gone": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError):
+            self._send(pack({**answer, "re": message.get("id")}))
+
+    def end(self, why: str) -> None:
+        """The connection has ended: nobody is answered any more."""
+        for task in self._serving:
+            task.cancel()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Gone(why))

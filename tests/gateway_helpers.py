@@ -1,0 +1,59 @@
+"""The gateway of a run, in the process of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.gateway.broker import Broker
+from relax_hpc.gateway.exchange import Message
+from relax_hpc.gateway.front import Front, key_of
+from relax_hpc.gateway.link import Link, reach
+from relax_hpc.gateway.place import Place, publish_place, purpose_of
+from relax_hpc.rundir import RunDir
+from relax_hpc.transport.listener import listen
+
+LIMIT_S = 120.0
+
+
+@dataclass
+class Gateway:
+    """The hub's part, in this process."""
+
+    run: RunDir
+    front: Front
+    broker: Broker
+
+    @property
+    def url(self) -> str:
+        return self.front.url
+
+    async def opened(self, name: str, serve: Callable[[Message], Awaitable[Message]]) -> tuple[Link, str]:
+        """A session of a rollout process of its own, which answers by ``serve``, and its bearer."""
+        link, bearer = await reach(self.run, serve, LIMIT_S), f"sk-{name}"
+        await link.call(do="open", session=name, key=key_of(bearer))
+        return link, bearer
+
+
+@asynccontextmanager
+async def gateway(folder: Path, host: str = "") -> AsyncIterator[Gateway]:
+    """``host``: the node that it says it is on; empty: this one."""
+    run = RunDir(folder / "run")
+    run.create()
+    run.rendezvous("hub").mkdir(parents=True)
+    broker = Broker(listen("127.0.0.1"), run.token(), purpose_of(1))
+    front = Front(broker.knows, broker.ask)
+    await front.start()
+    publish_place(run, Place(1, host or socket.gethostname(), front.url, broker.endpoint))
+    serving = asyncio.create_task(broker.serve())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield Gateway(run, front, broker)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await front.close()
