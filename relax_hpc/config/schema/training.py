@@ -141,7 +141,7 @@ class ForwardConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
-    """As of the actor."""
+    """Bound of a forward pass, as `actor.max_media_tokens_per_micro_batch`."""
 
     @property
     def pack_tokens(self) -> int:
