@@ -68,11 +68,17 @@ def routes_process(path: Path, incarnation: int) -> None:
     serve(run, load_resolved(path), incarnation)
 
 
-def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s: float) -> None:
-    """The rollout role with its real engine, which writes down each token that it draws and hangs after ``draws``."""
+def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s: float, turn: int) -> None:
+    """The rollout role with its real engine, which writes down each token that it draws and hangs after ``draws``.
+    ``turn``: tokens of one of several turns, against an environment; 0: an episode is one response."""
     os.chdir(path.parent)
     run, real, made = RunDir(path), engine.keyed_uniform, 0
     config = config_of(run, mode, every_s)
+    if turn:
+        config.environment.kind, config.rollout.max_new_tokens = "tests.turns_environments:Thrice", 4 * LONG
+        config.rollout.reward = "environment"
+        # The environment's process has to find it too.
+        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
 
     def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
         nonlocal made
@@ -84,6 +90,8 @@ def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s
         return real(seed, prompt_id, sample, position)
 
     engine.keyed_uniform = keyed_uniform
+    if turn:
+        engine.Stops.met = lambda self, token_ids, begun=0: len(token_ids) == begun + turn
     # No token is an end: every response is as long as allowed.
     engine._build = lambda *args, build=engine._build: (build(*args)[0], set())
     rollout.load_tokenizer = lambda *args, load=rollout.load_tokenizer: Endless(load(*args))
@@ -118,9 +126,9 @@ class Endless:
 
 @contextmanager
 def rollout_of(
-    run: RunDir, incarnation: int, draws: int, mode: str, every_s: float = 0.1
+    run: RunDir, incarnation: int, draws: int, mode: str, every_s: float = 0.1, turn: int = 0
 ) -> Iterator[multiprocessing.process.BaseProcess]:
-    with in_process(rollout_process, run.root, incarnation, draws, mode, every_s) as process:
+    with in_process(rollout_process, run.root, incarnation, draws, mode, every_s, turn) as process:
         yield process
 
 

@@ -119,6 +119,26 @@ def test_a_rollout_killed_anywhere_draws_no_appended_token_again(world, mode, po
     assert result.segments == {fate: tokens for fate, tokens in counts.items() if tokens}
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("samples", 30), ("tokens", 32)])
+def test_episodes_of_turns_go_on_where_their_rollout_was_killed(world, mode: str, kept: int) -> None:
+    """Four episodes at once, turn by turn: of five turns of 4 tokens each the log has the words of the environment too,
+    2 tokens, and of the sixth what was drawn of it, or nothing. They are played again against new environments."""
+    run, hub = world
+    with rollout_of(run, 1, 22, mode, turn=4) as process:
+        until(lambda: hub.state.segments.held == kept and drawn(run).total() == 22, f"{kept} tokens are in logs")
+        process.kill()
+    with rollout_of(run, 2, 10**9, mode, turn=4):
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
+    counts, often = hub.state.segments.counts(), drawn(run)
+    assert counts["held"] == 0 and counts["used"] == counts["appended"] >= kept
+    assert len(often) == 8 * 12 and often.total() == 8 * 12 + 32 - kept, "nothing that was logged is drawn again"
+    rows = [row for file in run.shards.glob("rollout-*.shard") for row in read(file).values() if "reward" in row]
+    assert [row["finish_reason"] for row in rows] == ["env_done"] * 8 and {row["reward"] for row in rows} == {2.0}
+    assert all(row["environment"]["turns"] == [4, 10, 16] for row in rows)
+    assert all((row["token_versions"] != 0).sum() == 12 == row["loss_mask"].sum() for row in rows)
+    assert Ledger(run).judge(0).problems == []
+
+
 def test_responses_that_wait_for_their_rewards_are_in_logs(world, tmp_path):
     run, hub = world
     (tmp_path / "slow").touch()
