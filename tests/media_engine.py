@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import Engine, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import Engine, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.models.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.multimodal.features import mel, patches
 from relax_hpc.multimodal.medium import Kind, Medium
@@ -57,10 +57,12 @@ class MediaEngine:
     @classmethod
     @contextmanager
     def started(
-        cls, kind: str, folder: Path, shape: TinyModelConfig = SEEING, routes: bool = False
+        cls, kind: str, folder: Path, shape: TinyModelConfig = SEEING, routes: bool = False, caches: bool = False
     ) -> Iterator[MediaEngine]:
-        """``routes``: whether it says of each token which experts have computed it."""
-        models, config = [strong(folder / f"m{seed}", shape, seed) for seed in (0, 1)], make_config(kind)
+        """``routes``: whether it says of each token which experts have computed it. ``caches``: whether it keeps keys
+        and values for requests that go on from others."""
+        flags = {"disable_radix_cache": not caches} if kind == "sglang" else {}
+        models, config = [strong(folder / f"m{seed}", shape, seed) for seed in (0, 1)], make_config(kind, flags=flags)
         config.model.routing_replay = "on" if routes else "off"
         engine = make_engine(config, 0, models[0], Version(1, 0), folder)
         with asyncio.Runner() as runner:
@@ -118,6 +120,18 @@ def error(model: Path, request: GenerateRequest, found: Generation) -> float:
     logits[:, [*placeholders_of(model).values()]] = -torch.inf
     drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
     return (drawn[:, 0] - torch.tensor(found.logprobs)).abs().max().item()
+
+
+@torch.inference_mode()
+def error_of_turns(model: Path, row: EpisodeRow) -> float:
+    """The same of what was sampled in a row of several turns, with all media in it."""
+    request = GenerateRequest(tuple(row.prompt), "p", 0, SAMPLING, TOKENS, row.media or ())
+    logits = _logits(model, request, row.made)
+    logits[:, [*placeholders_of(model).values()]] = -torch.inf
+    ids, known = torch.tensor(row.made.token_ids), len(row.prompt)
+    drawn = logits.log_softmax(-1)[known - 1 : -1].gather(-1, ids[:, None])[:, 0]
+    sampled = torch.from_numpy(row.made.token_versions != 0)
+    return (drawn - torch.tensor(row.made.logprobs))[sampled].abs().max().item()
 
 
 @torch.inference_mode()

@@ -16,11 +16,13 @@ requires("sglang", "torch", "transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from relax_hpc.data.media import PromptMedium  # noqa: E402
-from relax_hpc.engines.engine import BadAnswer, Draft  # noqa: E402
+from relax_hpc.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
 from relax_hpc.models.families import spec_of  # noqa: E402
 from relax_hpc.models.hf_files import read_config  # noqa: E402
 from relax_hpc.models.stored_pieces import by_piece  # noqa: E402
+from relax_hpc.rollout.samples import rows_of  # noqa: E402
 from relax_hpc.routes import NAME, RouteShape  # noqa: E402
+from relax_hpc.transfer_queue.storage.media import check_media, placeholders_of  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from relax_hpc.weights.version_files import copy_small  # noqa: E402
 from tests.engine_helpers import make_slab  # noqa: E402
@@ -30,11 +32,13 @@ from tests.media_engine import (  # noqa: E402
     SEEING_EXPERTS,
     MediaEngine,
     error,
+    error_of_turns,
     film,
     noise,
     own_routes,
 )
 from tests.media_prompts import END, IMAGE, START, png  # noqa: E402
+from tests.showing_environments import Showing, Torn, shown  # noqa: E402
 
 pytestmark = pytest.mark.run
 
@@ -43,7 +47,7 @@ NEW = Version(1, 1)
 
 @pytest.fixture(scope="module", params=["transformers", "sglang"])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaEngine]:
-    with MediaEngine.started(request.param, tmp_path_factory.mktemp(request.param)) as found:
+    with MediaEngine.started(request.param, tmp_path_factory.mktemp(request.param), caches=True) as found:
         yield found
 
 
@@ -100,6 +104,18 @@ def published(model: Path, folder: Path) -> Path:
     pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     save_file({name: piece[:].contiguous() for name, piece in pieces.items()}, folder / "model.safetensors")
     return folder
+
+
+def test_what_engines_see_in_each_turn_is_what_the_row_has(seeing: MediaEngine, tmp_path: Path) -> None:
+    """Also by the keys and values of the turns before; half of an image costs its episode."""
+    prompt, made = shown(seeing, tmp_path, Showing)
+    assert isinstance(made, Episode) and made.finish_reason == "env_done", made
+    (row,) = made.rows
+    assert len(row.turns) == 4 and len(row.media) == 5 and error_of_turns(seeing.models[0], row) < CLOSE
+    (stored,) = rows_of(prompt, 7, {0: made})
+    assert check_media(stored, placeholders_of(seeing.models[0])) == sum(medium.tokens for medium in row.media)
+    _, torn = shown(seeing, tmp_path, Torn)
+    assert isinstance(torn, BadAnswer) and torn.reason == "environment_answer" and "truncated" in str(torn)
 
 
 def test_rows_with_images_and_without_are_in_flight_at_once(seeing: MediaEngine) -> None:

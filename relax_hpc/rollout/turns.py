@@ -18,6 +18,7 @@ from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended, Episode, GenerateRequest, Generation, Sampling
 from relax_hpc.environments.base import Beginning, Context, EnvironmentFault, MediaPart, Message, Response, Step
+from relax_hpc.errors import RefusedError
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import Repeat
 from relax_hpc.rollout.history import History, OpenRow
@@ -203,7 +204,8 @@ class Turns:
         assert self.rules.media
         try:
             return await self.rules.media.placed(self.start.ticket, heard, parts)
-        except UNUSABLE as bad:
+        except (*UNUSABLE, RefusedError) as bad:
+            # Refused: the prompt group has too many.
             raise EnvironmentFault("environment_answer", str(bad)) from bad
 
     async def _hear(self, row: OpenRow, messages: Sequence[Message], name: str | None = None) -> Ended | None:
