@@ -157,6 +157,20 @@ def test_overlapping_requests_count_once(tmp_path: Path) -> None:
     assert [(line["what"], line["step"]) for line in lines] == [("wait", None), ("engine_update", 5), ("generate", 3)]
 
 
+def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(tmp_path: Path) -> None:
+    spans = Spans(tmp_path / "spans-rollout-0.jsonl", "rollout")
+    activity = Activity(spans)
+    with activity.playing(), activity.playing():
+        with activity("generate", 3):
+            pass
+        activity.because([("hub", "other", 1.0)])
+    spans.close()
+    lines = [json.loads(line) for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:-1]]
+    told = [(line["what"], line.get("peer", "")) for line in lines]
+    tickets, environments = ("wait", "actor"), ("wait", "environments")
+    assert told == [tickets, environments, ("generate", ""), environments]
+
+
 def test_the_error_that_counts_is_the_one_that_restarting_cannot_cure() -> None:
     from relax_hpc.errors import ConfigError, RelaxError
 

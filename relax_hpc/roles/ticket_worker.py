@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from relax_hpc.data.prompts import Prompt
@@ -134,7 +135,7 @@ class TicketWorker:
             self.rollout.outcomes.count(failure)
             return failure
         async with self.log.of(attempt):
-            with self.replica.activity("generate", step):
+            with self.drawing(attempt.ticket):
                 drawing = await self.replica.until_leaving(self.draw(attempt))
             if drawing.cancelled():
                 self.report(attempt.ticket, attempt.tokens - known)
@@ -209,9 +210,17 @@ class TicketWorker:
         assert self.rollout.player
 
         async def ask(asked: GenerateRequest) -> Generation | BadAnswer:
-            return await self.replica.once(asked, counted)
+            with self.replica.activity("generate", self.step_of(attempt.ticket)):
+                return await self.replica.once(asked, counted)
 
-        return await self.rollout.player.play(history, Start(attempt.prompt, request, ask, attempt.ticket, counted))
+        with self.replica.activity.playing():
+            start = Start(attempt.prompt, request, ask, attempt.ticket, counted)
+            return await self.rollout.player.play(history, start)
+
+    def drawing(self, ticket: int) -> AbstractContextManager[None]:
+        """Activity of the engine while it draws all of an attempt; of episodes of several turns, each turn by itself
+        is."""
+        return nullcontext() if self.rollout.player else self.replica.activity("generate", self.step_of(ticket))
 
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
@@ -240,7 +249,7 @@ class TicketWorker:
         try:
             if await self.prepare(attempt):
                 return False
-            with self.replica.activity("generate", self.step_of(attempt.ticket)):
+            with self.drawing(attempt.ticket):
                 answers = await self.draw(attempt, counted=False)
             return not any(isinstance(answer, BadAnswer) or answer.finish_reason == "abort" for answer in answers)
         except* Repeat:

@@ -87,6 +87,7 @@ class RolloutConfig:
     """Requests that an engine works on at once: up to this many times `groups_per_request` prompt groups, each by
     itself."""
     max_new_tokens: int = bounded(256, 1)
+    """Tokens that a row may have behind its prompt; of several turns all of them, with what is said in between."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the one that is found belongs to it."""
     temperature: float = bounded(1.0, 0.0)
