@@ -43,7 +43,7 @@ class EnvironmentConfig:
     per_process: int = bounded(64, 1)
     """Environments in one of them at a time."""
     step_timeout_s: float = bounded(60.0, 0.1)
-    """Seconds for a call of an environment: to begin, a step, to close. Past them its process is ended and replaced;
-    environments beside it are played again in another."""
+    """Seconds for a call of an environment: to begin, a step, to close. Past them its episode ends, and its process
+    takes no others; if that hangs as a whole, environments beside it are played again in another."""
     memory_mb: int = bounded(4096, 64)
     """Megabytes that a process of environments may take."""
