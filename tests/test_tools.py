@@ -20,7 +20,7 @@ from PIL import Image
 from relax_hpc.environments.base import Beginning, MediaPart, Observation, Response, Step
 from relax_hpc.environments.host import Environments
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
-from relax_hpc.environments.tools import corpus, tools_of
+from relax_hpc.environments.tools import corpus, pictures, tools_of
 from relax_hpc.environments.tools.calculator import value_of
 from relax_hpc.environments.tools.corpus import Corpus, write_corpus
 from relax_hpc.environments.tools.pictures import box_of
@@ -285,6 +285,13 @@ def test_boxes_may_be_in_thousandths(pixels: np.ndarray) -> None:
     environment = zoom(encoded(picture(60, 100)), unit="thousandths", least_side=1)
     [observation] = environment.step(said(call("image_zoom_in_tool", bbox_2d=[500, 0, 1000, 500]))).observations
     assert np.array_equal(shown(observation), pixels[:30, 50:])
+
+
+def test_what_is_shown_of_a_huge_picture_is_not_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 20_000)
+    environment = zoom(encoded(picture(200, 400)))
+    [observation] = environment.step(said(call("image_zoom_in_tool", bbox_2d=[0, 0, 400, 200]))).observations
+    assert shown(observation).shape == (100, 200, 3)
 
 
 @given(

@@ -101,7 +101,8 @@ class Step:
 class Environment:
     """The world of one episode, made for it alone; in a process of environments, which may be ended at any time.
 
-    Each method may be `async def` as well. What one draws, it draws by the seed of its beginning, and it asks nobody
+    Arguments of `__init__` are `environment.options`; it may raise ConfigError. Each other method may be `async def` as
+    well. What one draws, it draws by the seed of its beginning, and it asks nobody
     who may answer otherwise: an episode whose rollout has died is played again, and has to be the same.
 
     >>> class Echo(Environment):
@@ -110,9 +111,6 @@ class Environment:
     >>> Echo().step(Response("hi", "stop", 0)).observations[0].text
     'hi'
     """
-
-    def __init__(self, **options: Any) -> None:
-        """``options``: `environment.options`. ConfigError: one of them is not allowed."""
 
     def reset(self, beginning: Beginning) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
         """Begin; messages that go behind the prompt, if there are any."""

@@ -22,6 +22,8 @@ Box = tuple[int, int, int, int]
 Unit = Literal["pixels", "thousandths"]
 MOST_RATIO = 100
 """Sides of a box, the longer by the shorter, at most."""
+MOST_PIXELS = 1 << 24
+"""Pixels of what is shown; more than any model's processor takes, and a file that is made and sent in a moment."""
 _WHICH = Parameter("integer", "number of the picture in the prompt, from 0", default=0)
 
 
@@ -58,8 +60,7 @@ class Zoom(_OfPictures):
         """The part. ToolError: there is no such part."""
         whole = self._picture(img_idx)
         scale = (1.0, 1.0) if self._unit == "pixels" else (whole.width / 1000, whole.height / 1000)
-        part = whole.crop(box_of(bbox_2d, scale, whole.size, self._least))
-        return Observation(media=(MediaPart("image", png(part)),))
+        return _shown(whole.crop(box_of(bbox_2d, scale, whole.size, self._least)))
 
 
 class Rotate(_OfPictures):
@@ -74,8 +75,7 @@ class Rotate(_OfPictures):
 
     def call(self, angle: float, img_idx: int) -> Observation:
         """The whole picture. ToolError: there is no such picture."""
-        turned = self._picture(img_idx).rotate(angle % 360, expand=True)
-        return Observation(media=(MediaPart("image", png(turned)),))
+        return _shown(self._picture(img_idx).rotate(angle % 360, expand=True))
 
 
 def box_of(wanted: Sequence[float], scale: tuple[float, float], size: tuple[int, int], least: int) -> Box:
@@ -100,6 +100,13 @@ def png(image: Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+def _shown(image: Image) -> Observation:
+    if (pixels := image.width * image.height) > MOST_PIXELS:
+        scale = (MOST_PIXELS / pixels) ** 0.5
+        image = image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
+    return Observation(media=(MediaPart("image", png(image)),))
 
 
 def _within(start: float, end: float, scale: float, size: int, least: int) -> tuple[int, int]:
