@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc import tasks
 from relax_hpc.checks.settings import check
+from relax_hpc.config.load import load
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError
+from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.environments.tools import tools_of
 from relax_hpc.errors import ConfigError
@@ -77,6 +80,14 @@ def test_a_row_may_have_tools_which_the_template_shows(model: Path, tmp_path: Pa
     bad = [{"prompt": MESSAGES, "tools": given} for given in ("calculator", ["calculator"], [{"name": "</s>"}])]
     found = texts(tmp_path, load_tokenizer(model), {"prompt": MESSAGES, "tools": tools}, *bad, share=0.9)
     assert found == [expected, "wrong_type", "wrong_type", "special_token"] and '"calculator"' in expected
+
+    # Of a row without that column it shows those of the environment.
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "prompt": MESSAGES, "answer": ""}))
+    options = {"environment.kind": "tools", "environment.options": {"tools": {"calculator": None}}}
+    config = load([], options | {"data.chat_template": "model"})
+    rules = rules_of(config, load_tokenizer(model), tools=tasks.tools_of(config))
+    [prompt], _ = load_prompts(tmp_path / "p.jsonl", load_tokenizer(model), rules, 0.0)
+    assert prompt.text == expected
 
 
 def test_a_system_message_goes_before_those_that_have_none(model: Path, tmp_path: Path) -> None:

@@ -259,6 +259,11 @@ def shown(observation: Observation) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(part.source)))
 
 
+def test_what_the_policy_may_look_with_is_known_before_there_is_a_picture() -> None:
+    names = [signature["function"]["name"] for signature in ZoomIn({"calculator": None}).signatures]
+    assert names == ["calculator", "image_zoom_in_tool", "image_rotate_tool"]
+
+
 def zoom(*sources: Any, **options: Any) -> ZoomIn:
     environment = ZoomIn(**options)
     media = tuple(MediaPart("image", source) for source in sources)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relax_hpc.config.schema import Config, EnvironmentConfig
-from relax_hpc.environments import environment_class, made_with
+from relax_hpc.environments import tried
 from relax_hpc.errors import ConfigError
 from relax_hpc.tasks import environment_of, get_task
 
@@ -23,11 +23,9 @@ def check_environment(config: Config) -> Iterator[str]:
         return
     try:
         # Made, and not looked up alone: it knows its options best.
-        made_with(environment_class(kind), config.environment.options)
+        tried(kind, config.environment.options)
     except ConfigError as error:
         yield from error.mistakes
-    except Exception as error:  # a user's own may raise anything
-        yield f"environment.kind: {kind!r}: cannot be made: {type(error).__name__}: {error}"
     if task.makes("episode"):
         yield (
             f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its episodes itself; "

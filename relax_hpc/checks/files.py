@@ -21,6 +21,7 @@ from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompt
 from relax_hpc.data.row_files import RowFiles, is_there
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import published_forms, stored_forms
+from relax_hpc.tasks import tools_of
 
 READ_S = 5.0
 """Seconds of reading a prompt file, after which the rest is left to the start of the run."""
@@ -179,7 +180,7 @@ def read_prompts(path: str, tokenizer: Tokenizer | None, config: Config) -> Read
     """All rows of files, or those of the first READ_S seconds; once, as long as these do not change. ConfigError: one
     cannot be read."""
     files = RowFiles.of(path)
-    how = rules_of(config, tokenizer, files.folder)
+    how = rules_of(config, tokenizer, files.folder, tools_of(config))
     return _read(files, tuple(map(stamp, files.paths)), tokenizer, how, READ_S)
 
 

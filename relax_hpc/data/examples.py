@@ -7,8 +7,9 @@ all turns of the assistant are learned; or {"id", "token_ids", "prompt_len"}. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,14 @@ class ExampleRules(PromptRules):
             return BadLine(number, *bad.args)
 
 
-def rules_of(config: Config, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
-    """Rules by which rows of the run's files in ``folder`` become prompts, or examples. ConfigError: as of
-    `PromptRules.of`."""
+def rules_of(
+    config: Config, tokenizer: Tokenizer | None, folder: Path = Path(), tools: Sequence[Mapping[str, Any]] = ()
+) -> PromptRules:
+    """Rules by which rows of the run's files in ``folder`` become prompts, or examples. ``tools``: signatures of those
+    that prompts have whose rows name none. ConfigError: as of `PromptRules.of`."""
     found, sequences = PromptRules.of(config.data, tokenizer, folder), config.algorithm.sequences
     if not sequences:
-        return found
+        return replace(found, tools=json.dumps(tools)) if found.template and tools else found
     return ExampleRules(config.data.max_row_tokens, found.special_tokens, found.template, sequences=sequences)
 
 

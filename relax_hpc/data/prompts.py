@@ -174,8 +174,8 @@ class PromptRules:
     """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media, it is bad."""
     media: MediaRules | None = None
     """Rules of media; None: a row has none, of which the model could make anything."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """Signatures of the tools that a template shows, of one row."""
+    tools: str = ""
+    """Signatures of the tools that a template shows, as JSON."""
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
@@ -192,16 +192,16 @@ class PromptRules:
         """All that decides what rows become, but for the tokenizer."""
         template = self.template.key if self.template else ""
         media = self.media.key if self.media else []
-        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media]
+        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *filter(None, [self.tools])]
 
     def with_tools(self, record: Record) -> Self:
-        """The rules for one row, whose column `tools` a template is given. BadRecord: there is something else."""
+        """The rules for one row, of whose column `tools` a template is told. BadRecord: there is something else."""
         tools = record.get("tools") or []
         if not self.template or not tools:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadRecord("wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's")
-        return replace(self, tools=tuple(tools))
+        return replace(self, tools=json.dumps(tools))
 
     def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
         """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
@@ -392,12 +392,13 @@ def rendered(
     """Text that the template of ``how`` makes of messages, up to where the model answers, or ``whole``. In it the names
     of special tokens mean these; in the messages, unless ``as_tokens``, they must not stand: one could end a turn by
     them."""
-    given = json.dumps([messages, how.tools], ensure_ascii=False)
+    tools = json.loads(how.tools or "[]")
+    given = json.dumps([messages, tools], ensure_ascii=False)
     if not as_tokens and (found := [name for name in tokenizer.special_names if name in given]):
         raise BadRecord("special_token", f"a message has {found[0]} in it, which would be a token")
     assert how.template
     try:
-        return how.template.render(messages, whole, how.tools)
+        return how.template.render(messages, whole, tools)
     except TemplateError as error:
         raise BadRecord("chat_template", str(error)) from None
 

@@ -17,6 +17,7 @@ from relax_hpc.data.rows import BadLine
 from relax_hpc.doctor.finding import Finding, error, ok, warning
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.tasks import tools_of
 
 MOST_ROWS = 500
 """Rows of a file that are tried, evenly spread over it."""
@@ -42,7 +43,7 @@ def check_media(config: Config) -> Iterator[Finding]:
         # What cannot be read is a mistake, and was said.
         with suppress(ConfigError):
             files = RowFiles.of(named)
-            how = rules_of(config, tokenizer, files.folder)
+            how = rules_of(config, tokenizer, files.folder, tools_of(config))
             if tokenizer and how.media:
                 yield _finding(key, _tried(files, tokenizer, how), config.data.max_bad_share)
 

@@ -38,3 +38,13 @@ def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environmen
         return kind(**options)
     except TypeError as error:
         raise ConfigError(f"environment.options: {kind.__name__} is not made with them: {error}") from error
+
+
+def tried(name: str, options: Mapping[str, Any]) -> Environment:
+    """One environment called ``name``, before there is an episode. ConfigError: there is none, or it cannot be made."""
+    try:
+        return made_with(environment_class(name), options)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's own may raise anything
+        raise ConfigError(f"environment.kind: {name!r}: cannot be made: {type(error).__name__}: {error}") from error

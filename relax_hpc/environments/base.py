@@ -112,6 +112,12 @@ class Environment:
     'hi'
     """
 
+    @property
+    def signatures(self) -> Sequence[Mapping[str, Any]]:
+        """Signatures, as OpenAI's, of the tools that a chat template shows with each prompt whose row has no column
+        `tools`; known before `reset`."""
+        return ()
+
     def reset(self, beginning: Beginning) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
         """Begin; messages that go behind the prompt, if there are any."""
         return ()

@@ -21,6 +21,10 @@ class WithTools(Environment):
         """``most_calls``: of a turn. ConfigError: there is no such tool."""
         self._tools, self._most_calls = tools_of(tools), most_calls
 
+    @property
+    def signatures(self) -> list[dict[str, Any]]:
+        return [tool.signature for tool in self._tools.values()]
+
     def step(self, response: Response) -> Step:
         calls = calls_of(response.text)
         if not calls:

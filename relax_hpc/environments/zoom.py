@@ -4,7 +4,7 @@ answers."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from relax_hpc.environments.base import Beginning, Observation
@@ -12,6 +12,7 @@ from relax_hpc.environments.tools.pictures import Rotate, Unit, Zoom, sources_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.limits import Limits
+from relax_hpc.multimodal.source import Source
 
 
 class ZoomIn(WithTools):
@@ -37,12 +38,15 @@ class ZoomIn(WithTools):
             raise ConfigError(f"environment.options.least_side: found {least_side!r}, allowed: pixels, at least 1")
         self._unit, self._least = unit, least_side
         self._limits = _limits(limits or {})
+        self._look_at([])
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
-        sources = sources_of(beginning.media)
-        own = Zoom(sources, self._limits, self._unit, self._least), Rotate(sources, self._limits)
-        self._tools = self._tools | {tool.name: tool for tool in own}
+        self._look_at(sources_of(beginning.media))
         return ()
+
+    def _look_at(self, sources: Sequence[Source]) -> None:
+        own = Zoom(sources, self._limits, self._unit, self._least), Rotate(sources, self._limits)
+        self._tools |= {tool.name: tool for tool in own}
 
 
 def _limits(wanted: Mapping[str, Any]) -> Limits:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from relax_hpc.environments import tried
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
@@ -32,7 +33,7 @@ TASKS: dict[str, type[Task]] = {
 }
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
-__all__ = ["TASKS", "Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "train_reward"]
+__all__ = ["TASKS", "Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "tools_of", "train_reward"]
 
 
 def get_task(name: str) -> Task:
@@ -77,6 +78,12 @@ def train_reward(config: Config) -> str:
 def eval_reward(config: Config) -> str:
     """Name of the reward of evaluations."""
     return config.eval.reward or train_reward(config)
+
+
+def tools_of(config: Config) -> Sequence[Mapping[str, Any]]:
+    """Signatures of the tools that a chat template shows. ConfigError: the environment that has them cannot be had."""
+    kind = environment_of(config)
+    return tried(kind, config.environment.options).signatures if kind and config.data.chat_template else ()
 
 
 def environment_of(config: Config) -> str:

@@ -17,7 +17,7 @@ from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
-from relax_hpc.tasks import Task, get_task
+from relax_hpc.tasks import Task, get_task, tools_of
 
 PAUSES_S = (1.0, 5.0, 20.0)
 """Seconds before rows are asked for again, whose network or filesystem did not answer."""
@@ -61,7 +61,7 @@ def check_unchanged(run: RunDir, config: Config) -> None:
 
 
 def _opened(config: Config, tokenizer: Tokenizer, named: Path, index: Path) -> PromptFile:
-    how = rules_of(config, tokenizer, RowFiles.of(named).folder)
+    how = rules_of(config, tokenizer, RowFiles.of(named).folder, tools_of(config))
     return open_prompts(named, index, tokenizer, how, config.data.max_bad_share)
 
 

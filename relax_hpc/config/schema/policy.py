@@ -103,8 +103,8 @@ class DataConfig:
     template has made. In all others it is text like any other."""
     chat_template: str = ""
     """Template that turns chat messages into prompts: `model`, the template in the model's folder, or a Jinja file. A
-    prompt that is text is then a message of the user's; a row's column `tools`, a list of signatures, is shown as the
-    template shows tools. Empty: prompts are text, as they stand."""
+    prompt that is text is then a message of the user's; the tools of the environment, or of a row's column `tools`, a
+    list of signatures, are shown as the template shows tools. Empty: prompts are text, as they stand."""
     system: str = ""
     """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
     enable_thinking: bool = True

@@ -51,7 +51,13 @@ class McpTool(Tool):
 
     @property
     def signature(self) -> Json:
-        """The tool as the server describes it. ToolError: it does not."""
+        """The tool as the server describes it. ConfigError: it does not."""
+        try:
+            return self._described()
+        except ToolError as error:
+            raise ConfigError(f"environment.options.tools.mcp: {self.name}: {error}") from error
+
+    def _described(self) -> Json:
         for tool in self._server.tools():
             if tool.get("name") == self.name:
                 about = {"description": tool.get("description", ""), "parameters": tool.get("inputSchema", {})}
