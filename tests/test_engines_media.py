@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.requirements import requires
 
 requires("sglang", "torch", "transformers")
 
+import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from relax_hpc.data.media import PromptMedium  # noqa: E402
@@ -70,7 +72,7 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
         assert [error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)] == [True] * 8
         other = replace(asked[2], media=hearing.asked(noise(2.3, 7)).media)
         assert error(hearing.models[0], other, answers[2]) > 1000 * CLOSE
-        hearing.runner.run(hearing.engine.update_weights(hearing.models[1], Version(1, 1)))
+        hearing.runner.run(hearing.engine.update_weights(speaking(hearing.models[1]), Version(1, 1)))
         again = hearing.answers(*asked)
         assert max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
 
@@ -94,6 +96,17 @@ def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
                     routes = np.concatenate([answer.before[NAME], answer.extras[NAME]])
                     expected = own_routes(model, request, answer, shape)
                     assert (np.sort(routes, 2) == np.sort(expected, 2)).all()
+
+
+def speaking(model: Path) -> Path:
+    """``model`` with a file of what is not trained, as versions have it."""
+    talker = {"talker.model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 3), "code2wav.bias": torch.ones(5)}
+    save_file(talker, model / "model-00002-of-00002.safetensors")
+    trained = (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    owner = dict.fromkeys(load_file(trained), trained.name) | dict.fromkeys(talker, "model-00002-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": owner}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
 
 
 def published(model: Path, folder: Path) -> Path:
