@@ -79,13 +79,14 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
 def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
-    """Started from files as published, experts turned around; updated by what a run publishes, files and memory alike.
+    """Started and updated from files as published, experts turned around, and by memory, where they lie one by one.
     Tokens of images have routes like those of text."""
     shape = RouteShape(SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok)
     with MediaEngine.started(kind, tmp_path, SEEING_EXPERTS, routes=kind == "sglang") as seeing:
         named = [(), (png(64, 96),), (png(96, 64, 1), png(32, 32, 2)), (film(3), png(seed=4)), ()]
         asked = [seeing.asked(*media, sample=number) for number, media in enumerate(named)]
-        versions = [None, published(seeing.models[1], tmp_path / "files"), make_slab(tmp_path / "files", NEW, tmp_path)]
+        slab = make_slab(in_pieces(seeing.models[1], tmp_path / "pieces"), NEW, tmp_path)
+        versions = [None, seeing.models[1], slab]
         for number, directory in enumerate(versions):
             if directory:
                 seeing.runner.run(seeing.engine.update_weights(directory, replace(NEW, number=number)))
@@ -109,8 +110,8 @@ def speaking(model: Path) -> Path:
     return model
 
 
-def published(model: Path, folder: Path) -> Path:
-    """``model`` as a run writes it: experts one by one."""
+def in_pieces(model: Path, folder: Path) -> Path:
+    """``model`` with experts one by one."""
     folder.mkdir()
     copy_small(model, folder)
     spec, tensors = spec_of(read_config(model)), load_file(model / "model.safetensors")

@@ -14,14 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.config.schema import TinyModelConfig, WeightsConfig
 from relax_hpc.disk import CURES, WAITS
 from relax_hpc.errors import ConfigError, FencedError
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.stored_pieces import by_piece
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rundir import private_folder
+from relax_hpc.training.published_form import published_form
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transformers_hook import install_transformers_hook
 from relax_hpc.versions import Version
 from relax_hpc.weights import publisher, slab, version_files
+from relax_hpc.weights.file_form import FileForm
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
 from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
@@ -31,7 +37,6 @@ from relax_hpc.weights.untrained import Untrained
 from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.convert_helpers import bounded_data, in_child
 from tests.effort import effort
-from tests.engine_helpers import make_model
 from tests.queue_helpers import in_thread, make_run, small
 from tests.requirements import DEVICE
 from tests.weights_helpers import WAIT_S, Source
@@ -117,7 +122,7 @@ def test_versions_with_files_have_what_is_not_trained_too(stage, tmp_path):
     spoken = {"talker.head": torch.randn(3, 5).bfloat16(), "talker.b": torch.randn(7), "code2wav.s": torch.arange(3)}
     old = {"thinker.w": torch.zeros(2, 3)}
     save_file(spoken | old, stage.run.model / TENSORS, metadata={"format": "pt"})
-    source = Source(stage.run, stage.actor, old, untrained=("talker.", "code2wav."), keep_every=1)
+    source = Source(stage.run, stage.actor, old, form=FileForm(untrained=("talker.", "code2wav.")), keep_every=1)
     for number in range(2):
         old["thinker.w"].fill_(number)
         source.publish(Version(1, number))
@@ -469,25 +474,46 @@ def test_a_manifest_that_cannot_be_written_ends_the_actor(stage, monkeypatch):
         stage.put(1)
 
 
-def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
-    """As written by three ranks, from the memory of one."""
-    install_transformers_hook()
-    from transformers import AutoModelForCausalLM
+SEEING_EXPERTS = TinyModelConfig(
+    vision_layers=1, num_layers=1, num_experts=3, moe_intermediate_size=24, tie_word_embeddings=False
+)
 
-    model = make_model(tmp_path / "model", 3)
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("AutoModelForCausalLM", TinyModelConfig()), ("AutoModelForImageTextToText", SEEING_EXPERTS)],
+    ids=["dense", "experts turned around"],
+)
+def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, kind, shape):
+    """As written by three ranks, from the memory of one, in the form in which the family is published."""
+    install_transformers_hook()
+    import transformers
+
+    make_tiny_model(tmp_path / "model", shape, 3)
+    model = tmp_path / "model"
     shutil.copytree(model, stage.run.model, dirs_exist_ok=True)
-    tensors = load_file(model / TENSORS)
-    source = Source(stage.run, stage.actor, tensors, file_every=0)
+    stored, spec = load_file(model / TENSORS), spec_of(read_config(model))
+    pieces, _ = by_piece(spec, stored, {name: tuple(one.shape) for name, one in stored.items()})
+    source = Source(stage.run, stage.actor, {name: one[:].contiguous() for name, one in pieces.items()}, file_every=0)
     source.publish(Version(1, 0))
     directory = stage.run.weights / "i000001-v000000"
     manifest = read_manifest(directory, stage.rollout.connection.call("next_version", after=str(NOTHING))["digest"])
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
-    sums = [version_files.write_share(manifest, puller, partial, rank, 3, 3, tmp_path, sync=True) for rank in range(3)]
-    version_files.finish(manifest, partial, model, sums, Untrained(model, (), tmp_path / "none"), sync=True)
-    found = AutoModelForCausalLM.from_pretrained(directory / FOLDER, dtype=torch.float32).state_dict()
-    assert len(list((directory / FOLDER).glob("*.safetensors"))) == 3
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    division = version_files.Division(3, form=published_form(spec, "F32"))
+    sums = [
+        version_files.write_share(manifest, puller, partial, rank, division, tmp_path, sync=True) for rank in range(3)
+    ]
+    version_files.finish(manifest, partial, model, sums, division, Untrained(model, (), tmp_path / "none"), sync=True)
+    files = [load_file(path) for path in (directory / FOLDER).glob("*.safetensors")]
+    assert len(files) == 3 and all(files)
+    written = {name: one for file in files for name, one in file.items()}
+    assert written.keys() == stored.keys() and all(torch.equal(one, stored[name]) for name, one in written.items())
+    found, expected = (
+        getattr(transformers, kind).from_pretrained(one, dtype=torch.float32).state_dict()
+        for one in (directory / FOLDER, model)
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], one) for name, one in expected.items())
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 7])

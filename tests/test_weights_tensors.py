@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from relax_hpc.weights.manifest import Chunk, Manifest, chunks_of
-from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor, header_of, uncovered
+from relax_hpc.weights.tensors import Inside, Part, SafetensorsFile, Tensor, header_of, uncovered
 
 TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -93,3 +93,28 @@ def test_wide_types_come_first_and_are_aligned() -> None:
 def test_a_file_for_which_there_is_no_room_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"File too large|No space left"):
         SafetensorsFile(tmp_path / "f", {"w": Tensor("F64", (1 << 58,))})
+
+
+@given(st.data(), st.booleans(), st.tuples(*[st.integers(1, 4)] * 3))
+def test_parts_come_together_inside_of_a_tensor_of_blocks(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, turned: bool, sizes: tuple[int, int, int]
+) -> None:
+    """Each block made of two tensors of as many columns, which come in parts along either axis."""
+    blocks, rows, columns = sizes
+    path = tmp_path_factory.mktemp("file") / "model.safetensors"
+    both, inside = np.arange(blocks * (rows + 1) * columns, dtype=np.float32).reshape(blocks, rows + 1, columns), {}
+    expected = both.transpose(0, 2, 1) if turned else both
+    pieces = {
+        f"{n}.{k}": both[n, first:][:count] for n in range(blocks) for k, first, count in ((0, 0, rows), (1, rows, 1))
+    }
+    for name, piece in pieces.items():
+        block, number = map(int, name.split("."))
+        inside[name] = Inside(Tensor("F32", piece.shape), "all", block, number * rows, turned)
+    with SafetensorsFile(path, {"all": Tensor("F32", expected.shape)}, inside) as file:
+        for name, piece in pieces.items():
+            axis = data.draw(st.integers(0, 1))
+            cut = data.draw(st.integers(0, piece.shape[axis]))
+            for start, stop in ((0, cut), (cut, piece.shape[axis])):
+                record = piece.take(range(start, stop), axis).tobytes()
+                file.put(Part(name, axis, start, stop, 0), memoryview(record))
+    assert np.array_equal(load_file(path)["all"], expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
+from relax_hpc.weights.file_form import FileForm
 from relax_hpc.weights.publisher import Publisher
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor
@@ -28,7 +29,7 @@ class Source:
         client: QueueClient,
         tensors: Mapping[str, torch.Tensor],
         slabs: int = 2,
-        untrained: Sequence[str] = (),
+        form: FileForm | None = None,
         **settings: int,
     ) -> None:
         self.tensors = dict(tensors)
@@ -47,7 +48,7 @@ class Source:
             slabs,
             config,
             device=device,
-            untrained=untrained,
+            form=form,
         )
 
     def publish(self, version: Version, last: bool = False) -> None:

@@ -46,16 +46,18 @@ def by_piece(spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes) -> tupl
     pieces: dict[str, Any] = {name: source[name] for name in source if name not in found}
     sizes = {name: shape for name, shape in shapes.items() if name not in found}
     for name, form in found.items():
-        for piece, place in _places(source[name], form):
-            pieces[piece.name], sizes[piece.name] = place, piece.shape
+        for piece, block, first in places(form):
+            pieces[piece.name] = StoredPiece(source[name], block, first, piece.shape[0], form.turned)
+            sizes[piece.name] = piece.shape
     return pieces, sizes
 
 
-def _places(tensor: Any, form: StoredForm) -> Iterator[tuple[Piece, StoredPiece]]:
+def places(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
+    """Pieces of a tensor that holds several, with the number of the block, and of the first row there, of each."""
     for number, block in enumerate(form.blocks):
         first = 0
         for piece in block:
-            yield piece, StoredPiece(tensor, number, first, piece.shape[0], form.turned)
+            yield piece, number, first
             first += piece.shape[0]
 
 

@@ -18,7 +18,8 @@ from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
 from relax_hpc.training.away import StateAway
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.model import PUBLISHED_TYPES, PolicyModel
+from relax_hpc.training.published_form import published_form
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import StepTrained
@@ -55,7 +56,7 @@ class Policy(Beside):
             self.config.weights,
             self.config.algorithm.kl.refresh_every,
             context.world.local_rank if self.config.model.device == "cuda" else None,
-            model.spec.passengers,
+            published_form(model.spec, PUBLISHED_TYPES[model.dtype]),
         )
 
     def publish(self, number: int, due: bool = False) -> None:

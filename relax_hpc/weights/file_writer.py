@@ -18,11 +18,12 @@ from relax_hpc.rundir import RunDir, private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import Plane
 from relax_hpc.versions import Version
+from relax_hpc.weights.file_form import FileForm
 from relax_hpc.weights.manifest import Manifest
 from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.untrained import FILE, Untrained
-from relax_hpc.weights.version_files import finish, write_share
+from relax_hpc.weights.version_files import Division, finish, write_share
 
 _PARTIAL = ".model.partial"
 
@@ -48,12 +49,12 @@ class FileWriter:
         planes: Sequence[Plane],
         settings: WeightsConfig,
         device: int | None,
-        untrained: Sequence[str],
+        form: FileForm,
     ) -> None:
-        """``channel``: used by nothing else. ``untrained``: see `Publisher`."""
+        """``channel``: used by nothing else."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
-        self._puller = Puller(planes, settings.read_timeout_s)
-        self._untrained = Untrained(run.model, untrained if client else (), run.weights / FILE)
+        self._puller, self._form = Puller(planes, settings.read_timeout_s), form
+        self._untrained = Untrained(run.model, form.untrained if client else (), run.weights / FILE)
         """Tensors that versions have beside those of ranks, in the leader."""
         self.work = Background("weights, files", self._write, device)
 
@@ -71,31 +72,34 @@ class FileWriter:
         full = Patience(folder)
         while True:
             due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
-            due["files"] = self.channel.size + bool(self._untrained)
+            due["more"] = bool(self._untrained)
             due = self.channel.tell(due if self.channel.rank == 0 else None)
             if not due["write"]:
                 full.done()
                 return
-            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, due["files"])
+            division = Division(self.channel.size, due["more"], self._form)
+            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, division)
             if not number:
                 full.done()
                 return
             full.failed(OSError(number, "cannot be written"))
             time.sleep(max(0.0, full.again_at - time.monotonic()))
 
-    def _try(self, job: _Job, manifest: Manifest, partial: Path, files: int) -> int:
+    def _try(self, job: _Job, manifest: Manifest, partial: Path, division: Division) -> int:
         """Write it once; the number of the error after which it is to be tried again, 0 if it is not."""
-        gathered = self.channel.gather(self._share(manifest, partial, files, job.sync))
-        return self.channel.lead(lambda: self._finish(job, manifest, partial, gathered or []))
+        gathered = self.channel.gather(self._share(manifest, partial, division, job.sync))
+        return self.channel.lead(lambda: self._finish(job, manifest, partial, division, gathered or []))
 
-    def _finish(self, job: _Job, manifest: Manifest, partial: Path, gathered: list[dict[str, Any]]) -> int:
+    def _finish(
+        self, job: _Job, manifest: Manifest, partial: Path, division: Division, gathered: list[dict[str, Any]]
+    ) -> int:
         """Finish the files, in the leader, when all ranks have written theirs, or failed."""
         assert self.client is not None
         failures = [(found["failure"], found["errno"]) for found in gathered if "failure" in found]
         if not failures:
             try:
                 sums = [found["sums"] for found in gathered]
-                listing = finish(manifest, partial, self.run.model, sums, self._untrained, job.sync)
+                listing = finish(manifest, partial, self.run.model, sums, division, self._untrained, job.sync)
             except (OSError, RelaxError) as error:
                 failures = [(str(error), getattr(error, "errno", None) or 0)]
         if not failures:
@@ -109,13 +113,13 @@ class FileWriter:
             self.client.status.note("weights_unwritten", str(job.version), "unwritten")
         return number
 
-    def _share(self, manifest: Manifest, partial: Path, files: int, sync: bool) -> dict[str, Any]:
+    def _share(self, manifest: Manifest, partial: Path, division: Division, sync: bool) -> dict[str, Any]:
         """Checksums of what this rank has written, or why it has not."""
-        rank, ranks = self.channel.rank, self.channel.size
+        rank = self.channel.rank
         try:
             partial.mkdir(mode=0o700, exist_ok=True)
             memory = private_folder(staging_root(self.run))
-            return {"sums": write_share(manifest, self._puller, partial, rank, ranks, files, memory, sync)}
+            return {"sums": write_share(manifest, self._puller, partial, rank, division, memory, sync)}
         except Exception as error:
             # Whoever left here would leave the others waiting.
             return {"failure": f"rank {rank}: {error}", "errno": getattr(error, "errno", None) or 0}

@@ -24,6 +24,7 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import Plane, SlabPool
 from relax_hpc.versions import Version
 from relax_hpc.weights.delta import Deltas
+from relax_hpc.weights.file_form import FileForm
 from relax_hpc.weights.file_writer import FileWriter
 from relax_hpc.weights.manifest import MANIFEST, Chunk, FileSums, Manifest, digest
 from relax_hpc.weights.ring import SlabRing, Slice
@@ -58,18 +59,18 @@ class Publisher:
         settings: WeightsConfig,
         refresh_every: int = 0,
         device: int | None = None,
-        untrained: Sequence[str] = (),
+        form: FileForm | None = None,
     ) -> None:
         """``channel`` makes one. ``tensors``: the whole version's; ``slices``: what this rank publishes of them, from
         GPU number ``device`` if that is given. Versions that are multiples of ``refresh_every`` get files in any case:
-        a reference may ask for one long after. ``untrained``: beginnings of the names of tensors of the run's model
-        that files of versions have too, as they are. ConfigError: config.json or the tokenizer of a run that goes on is
+        a reference may ask for one long after. ``form``: that of files; None: each tensor is one of theirs.
+        ConfigError: config.json or the tokenizer of a run that goes on is
         another one than its versions were published with.
         """
         self.run, self.client, self.channel, self.settings = run, client, channel(), settings
         self.tensors, self.slabs, self.refresh_every = dict(tensors), slabs, refresh_every
         self.ring = SlabRing(pool, planes, tensors, slices, slabs, settings.chunk_bytes, device is not None)
-        self.files = FileWriter(run, client, channel(), planes, settings, device, untrained)
+        self.files = FileWriter(run, client, channel(), planes, settings, device, form or FileForm())
         self._small: FileSums = {}
         if client is not None:
             check_unchanged(run.weights, run.model)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,20 @@ class Tensor:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Place of a tensor inside of one that holds several, blocks of rows."""
+
+    tensor: Tensor
+    holder: str
+    """Name of the one that holds it."""
+    block: int
+    first: int
+    """First of its rows in the block."""
+    turned: bool
+    """Whether blocks lie turned around, [columns, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,9 @@ def header_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, dict(zip(order, ends, strict=False))
 
 
+_NOTHING: Mapping[str, Inside] = MappingProxyType({})
+
+
 class SafetensorsFile:
     """A safetensors file that is filled part by part, in any order and by several threads.
 
@@ -116,10 +134,11 @@ class SafetensorsFile:
     >>> file.close()
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Make ``path``, or use its memory again if it is there. OSError: no room."""
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], inside: Mapping[str, Inside] = _NOTHING) -> None:
+        """Make ``path``, or use its memory again if it is there. ``inside``: tensors that lie in one of ``tensors``.
+        OSError: no room."""
         header, self._offsets = header_of(tensors)
-        self.tensors = tensors
+        self.tensors, self._inside = tensors, inside
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
         path.touch(mode=0o600)
         with path.open("r+b") as file:
@@ -136,7 +155,7 @@ class SafetensorsFile:
         """A file that is there, to `get` parts from. ValueError: it is not laid out as this program does it."""
         header, offsets = header_of(tensors)
         self = cls.__new__(cls)
-        self.tensors, self._offsets = tensors, offsets
+        self.tensors, self._offsets, self._inside = tensors, offsets, _NOTHING
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
         with path.open("rb") as file:
             if file.read(len(header)) != header or path.stat().st_size != self.bytes:
@@ -147,7 +166,8 @@ class SafetensorsFile:
 
     def put(self, part: Part, record: memoryview) -> None:
         """Copy ``part`` from where it lies in ``record``. Parts of other tensors than the file's are passed over."""
-        whole = self.tensors.get(part.name)
+        inside = self._inside.get(part.name)
+        whole = inside.tensor if inside else self.tensors.get(part.name)
         if whole is not None:
             self._room(part, whole)[...] = _array(record, part.offset, part.shape(whole), whole)
 
@@ -157,8 +177,16 @@ class SafetensorsFile:
         _array(record, part.offset, part.shape(whole), whole)[...] = self._room(part, whole)
 
     def _room(self, part: Part, whole: Tensor) -> np.ndarray:
-        array = _array(memoryview(self._data), self._offsets[part.name], whole.shape, whole)
+        inside = self._inside.get(part.name)
+        array = self._whole(inside.holder)[inside.block] if inside else self._whole(part.name)
+        if inside:
+            rows = slice(inside.first, inside.first + whole.shape[0])
+            array = (array.T if inside.turned else array)[rows]
         return array[(*[slice(None)] * part.axis, slice(part.start, part.stop))]
+
+    def _whole(self, name: str) -> np.ndarray:
+        one = self.tensors[name]
+        return _array(memoryview(self._data), self._offsets[name], one.shape, one)
 
     def pieces(self, size: int) -> Iterator[memoryview]:
         """The whole file as it is now, in pieces of ``size`` bytes."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import xxhash
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import sync_directory, write_atomic
+from relax_hpc.weights.file_form import FileForm
 from relax_hpc.weights.manifest import MANIFEST, FileSums, Manifest, WeightsError, digest, read_journaled
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.tensors import SafetensorsFile, Tensor
@@ -49,25 +51,43 @@ def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of versions over files: one of each writer, and one more if something is not trained."""
+
+    writers: int
+    more: bool = False
+    form: FileForm = field(default_factory=FileForm)
+
+    def shares(self, manifest: Manifest) -> list[dict[str, Tensor]]:
+        """Tensors of each writer's file."""
+        stored = self.form.stored(manifest.tensors)
+        return [{name: stored[name] for name in names} for names in shares(stored, self.writers)]
+
+    def file(self, number: int) -> str:
+        """Name of a file."""
+        return file_name(number, self.writers + self.more)
+
+
 def write_share(
-    manifest: Manifest, puller: Puller, folder: Path, number: int, writers: int, files: int, memory: Path, sync: bool
+    manifest: Manifest, puller: Puller, folder: Path, number: int, division: Division, memory: Path, sync: bool
 ) -> FileSums:
-    """Write what writer ``number`` of ``writers`` has to write of a version into ``folder``; the sums of its file, one
-    of so many ``files``.
+    """Write what writer ``number`` has to write of a version into ``folder``; the sums of its file.
 
     The file is put together in folder ``memory``. OSError: no room, or it cannot be written.
     """
-    names = shares(manifest.tensors, writers)[number]
-    if not names:
+    mine = division.shares(manifest)[number]
+    if not mine:
         return {}
-    mine = {name: manifest.tensors[name] for name in names}
+    inside = {name: one for name, one in division.form.inside.items() if one.holder in mine}
     temporary = memory / f".share-{os.getpid()}"
-    with SafetensorsFile(temporary, mine) as file:
+    with SafetensorsFile(temporary, mine, inside) as file:
         # Without a name it goes with this process, however that ends.
         temporary.unlink()
-        chunks = [chunk for chunk in manifest.chunks if any(part.name in mine for part in chunk.parts)]
+        wanted = mine.keys() | inside.keys()
+        chunks = [chunk for chunk in manifest.chunks if any(part.name in wanted for part in chunk.parts)]
         puller.pull(manifest, chunks, file)
-        target = folder / file_name(number, files)
+        target = folder / division.file(number)
         return {target.name: write_summed(file.pieces(_PIECE_BYTES), target, sync)}
 
 
@@ -100,23 +120,27 @@ def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool)
 
 
 def finish(
-    manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileSums], untrained: Untrained, sync: bool
+    manifest: Manifest,
+    partial: Path,
+    source: Path,
+    sums: Sequence[FileSums],
+    division: Division,
+    untrained: Untrained,
+    sync: bool,
 ) -> str:
     """Complete ``partial``, where every share is written, with the small files of the model directory ``source`` and
     its ``untrained`` tensors, and give it its name; the digest to be journaled. ``sums``: those of each writer's share.
     WeightsError: a small file is not as it was published."""
     small = copy_small(source, partial)
     check_small(small, manifest.small, source)
-    writers = len(sums)
-    files = writers + bool(untrained)
-    if files > 1:
-        owners = enumerate(shares(manifest.tensors, writers))
-        owner = {name: file_name(number, files) for number, names in owners for name in names}
-        owner |= untrained.files(file_name(writers, files))
+    last = division.file(division.writers)
+    if division.writers + division.more > 1:
+        owner = {name: division.file(number) for number, mine in enumerate(division.shares(manifest)) for name in mine}
+        owner |= untrained.files(last)
         total = sum(tensor.bytes for tensor in manifest.tensors.values()) + untrained.bytes
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (partial / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    more = untrained.put(partial / file_name(writers, files)) if untrained else {}
+    more = untrained.put(partial / last) if untrained else {}
     every = [*sums, small, more]
     listing = json.dumps({name: sum_ for share in every for name, sum_ in share.items()}, indent=1).encode()
     write_atomic(partial.parent / LISTING, listing, sync)

@@ -1,0 +1,21 @@
+"""Form of the files of a run's versions: that in which the model's family is published, so that others read them."""
+
+from __future__ import annotations
+
+from relax_hpc.models.hf_mapping import published_forms
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.stored_pieces import places
+from relax_hpc.weights.file_form import FileForm
+from relax_hpc.weights.tensors import Inside, Tensor
+
+
+def published_form(spec: ModelSpec, dtype: str) -> FileForm:
+    """Form of files of a model whose tensors are of ``dtype``, as safetensors names it."""
+    packed = {name: form for name, form in published_forms(spec).items() if len(form.pieces) > 1}
+    holders = {name: Tensor(dtype, form.shape) for name, form in packed.items()}
+    inside = {
+        piece.name: Inside(Tensor(dtype, piece.shape), name, block, first, form.turned)
+        for name, form in packed.items()
+        for piece, block, first in places(form)
+    }
+    return FileForm(holders, inside, spec.passengers)
