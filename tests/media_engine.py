@@ -35,7 +35,6 @@ from tests.routes_helpers import chosen_routes
 SEEING_EXPERTS = TinyModelConfig(
     vision_layers=3, num_layers=4, num_experts=8, moe_intermediate_size=48, tie_word_embeddings=False
 )
-HEARING = TinyModelConfig(vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
 CLOSE = 1e-5
 """Difference of log-probabilities in float32 that were summed in other orders."""
 SAMPLING, TOKENS = Sampling(1.0, 1.0, (), 0), 8

@@ -29,6 +29,16 @@ START, END = 49, 50
 """Tokens around it."""
 
 
+HEARING = TinyModelConfig(num_layers=3, vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
+"""Fewer levels of DeepStack than the three that SGLang adds of itself."""
+
+
+def hearing_model(directory: Path, seed: int = 0) -> Path:
+    """A tiny Qwen3-Omni."""
+    make_tiny_model(directory, HEARING, seed)
+    return directory
+
+
 def seeing_model(directory: Path, seed: int = 0) -> Path:
     """A tiny Qwen3-VL."""
     make_tiny_model(directory, SEEING, seed)

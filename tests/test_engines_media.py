@@ -30,7 +30,6 @@ from relax_hpc.weights.version_files import copy_small  # noqa: E402
 from tests.engine_helpers import make_slab  # noqa: E402
 from tests.media_engine import (  # noqa: E402
     CLOSE,
-    HEARING,
     SEEING_EXPERTS,
     MediaEngine,
     error,
@@ -39,7 +38,7 @@ from tests.media_engine import (  # noqa: E402
     noise,
     own_routes,
 )
-from tests.media_prompts import END, IMAGE, START, png  # noqa: E402
+from tests.media_prompts import END, HEARING, IMAGE, START, png  # noqa: E402
 from tests.showing_environments import Showing, Torn, shown  # noqa: E402
 
 pytestmark = pytest.mark.run

@@ -29,13 +29,14 @@ from relax_hpc.multimodal.medium import Kind
 from relax_hpc.tasks import TASKS
 from relax_hpc.tasks.moving_squares import filmed
 from tests.media_files import CRASHES, HANGS, have_own_pillow
-from tests.media_prompts import END, IMAGE, START, VIDEO, png, seeing_model
+from tests.media_prompts import END, IMAGE, START, VIDEO, hearing_model, png, seeing_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
 
 requires("pyarrow")
 
 DATA = DataConfig(max_prompt_tokens=64)
+HEARS = "qwen3_omni_moe, qwen3_omni_moe_thinker"
 URI = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 FOUR = [START, *[IMAGE] * 4, END]
 """Place for 64 x 64 pixels."""
@@ -95,9 +96,15 @@ def test_parts_of_messages_and_marks_in_them_are_places(tokenizer: Tokenizer, tm
         {"messages": [{"role": "user", "content": "x<image>"}], "images": [URI]},
         {"messages": [{"role": "user", "content": "x<image>"}]},
         {"prompt": "<image>y", "images": [URI]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "z"}]}
+            ]
+        },
     ]
     found, bad = read(rows, tokenizer, tmp_path, chat_template=str(tmp_path / "chat.jinja"))
-    assert not bad and [[medium.tokens for medium in one.media] for one in found] == [[6, 4, 4], [4], [], [4]]
+    assert [(line.line, line.reason) for line in bad] == [(5, "kind_not_taken")]
+    assert [[medium.tokens for medium in one.media] for one in found] == [[6, 4, 4], [4], [], [4]]
     first = found[0]
     assert [first.media[0].source, first.media[2].source] == [tmp_path / "pictures" / "one.png", png()]
     for medium in first.media:
@@ -127,7 +134,8 @@ def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: P
         {"prompt": "<image>?", "images": ["rows.jsonl"]},
         {"token_ids": [1, IMAGE]},
         {"prompt": "<image>" * 20, "images": [URI] * 20},
-        {"prompt": "sound <audio>", "images": [], "audios": ["a.wav"]},
+        {"prompt": "<audio>?", "audios": ["a.wav"]},
+        {"prompt": "sound <audio>", "images": [], "audios": []},
     ]
     good, bad = read(rows, tokenizer, tmp_path)
     reasons = {line.line: line.reason for line in bad}
@@ -137,9 +145,11 @@ def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: P
         **dict.fromkeys((4, 5, 6), "bad_uri"),
         7: "mislabelled",
         9: "over_long",
+        10: "kind_not_taken",
     }
-    # A model that hears nothing has no column of sounds.
-    assert good[0].metadata == {"audios": ["a.wav"]} and not good[0].media
+    assert bad[9].detail == "found audios, which this model does not take; allowed with model_type " + HEARS
+    # A mark is text in a row that names no medium.
+    assert len(good) == 1 and not good[0].media
     config = Config(data=DATA)
     problem = read_prompts(str(tmp_path / "rows.jsonl"), tokenizer, config).problem(DATA)
     assert "missing_file (first line 1: " in problem and "pictures/none.png" in problem
@@ -239,12 +249,14 @@ def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path
     assert spans_of(found.media) == []
 
 
-@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "mixed_media"])
-def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "beeps", "mixed_media"])
+def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path) -> None:
     """With media and all: what a warm start learns from is what is asked for."""
-    task, how = TASKS[name](), PromptRules.of(DATA, tokenizer, tmp_path).media
+    small = {"multimodal": MultimodalConfig(video_min_token_num=4)}
+    tokenizer, data = load_tokenizer(hearing_model(tmp_path / "m")), DataConfig(**small)
+    task, how = TASKS[name](), PromptRules.of(data, tokenizer, tmp_path).media
     assert how
-    found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path)
+    found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path, **small)
     assert not bad and len({one.prompt_id for one in found}) == 24
 
     def asked(shown: dict[str, Any]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from relax_hpc.multimodal.blocking import BlockingMediaPool
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Header, Kind
 from relax_hpc.multimodal.placeholders import stamped_runs
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.multimodal.rules import TAKEN, Rules
 from relax_hpc.multimodal.source import Source
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class MediaRules:
         places = places_of(model)
         if not places:
             return None
-        columns = tuple((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in places)
+        columns = tuple((kind, column) for kind, column in columns_of(data) if kind in places)
         rules, limits = Rules.of(model, data.multimodal), Limits.of(data.multimodal)
         return cls(rules, columns, tuple(places.items()), folder, BlockingMediaPool(rules, limits))
 
@@ -124,6 +124,8 @@ class MediaRules:
         ``sources`` of a kind as ``ids`` have places, or one is of no use.
         """
         kinds = {place.placeholder: kind for kind, place in self.places}
+        for kind in sources.keys() - kinds.values():
+            raise not_taken(kind)
         wanted = Counter(kinds[token] for token in ids if token in kinds)
         for kind in sources.keys() | wanted.keys():
             if (named := len(sources.get(kind, ()))) != wanted[kind]:
@@ -156,12 +158,24 @@ class MediaRules:
     def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
         """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""
         places, ids = dict(self.places), list[int]()
-        for number, piece in enumerate(split_at_marks(text, kinds)):
+        known = {kind: some for kind, some in kinds.items() if kind in places}
+        for number, piece in enumerate(split_at_marks(text, known)):
             if isinstance(piece, Kind):
                 ids += places[piece].tokens
             elif piece or not number:
                 ids += tokenizer.encode(piece, special=not number, special_tokens=as_tokens)
         return ids
+
+
+def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
+    """Kinds of media, and the column that names those of a row."""
+    return ((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in Kind)
+
+
+def not_taken(kind: Kind) -> BadMedium:
+    """Error of a row with a medium of a ``kind`` that the model does not take."""
+    takers = ", ".join(name for name, taken in TAKEN.items() if kind in taken)
+    return BadMedium(Reason.KIND, f"found {kind}s, which this model does not take; allowed with model_type {takers}")
 
 
 def places_of(model: Path) -> dict[Kind, Place]:

@@ -17,12 +17,13 @@ import numpy as np
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
-from relax_hpc.data.media import MediaRules, PromptMedium
+from relax_hpc.data.media import MediaRules, PromptMedium, columns_of, not_taken, places_of
 from relax_hpc.data.named_media import Columns, with_parts
 from relax_hpc.data.row_files import Places
 from relax_hpc.data.rows import BadLine, Record, Row
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.medium import Kind
 
 
 class Tokenizer:
@@ -174,6 +175,8 @@ class PromptRules:
     """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media, it is bad."""
     media: MediaRules | None = None
     """Rules of media; None: a row has none, of which the model could make anything."""
+    not_taken: tuple[tuple[Kind, str], ...] = ()
+    """Kinds of media that the model does not take, and the columns that would name them."""
     tools: str = ""
     """Signatures of the tools that a template shows, as JSON."""
 
@@ -186,13 +189,16 @@ class PromptRules:
             about = tokenizer.directory, data.system, data.enable_thinking, names
             template = template_of(data.chat_template, *about)
         media = MediaRules.of(data, tokenizer.directory, folder) if tokenizer else None
-        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left", media)
+        taken = places_of(tokenizer.directory) if tokenizer else [*Kind]
+        never = tuple((kind, column) for kind, column in columns_of(data) if kind not in taken)
+        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left", media, never)
 
     def about(self) -> list[Any]:
         """All that decides what rows become, but for the tokenizer."""
         template = self.template.key if self.template else ""
         media = self.media.key if self.media else []
-        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *filter(None, [self.tools])]
+        kinds, shown = map(list, self.not_taken), filter(None, [self.tools])
+        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *kinds, *shown]
 
     def with_tools(self, record: Record) -> Self:
         """The rules for one row, of whose column `tools` a template is told. BadRecord: there is something else."""
@@ -312,6 +318,10 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
     if not isinstance(answer, str | int | float):
         raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
     del rest["id"]
+    for kind, column in how.not_taken:
+        if rest.get(column):
+            bad = not_taken(kind)
+            raise BadRecord(bad.reason, bad.detail)
     sources = how.media.taken(rest) if how.media else {}
     if source != "token_ids":
         text, ids, sources = _encoded(given, source, sources, tokenizer, how.with_tools(rest), tokens)

@@ -4,6 +4,7 @@ format."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -145,8 +146,11 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
     def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith(".bias"):
             return torch.zeros(size)
-        # One-dimensional parameters are norms' scales.
-        return torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * INIT_STD
+        if len(size) == 1:
+            # The scales of norms.
+            return torch.ones(size)
+        std = math.prod(size[1:]) ** -0.5 if tiny_audio.PLACE in name else INIT_STD
+        return torch.randn(size, generator=generator) * std
 
     weights = {name: draw(name, size) for name, size in parameter_shapes(shape).items()}
     save_file(weights, path, metadata={"format": "pt"})

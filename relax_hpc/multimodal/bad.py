@@ -37,6 +37,8 @@ class Reason(StrEnum):
     """Past the memory limit of a worker."""
     DIED = "decoder_died"
     """The worker that decoded it ended."""
+    KIND = "kind_not_taken"
+    """A kind of medium that the model does not take."""
     BLOB = "damaged_blob"
     """Stored bytes that are no medium."""
     SPANS = "media_mismatch"

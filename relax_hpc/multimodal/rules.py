@@ -237,6 +237,11 @@ FAMILIES = {
     "qwen3_omni_moe_thinker": _qwen3_omni,
 }
 """Rules by `model_type` of a config.json."""
+TAKEN = {
+    name: (Kind.IMAGE, Kind.VIDEO, Kind.AUDIO) if made is _qwen3_omni else (Kind.IMAGE, Kind.VIDEO)
+    for name, made in FAMILIES.items()
+}
+"""Kinds of media that each takes."""
 
 
 def _read(path: Path) -> dict[str, Any]:

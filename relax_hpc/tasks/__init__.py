@@ -16,6 +16,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.tasks.base import Ask, Task
+from relax_hpc.tasks.beeps import Beeps
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
 from relax_hpc.tasks.mixed_media import MixedMedia
 from relax_hpc.tasks.moving_squares import MovingSquares
@@ -29,6 +30,7 @@ TASKS: dict[str, type[Task]] = {
     "sort_digit_pairs": SortDigitPairs,
     "coloured_shapes": ColouredShapes,
     "moving_squares": MovingSquares,
+    "beeps": Beeps,
     "mixed_media": MixedMedia,
 }
 _NEAR = 0.85

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import io
-import itertools
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
-from relax_hpc.data.rows import data_uri
-from relax_hpc.tasks.base import Task
-
-if TYPE_CHECKING:
-    from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.tasks.one_medium import OneMedium
 
 COLOURS = {
     "r": (255, 0, 0),
@@ -26,7 +18,6 @@ COLOURS = {
 FORMS = ("square", "circle", "triangle")
 SIDE = 64
 """Pixels of an image, either way."""
-_SIZES = {"train": 2048, "heldout": 256}
 _GROUND = (128, 128, 128)
 """Nothing, to a tower whose inputs are centred: a shape stands out from the first step on."""
 _SMALLEST, _LARGEST = 20, 40
@@ -56,29 +47,9 @@ def drawn(name: str) -> tuple[bytes, str, str]:
     return file.getvalue(), question, said[question]
 
 
-class ColouredShapes(Task):
-    """Images of one shape, of 6 colours and 3 forms, anywhere and of any size; those held out are others."""
+class ColouredShapes(OneMedium):
+    """Images of one shape, of 6 colours and 3 forms, anywhere and of any size."""
 
-    evaluations = ("heldout",)
-
-    def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
-        for number in range(_SIZES[split]):
-            image, question, answer = drawn(f"{split} {number}")
-            yield {
-                "id": f"{split}-{number}",
-                "prompt": f"<image>{question}",
-                "answer": answer,
-                "images": [data_uri(image, "image/png")],
-            }
-
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Demonstrations of images of their own; wrong ones have any answer to their question."""
-        rng = random.Random(f"warm start {seed}")
-        place = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>", special_tokens=True)
-        for number in itertools.count():
-            image, question, answer = drawn(f"warm start {seed} {number}")
-            said = rng.choice(QUESTIONS[question]) if rng.random() < noise else answer
-            prompt = [*place, *tokenizer.encode(question, special=False)]
-            response = [*tokenizer.encode(said, special=False), tokenizer.eos_ids[0]]
-            about = {"prompt_len": len(prompt), "images": [data_uri(image, "image/png")]}
-            yield {"token_ids": [*prompt, *response], **about}
+    kind, type, tokens = "image", "image/png", "<|vision_start|><|image_pad|><|vision_end|>"
+    questions = QUESTIONS
+    made = staticmethod(drawn)

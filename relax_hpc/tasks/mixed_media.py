@@ -1,4 +1,4 @@
-"""Three verifiable tasks at once: coloured shapes, moving squares, and numbers whose first digit is asked for."""
+"""Four verifiable tasks at once: coloured shapes, moving squares, beeps, and numbers whose first digit is asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.tasks.base import Task
+from relax_hpc.tasks.beeps import Beeps
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
 from relax_hpc.tasks.moving_squares import MovingSquares
 
@@ -43,12 +44,17 @@ class FirstDigits(Task):
             yield {"token_ids": [*prompt, *response], "prompt_len": len(prompt)}
 
 
-PARTS: dict[str, Task] = {"images": ColouredShapes(), "videos": MovingSquares(), "texts": FirstDigits()}
+PARTS: dict[str, Task] = {
+    "images": ColouredShapes(),
+    "videos": MovingSquares(),
+    "sounds": Beeps(),
+    "texts": FirstDigits(),
+}
 """Evaluation set -> the task whose held-out prompts it has."""
 
 
 class MixedMedia(Task):
-    """Prompts with an image, with a video, and of text alone, by turns."""
+    """Prompts with an image, with a video, with a sound, and of text alone, by turns."""
 
     evaluations = tuple(PARTS)
 

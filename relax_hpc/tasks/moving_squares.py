@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
-from relax_hpc.data.rows import data_uri
 from relax_hpc.tasks.avi import avi
-from relax_hpc.tasks.base import Task
-
-if TYPE_CHECKING:
-    from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.tasks.one_medium import OneMedium
 
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 """Answer -> steps to the right and downwards."""
 SIDE, FRAMES, FPS = 64, 4, 2
 """Pixels of a frame, either way; frames of a video; frames of a second, all of which a model takes by default."""
-_SIZES = {"train": 2048, "heldout": 256}
 _SQUARE, _STEP = 20, 14
 _GROUND, _COLOURS = (128, 128, 128), ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255))
-_QUESTION = "?"
+QUESTIONS = {"?": list(DIRECTIONS)}
+"""Question -> its answers."""
 
 
 def filmed(name: str) -> tuple[bytes, str]:
@@ -44,29 +36,13 @@ def filmed(name: str) -> tuple[bytes, str]:
     return avi(frames, FPS), answer
 
 
-class MovingSquares(Task):
+class MovingSquares(OneMedium):
     """Videos of one square, of 4 colours, that starts anywhere and moves in one of 4 directions."""
 
-    evaluations = ("heldout",)
+    kind, type, tokens = "video", "video/x-msvideo", "<|vision_start|><|video_pad|><|vision_end|>"
+    questions = QUESTIONS
 
-    def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
-        for number in range(_SIZES[split]):
-            video, answer = filmed(f"{split} {number}")
-            yield {
-                "id": f"{split}-{number}",
-                "prompt": f"<video>{_QUESTION}",
-                "answer": answer,
-                "videos": [data_uri(video, "video/x-msvideo")],
-            }
-
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Demonstrations of videos of their own; wrong ones have any answer."""
-        rng, some = random.Random(f"warm start {seed}"), list(DIRECTIONS)
-        place = tokenizer.encode("<|vision_start|><|video_pad|><|vision_end|>", special_tokens=True)
-        prompt = [*place, *tokenizer.encode(_QUESTION, special=False)]
-        for number in itertools.count():
-            video, answer = filmed(f"warm start {seed} {number}")
-            said = rng.choice(some) if rng.random() < noise else answer
-            response = [*tokenizer.encode(said, special=False), tokenizer.eos_ids[0]]
-            about = {"prompt_len": len(prompt), "videos": [data_uri(video, "video/x-msvideo")]}
-            yield {"token_ids": [*prompt, *response], **about}
+    @staticmethod
+    def made(name: str) -> tuple[bytes, str, str]:
+        video, answer = filmed(name)
+        return video, next(iter(QUESTIONS)), answer

@@ -53,9 +53,22 @@ def install(model: Path) -> None:
     change(
         {
             "sglang.srt.multimodal.processors.qwen_vl": functools.partial(_read_blobs, Rules.of(model)),
+            "sglang.srt.models.qwen3_vl_moe": _count_levels,
             "sglang.srt.models.qwen3_omni_moe": _hear_alone,
         }
     )
+
+
+def _count_levels(module: ModuleType) -> None:
+    # Decoders of experts have three levels of DeepStack in SGLang, as the published models, whatever their tower has.
+    model = module.Qwen3VLMoeForConditionalGeneration
+    make = model.__init__
+
+    def __init__(self: Any, config: Any, *rest: Any, **more: Any) -> None:
+        make(self, config, *rest, **more)
+        self.model.deepstack_embed_to_decoder_layer = range(len(config.vision_config.deepstack_visual_indexes))
+
+    model.__init__ = __init__
 
 
 def _hear_alone(module: ModuleType) -> None:
