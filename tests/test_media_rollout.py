@@ -178,4 +178,10 @@ def test_a_long_video_and_a_sound_have_a_line_too() -> None:
     shown = thumbnail(video)
     picture = Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2])))
     assert shown["about"] == "400 x 32, 5 frames" and max(picture.size) <= 96
-    assert "picture" not in thumbnail(Medium(Kind.AUDIO, np.zeros(160, np.int16), (1, 1, 1)))
+    beep = np.zeros(9600, np.int16)
+    beep[:4800:2] = 16384
+    shown = thumbnail(Medium(Kind.AUDIO, beep, (1, 1, 60)))
+    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2]))).convert("L"))
+    dark = (picture < 128).mean(0)
+    # Half as loud as can be, and silence.
+    assert shown["about"] == "9600 samples" and dark[:44] == pytest.approx(0.5, abs=0.1) and (dark[52:] < 0.1).all()

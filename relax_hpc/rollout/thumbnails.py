@@ -16,6 +16,9 @@ from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore
 SIDE = 96
 """Pixels of the longer side, at most."""
 _QUALITY = 70
+_WAVE_HEIGHT = 32
+"""Pixels of the height of a sound."""
+_FULL_SCALE = 32768
 _KEPT = 64
 """Thumbnails in memory: the samples of a prompt group have the same."""
 
@@ -30,14 +33,25 @@ def thumbnail_of(blob: Path) -> dict[str, str] | None:
 
 
 def thumbnail(medium: Medium) -> dict[str, str]:
-    """{kind, about: its size, picture: a JPEG as a data URI}; a sound has no picture."""
-    if medium.kind is Kind.AUDIO:
-        return {"kind": str(medium.kind), "about": f"{medium.data.size} samples"}
+    """{kind, about: its size, picture: a JPEG as a data URI}."""
+    pixels, about = _waveform(medium) if medium.kind is Kind.AUDIO else _middle(medium)
+    return {"kind": str(medium.kind), "about": about, "picture": data_uri(_jpeg(pixels), "image/jpeg")}
+
+
+def _middle(medium: Medium) -> tuple[np.ndarray, str]:
+    """Middle frame of what is seen, and its size."""
     frames = medium.data[None] if medium.kind is Kind.IMAGE else medium.data
     count, height, width, _ = frames.shape
     size = f"{width} x {height}"
-    about = size if medium.kind is Kind.IMAGE else f"{size}, {count} frames"
-    return {"kind": str(medium.kind), "about": about, "picture": data_uri(_jpeg(frames[count // 2]), "image/jpeg")}
+    return frames[count // 2], size if medium.kind is Kind.IMAGE else f"{size}, {count} frames"
+
+
+def _waveform(medium: Medium) -> tuple[np.ndarray, str]:
+    """Loudness of a sound from left to right, a bar a column, and its length."""
+    columns = np.array_split(np.abs(medium.data.astype(np.float32)) / _FULL_SCALE, SIDE)
+    loud = np.array([column.max(initial=0.0) for column in columns])
+    beyond = np.abs(np.linspace(-1, 1, _WAVE_HEIGHT))[:, None] > loud
+    return np.repeat(np.where(beyond, 255, 64).astype(np.uint8)[..., None], 3, axis=2), f"{medium.data.size} samples"
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:
