@@ -10,8 +10,9 @@ from relax_hpc.models import tiny_vision
 TOKENS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 """Special tokens, in the order of their ids, which come behind those of vision."""
 PLACE = "audio_tower."
-"""Part of the names of its tensors. Its weights keep the size of what goes through them: by smaller ones a sound would
-be a ten-millionth of what its positions are, and nothing could be learned of it in a short run."""
+"""Part of the names of its tensors, whose weights keep the size of what goes through them (He et al., arXiv 1502.01852,
+section 2.2): by smaller ones a sound would be a ten-millionth of its positions, and a short run would learn nothing of
+it."""
 _NAMES = ("audio_start_token_id", "audio_end_token_id", "audio_token_id")
 """Keys of config.json for their ids."""
 _BINS, _CHANNELS, _HEADS = 64, 8, 2

@@ -149,7 +149,7 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
         if len(size) == 1:
             # The scales of norms.
             return torch.ones(size)
-        std = math.prod(size[1:]) ** -0.5 if tiny_audio.PLACE in name else INIT_STD
+        std = math.sqrt(2 / math.prod(size[1:])) if tiny_audio.PLACE in name else INIT_STD
         return torch.randn(size, generator=generator) * std
 
     weights = {name: draw(name, size) for name, size in parameter_shapes(shape).items()}
