@@ -150,8 +150,8 @@ SPEAKING = QWEN3_OMNI | {
 """A Qwen3-Omni that speaks."""
 GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
-FRAMES = {"beep": 37, "speech": 230}
-"""Mel frames of sounds: less than a chunk, and more than a window."""
+FRAMES = {"beep": 37, "speech": 230, "song": 145}
+"""Mel frames of sounds: less than a chunk, and more than a window, beside which another is encoded."""
 RULES = Rules(patch=4, merge=2, temporal=2)
 OMNI_RULES = replace(RULES, stamped=False, positions_a_second=13.0, rate=16000, mel_bins=16)
 _PLACEHOLDERS = {Kind.IMAGE: IMAGE, Kind.VIDEO: VIDEO, Kind.AUDIO: AUDIO}
@@ -208,7 +208,7 @@ ROWS = [media_row(names, seed) for seed, names in enumerate(_OF_ROWS)]
 
 OMNI_ROWS = [
     media_row(names, seed, rules=OMNI_RULES)
-    for seed, names in enumerate((["beep"], ["high", "moving"], [], ["speech", "wide"], ["moving"]))
+    for seed, names in enumerate((["beep"], ["high", "moving"], [], ["speech", "wide"], ["moving"], ["song"]))
 ]
 
 

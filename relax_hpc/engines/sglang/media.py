@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.media import PromptMedium, spans_of
 from relax_hpc.engines.sglang.after_import import change
+from relax_hpc.models.towers.audio import encoded
 from relax_hpc.multimodal.features import features
 from relax_hpc.multimodal.medium import Header, Kind, Medium
 from relax_hpc.multimodal.positions import positions
@@ -72,15 +73,23 @@ def _count_levels(module: ModuleType) -> None:
 
 
 def _hear_alone(module: ModuleType) -> None:
-    # Together, sounds of several requests must be padded alike, or the server ends; and the last tokens of one that is
-    # shorter than a chunk depend on the others.
+    # Given sounds of several requests that are not padded alike, the server ends; and see `towers.audio.encoded`.
     model = module.Qwen3OmniMoeThinkerForConditionalGeneration
-    heard = model.get_audio_feature
 
     def get_audio_feature(self: Any, items: Sequence[Any]) -> torch.Tensor:
         import torch
 
-        return torch.cat([heard(self, [item]).flatten(0, -2) for item in items])
+        tower = self.audio_tower
+        first = next(tower.parameters())
+        sounds = [item.feature[0][:, item.feature_attention_mask[0].bool()].to(first) for item in items]
+        lengths = [sound.shape[1] for sound in sounds]
+
+        def encode(some: list[int]) -> torch.Tensor:
+            frames = torch.cat([sounds[number] for number in some], dim=1)
+            mine = torch.tensor([lengths[number] for number in some], device=first.device)
+            return tower(frames, feature_lens=mine).last_hidden_state.flatten(0, -2)
+
+        return encoded(lengths, 2 * tower.n_window, encode)
 
     model.get_audio_feature = get_audio_feature
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -142,32 +142,49 @@ class AudioTower(Tower):
         return {key: getattr(self, name) for key, name in _SIZES.items()}
 
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
-        """See `Tower.encode`; the values of ``media`` are `multimodal.features.mel` turned around, [frames, bins].
-
-        Each sound by itself: the end of a short one would depend on what it is padded to, the longest of all.
-        """
+        """See `Tower.encode`."""
         import torch
 
         lengths = media.grids[:, 2]
-        values = media.values.to(next(module.parameters()).dtype)
-        sounds = zip(values.split(lengths.tolist()), lengths.split(1), strict=True)
-        return torch.cat([module(**self._placed(*one)).last_hidden_state for one in sounds])[None]
+        sounds = media.values.to(next(module.parameters()).dtype).split(lengths.tolist())
 
-    def _placed(self, frames: Tensor, length: Tensor) -> dict[str, Tensor]:
-        """Chunks of a sound, and tensors that follow from its ``length`` [1], which is on the host, alone. Worked out
-        there: transformers' way would wait for a GPU in every layer."""
+        def encode(some: list[int]) -> Tensor:
+            frames = torch.cat([sounds[number] for number in some])
+            return module(**self._placed(frames, lengths[some])).last_hidden_state
+
+        return encoded(lengths.tolist(), 2 * self.half, encode)[None]
+
+    def _placed(self, frames: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+        """Chunks of sounds, and tensors that follow from their lengths, which are on the host, alone. Worked out there:
+        transformers' way would wait for a GPU in every layer."""
         from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as theirs
 
         from relax_hpc.models.upload import upload
 
-        padded, chunks = theirs.chunk_and_pad_features(frames.t(), length, self.half)
+        padded, chunks = theirs.chunk_and_pad_features(frames.t(), lengths, self.half)
         return {
             "padded_feature": padded,
             "chunk_lengths": chunks,
             "valid_indices": upload(theirs.get_valid_indices(chunks).numpy(), frames.device),
             # Of which the host alone makes use.
-            "cu_seqlens": theirs.get_audio_cu_seqlens(chunks, length, self.window, self.half),
+            "cu_seqlens": theirs.get_audio_cu_seqlens(chunks, lengths, self.window, self.half),
         }
+
+
+def encoded(lengths: Sequence[int], chunk: int, encode: Callable[[list[int]], Tensor]) -> Tensor:
+    """Embeddings [tokens, width] of sounds of these ``lengths`` in mel frames, in their order.
+
+    ``encode``: gives those of some sounds, by their numbers. Sounds go together whose longest chunks, of ``chunk``
+    frames at most, are as long: shorter ones are padded, and their last tokens would depend on their neighbours.
+    """
+    import torch
+
+    found: dict[int, Tensor] = {}
+    for width in {min(length, chunk) for length in lengths}:
+        some = [number for number, length in enumerate(lengths) if min(length, chunk) == width]
+        parts = encode(some).split([sound_tokens(lengths[number]) for number in some])
+        found |= dict(zip(some, parts, strict=True))
+    return torch.cat([found[number] for number in range(len(lengths))])
 
 
 def _contradictions(known: Mapping[str, Any]) -> Iterator[str]:
