@@ -72,7 +72,6 @@ FINDINGS = [
     ({"actor.parallel.tensor": 4}, ["actor.parallel.tensor: found 4, allowed: a divisor of the model's num_attention"]),
     ({"model.tiny.num_experts": 4}, ["model.tiny: found tie_word_embeddings true in a qwen3_moe, with engine sglang"]),
     ({"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False}, []),
-    ({**SEEING_EXPERTS, "model.tiny.vision_layers": 1}, ["model.tiny.vision_layers: found a qwen3_vl_moe of 2 layers"]),
     ({**SEEING_EXPERTS, "model.tiny.moe_intermediate_size": 32}, ["moe_intermediate_size is 32, supported is neither"]),
     (SEEING_EXPERTS, []),
     (

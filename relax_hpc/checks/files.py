@@ -42,7 +42,6 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _replay(config, policy)
             yield from _frozen(config, policy)
             yield from _tied(config, policy)
-            yield from _levels(config, policy)
             yield from _turned(config, policy)
             for group, parallel in _parallels(config):
                 own = f"{group}_path"
@@ -247,19 +246,6 @@ def _tied(config: Config, model: Model) -> Iterator[str]:
         yield (
             f"{key}: found tie_word_embeddings true in a {spec.model_type}, with engine sglang allowed: false, as its "
             "output layer would not be the embedding; store lm_head.weight, a copy, and set it false"
-        )
-
-
-def _levels(config: Config, model: Model) -> Iterator[str]:
-    spec = model.spec
-    if not (spec and spec.sglang_levels) or config.rollout.engine.kind != "sglang":
-        return
-    if spec.levels != (allowed := min(spec.sglang_levels, spec.layers)):
-        key = "model.path" if config.model.path else "model.tiny.vision_layers"
-        yield (
-            f"{key}: found a {spec.model_type} of {spec.layers} layers whose vision tower gives something to "
-            f"{spec.levels} of them (deepstack_visual_indexes), with engine sglang allowed: {allowed}, as SGLang adds "
-            "so many, and its server ends at the first image"
         )
 
 

@@ -52,8 +52,6 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
     vision = OmniVisionTower
     widths_of_towers: ClassVar[Mapping[str, str]] = VisionLanguage.widths_of_towers | {"audio_config": "output_dim"}
     tower_place = "visual."
-    # Its language model in SGLang 0.5.21 has a constant in the place of the tower's own.
-    sglang_levels = 3
     audio_place: ClassVar[str] = "audio_tower."
     """Beginning of the names of the audio tower's tensors in Hugging Face files."""
 

@@ -23,8 +23,6 @@ class Qwen3VLMoe(VisionLanguage, Qwen3Moe):
     decoder = "model.language_model."
     # Each expert turned around, as transformers and SGLang read it; what transformers 5 saves itself is not.
     published_packed = True
-    # Its language model in SGLang 0.5.21 has a constant in the place of the tower's own.
-    sglang_levels = 3
 
     @classmethod
     def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:

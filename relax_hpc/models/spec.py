@@ -60,8 +60,6 @@ class ModelSpec:
     """Token fields of rows that `inputs` takes beside the token ids."""
     sglang_ties: ClassVar[bool] = True
     """Whether SGLang's class has the embedding for its output layer where `tied` says so."""
-    sglang_levels: ClassVar[int] = 0
-    """`Tower.levels` that SGLang's class takes for granted in a model of as many layers; 0: it looks."""
 
     hidden: int
     inner: int
