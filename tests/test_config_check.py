@@ -496,3 +496,36 @@ def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:
     save_file(tensors | straight, directory / "model.safetensors")
     (finding,) = model_findings(directory)
     assert finding.startswith("model.path: found model.language_model.layers.0.mlp.experts.") and "turned" in finding
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({"environment.options": {"command": ["python", "agent.py"]}}, None),
+        ({}, "environment.options: found command None, allowed with environment.kind agent: a list of words"),
+        ({"environment.options": {"command": "agent.py"}}, "found command 'agent.py', allowed"),
+        ({"environment.options": {"comand": ["x"]}}, "found comand, allowed with environment.kind agent: command, env"),
+        ({"environment.options": {"command": ["no-such-program"]}}, "found no program 'no-such-program'"),
+        (
+            {"environment.options": {"command": ["python"], "chat_template": "/no/such.jinja"}},
+            "environment.options.chat_template: found '/no/such.jinja', allowed: model, or a Jinja file",
+        ),
+        (
+            {"environment.options": {"command": ["python"]}, "data.chat_template": "model"},
+            "data.chat_template: found 'model' beside environment.kind agent, allowed: none",
+        ),
+        (
+            {"environment.kind": "", "groups.hub.roles": ["advantages", "gateway"]},
+            "groups.hub.roles: found gateway, and environment.kind ''",
+        ),
+        (
+            {"environment.options": {"command": ["python"]}, "groups.actor.roles": ["actor", "gateway"]},
+            "groups: found role gateway in actor, allowed: hub",
+        ),
+    ],
+)
+def test_programs_that_play_episodes_are_looked_at(tmp_path: Path, over: dict[str, Any], says: str | None) -> None:
+    config = load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "environment.kind": "agent"} | over)
+    assert ("gateway" in config.groups["hub"].roles) == ("groups.actor.roles" not in over)
+    findings = check(config)
+    assert (len(findings) == 1 and says in findings[0]) if says else findings == []

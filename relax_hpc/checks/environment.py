@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relax_hpc.checks.agents import check_agents
 from relax_hpc.config.schema import Config, EnvironmentConfig
+from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.environments import tried
 from relax_hpc.errors import ConfigError
 from relax_hpc.tasks import environment_of, get_task
@@ -17,13 +19,15 @@ def check_environment(config: Config) -> Iterator[str]:
     except ConfigError:
         # Said of the task.
         return
+    yield from check_agents(config)
     if not (kind := environment_of(config)):
         if config.environment != EnvironmentConfig():
             yield "environment: found settings, but no environment.kind, and none of the task; name one, or remove them"
         return
     try:
         # Made, and not looked up alone: it knows its options best.
-        tried(kind, config.environment.options)
+        if kind != AGENT:
+            tried(kind, config.environment.options)
     except ConfigError as error:
         yield from error.mistakes
     if task.makes("episode"):

@@ -133,14 +133,13 @@ class Attempt:
 
 def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
     """Answer that the log of an episode has; None if it is not of this ``prompt``: its file has changed since."""
-    found = [_row(row) for row in rows]
-    # Of a prompt that an environment has said more to, what would have the policy speak is left out.
-    first = tuple(found[0].prompt)
-    if rows[0]["prompt_id"] != prompt.prompt_id or first != prompt.token_ids[: len(first)]:
+    found, told = [_row(row) for row in rows], rows[-1].get("environment")
+    # Where others speak too, rows may begin otherwise; they are compared when they are played again.
+    is_its = told or tuple(found[0].prompt) == prompt.token_ids
+    if rows[0]["prompt_id"] != prompt.prompt_id or not is_its:
         return None
-    told = rows[-1].get("environment")
     if len(found) == 1 and not told:
-        return found[0].made if first == prompt.token_ids else None
+        return found[0].made
     return Episode(found, {name: told[name] for name in OUTCOME} if told and OUTCOME[0] in told else None)
 
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from relax_hpc.config.schema import Config
+from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.prompts import PromptRules, Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.host import Environments
+from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import OwnTime, in_time
 from relax_hpc.rollout.history import History
@@ -104,12 +106,15 @@ def player_of(
     tokenizer: Tokenizer,
     media: PromptMedia,
     note: Callable[[EnvironmentFault], None],
+    count: Callable[[str], None] = lambda reason: None,
 ) -> Player | None:
-    """Player of a run's episodes; None: they are played against no environment. ConfigError:
+    """Player of a run's episodes; None: they are played against no environment. ``count``: see `Agents`. ConfigError:
     there is no such template for chats."""
     if not (kind := environment_of(config)):
         return None
     about = config.environment.max_faults, config.rollout.episode_timeout_s, note
+    if kind == AGENT:
+        return Player(Agents(config, tokenizer, count), *about)
     settings, how = config.environment, PromptRules.of(config.data, tokenizer)
     places = dict(how.media.places) if how.media else {}
     bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens)
