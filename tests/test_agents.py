@@ -416,3 +416,33 @@ def test_an_engines_fault_ends_the_program_and_a_gateway_that_has_gone_begins_it
                 assert len(made.rows) == 2 and len(engine.asked) in (2, 3), "of the first answer there is a record"
 
     asyncio.run(play())
+
+
+def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode(chats: Chats, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    more = "[threading.Thread(target=ask, args=(text,), daemon=True).start() for text in 'yz']"
+    leave = f"\nwhile not os.path.exists({str(asked)!r}): time.sleep(0.01)\nos._exit(0)"
+
+    async def play() -> None:
+        async with gateway(tmp_path) as there:
+            command = ["python", "-c", f"import threading, time\n{PROGRAM}ask('x'); {more}{leave}"]
+            async with player_of(there, chats, command) as (player, faults):
+                engine, history, waiting = ToldEngine(lambda before, most: chats.said("ok")), History(), 0
+
+                async def once(request: GenerateRequest) -> Generation | BadAnswer:
+                    nonlocal waiting
+                    if not engine.asked:
+                        return await engine.once(request)
+                    waiting += 1
+                    if waiting == 2:
+                        asked.touch()
+                    assert request.draft
+                    request.draft.add([65], [-1.0], [1])
+                    return await asyncio.get_running_loop().create_future()
+
+                made = await player.play(history, replace(engine.start(), ask=once))
+            assert isinstance(made, Episode) and not faults and waiting == 2 and history.is_other
+            (row,) = made.rows
+            assert row.made.token_ids == chats.said("ok") and made.finish_reason == "env_done"
+
+    asyncio.run(play())

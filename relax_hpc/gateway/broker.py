@@ -85,7 +85,7 @@ class Broker:
         return Exchange(lambda payload: self._listener.send(number, payload), serve)
 
     async def _served(self, number: int, message: Message) -> Message:
-        """Answer to a peer. LookupError, TypeError, ValueError: it asks for nothing that there is."""
+        """Answer to a peer. LookupError, ValueError: it asks for nothing that there is."""
         match message["do"]:
             case "open":
                 if not self._own(number, message["key"]):

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from relax_hpc.transport.wire import BadMessage, Bytes, pack, unpack
+from relax_hpc.transport.wire import Bytes, pack, unpack
 
 Message = dict[str, Any]
 
@@ -31,8 +31,8 @@ class Exchange:
     """
 
     def __init__(self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]) -> None:
-        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end: LookupError,
-        TypeError, ValueError: it is none."""
+        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end, or raises what that
+        is told."""
         self._send, self._serve = send, serve
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Message]] = {}
@@ -68,7 +68,7 @@ class Exchange:
             answer = await self._serve(message)
         except Gone as gone:
             answer = {"gone": str(gone)}
-        except (BadMessage, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # of what no one of ours asks, above all; whoever asked is not to wait
             answer = {"gone": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(OSError):
             self._send(pack({**answer, "re": message.get("id")}))

@@ -15,6 +15,7 @@ from relax_hpc.gateway.broker import reply_of
 from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.front import Asked, Front, Reply
 from relax_hpc.gateway.link import Link, reach
+from relax_hpc.rendezvous.open_files import connection_limit
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
 from relax_hpc.rundir import RunDir
 
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--run_dir", type=Path, required=True)
     stay_private()
     die_with_parent()
+    connection_limit()
     try:
         asyncio.run(Forwarder(RunDir(parser.parse_args().run_dir)).serve())
     except RelaxError as error:

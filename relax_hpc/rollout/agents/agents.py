@@ -73,6 +73,7 @@ class Agents:
             while True:
                 session = Session(start, history, self._renderer, self._tokenizer, replace(bounds), self._count)
                 if ended := await self._through(session, start.beginning):
+                    _leave_whole_turns(history)
                     return history.end(session.reason, *ended)
 
     async def _through(self, session: Session, begin: Beginning) -> tuple[OpenRow, dict[str, Any]] | None:
@@ -115,6 +116,18 @@ class Agents:
         """Answer to the gateway. LookupError: of a session that has ended."""
         session = self._sessions[message["session"]]
         return message_of(await session.reply(message["path"], message["body"], message["repeats"]))
+
+
+def _leave_whole_turns(history: History) -> None:
+    """Leave out what a program has asked for and not waited for."""
+    for row in list(history.rows):
+        if not row.turns:
+            history.rows.remove(row)
+        elif row.length == row.turns[-1]:
+            continue
+        row.draft = row.first(row.turns[-1] if row.turns else 0)
+        # Its log may have that.
+        history.is_other = True
 
 
 async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:

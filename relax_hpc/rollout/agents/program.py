@@ -17,6 +17,8 @@ from relax_hpc.rendezvous.process import clean_environment
 _KEPT_BYTES = 64 << 10
 """Bytes of what it prints last that are kept."""
 _BLOCK = 1 << 14
+_FREE_BYTES, _REST_S = 1 << 20, 0.02
+"""Bytes that it may print at its own pace, and seconds of rest after each block beyond: it waits then, nobody else."""
 _LAST_S = 1.0
 """Seconds for what it printed last to be read: who has left its process group may hold the other end for ever."""
 
@@ -79,8 +81,12 @@ class Program:
             await process.wait()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
+        left = _FREE_BYTES
         while part := await stream.read(_BLOCK):
             self._said.append(part)
+            left -= len(part)
+            if left < 0:
+                await asyncio.sleep(_REST_S)
 
     @property
     def output(self) -> str:

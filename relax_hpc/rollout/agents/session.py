@@ -20,7 +20,7 @@ from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
-from relax_hpc.rollout.agents.answers import Answer
+from relax_hpc.rollout.agents.answers import MODEL, Answer
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, parse
 from relax_hpc.rollout.agents.recorded import Recorded
@@ -28,7 +28,8 @@ from relax_hpc.rollout.agents.rendering import Renderer, Tools
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
 
-COMPLETIONS = "/v1/chat/completions"
+COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+_MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run"}]}).encode()
 _MOST_REFUSED = 32
 """Requests of a program that may be refused: one that goes on asking would do so for ever."""
 
@@ -110,8 +111,10 @@ class Session:
 
     async def _reply(self, path: str, body: bytes) -> Reply:
         try:
+            if path == MODELS:
+                return Reply(200, _MODELS)
             if path != COMPLETIONS:
-                raise Refused(404, "unknown_path", f"found {path!r}, allowed: {COMPLETIONS}")
+                raise Refused(404, "unknown_path", f"found {path!r}, allowed: {COMPLETIONS}, {MODELS}")
             request = parse(body)
             return (await self._answer(request)).reply(request)
         except Refused as refused:
