@@ -21,7 +21,7 @@ from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.agents.session import COMPLETIONS, Session
+from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.player import Player
 from relax_hpc.versions import Version
@@ -29,6 +29,7 @@ from tests.agent_helpers import TOOLS, Chats, ToldEngine
 from tests.gateway_helpers import LIMIT_S, Gateway, gateway
 
 Body = dict[str, Any]
+COMPLETIONS = "/v1/chat/completions"
 USER = {"role": "user", "content": "What is 2 + 2?"}
 
 

@@ -82,7 +82,12 @@ class Agents:
         task = {"prompt": begin.prompt, "metadata": begin.metadata, "seed": begin.seed, "episode": begin.episode}
         link, url = await self._endpoint.reached()
         async with self._open(session, link) as bearer:
-            variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": bearer}
+            variables = {
+                "OPENAI_BASE_URL": f"{url}/v1",
+                "OPENAI_API_KEY": bearer,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": bearer,
+            }
             limits = self._config.environment
             program = Program(self._options.command, self._options.env | variables, task, limits.memory_mb << 20)
             code = await _first(program.run(), session.over.wait(), link.lost.wait())

@@ -1,16 +1,14 @@
-"""Chat completions as OpenAI's clients ask for them (platform.openai.com/docs/api-reference/chat)."""
+"""Requests for an answer, whatever interface they come by, and what is wrong with those that are none."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_OTHERS = ("n", "best_of")
-"""Fields of which only 1 is allowed."""
 Message = dict[str, Any]
+"""Message as chat templates have it: role, content (a text), of an assistant tool_calls whose arguments are objects."""
 
 
 class Refused(Exception):
@@ -27,98 +25,88 @@ class ChatRequest:
     is drawn by the policy itself."""
 
     messages: list[Message]
-    """Messages as chat templates have them: content is text, arguments of tool calls are objects."""
     tools: list[dict[str, Any]]
-    may_call: bool
+    """Functions as OpenAI describes them: {"type": "function", "function": {"name", ...}}."""
+    may_call: bool = False
     """Whether a call of a tool in the answer is one, rather than text."""
-    max_tokens: int
+    max_tokens: int = 0
     """Tokens of the answer at most; 0: it does not say."""
-    stop: tuple[str, ...]
-    streams: bool
-    tells_usage: bool
-    """Whether the last event of a stream says how many tokens there were."""
+    stop: tuple[str, ...] = ()
+    streams: bool = False
+    tells_usage: bool = True
+    """Whether a stream says how many tokens there were."""
+    apart: int = 0
+    """Messages at the beginning that are no part of the chat which a later request may go on with."""
 
 
-def parse(body: bytes) -> ChatRequest:
-    """The request in ``body``. Refused: it is none, or asks for what there is not."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in ``body``. Refused: it is none."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, "not_json", str(error)) from None
     if not isinstance(asked, dict):
-        raise _wrong("body", asked, "an object")
-    for name in _OTHERS:
-        if asked.get(name) not in (None, 1):
-            raise _wrong(name, asked[name], "1")
-    given, tools = asked.get("messages"), asked.get("tools") or []
-    if not isinstance(given, list) or not given:
-        raise _wrong("messages", given, "a list of messages")
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        raise _wrong("tools", tools, "a list of functions")
-    stop = asked.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-        raise _wrong("stop", stop, "texts")
-    options = asked.get("stream_options") or {}
-    return ChatRequest(
-        [_message(one) for one in given],
-        tools,
-        bool(tools) and asked.get("tool_choice") != "none",
-        _most_tokens(asked),
-        tuple(stop),
-        bool(asked.get("stream")),
-        isinstance(options, dict) and bool(options.get("include_usage")),
-    )
+        raise wrong("body", asked, "an object")
+    return asked
 
 
-def _most_tokens(asked: Mapping[str, Any]) -> int:
-    found = asked.get("max_completion_tokens") or asked.get("max_tokens") or 0
+def wrong(field: str, found: Any, allowed: str) -> Refused:
+    """Refusal of what was ``found`` in a field."""
+    return Refused(400, "wrong_field", f"{field}: found {str(found)[:80]!r}, allowed: {allowed}")
+
+
+def number_in(asked: Mapping[str, Any], *fields: str) -> int:
+    """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none."""
+    found = next((asked[field] for field in fields if asked.get(field)), 0)
     if type(found) is not int or found < 0:
-        raise _wrong("max_tokens", found, "a number of tokens")
+        raise wrong(fields[0], found, "a number of tokens")
     return found
 
 
-def _is_tool(tool: Any) -> bool:
-    function = isinstance(tool, dict) and tool.get("type") == "function" and tool.get("function")
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def texts_in(asked: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Texts in ``field``: one, or a list. Refused: it has others."""
+    found = asked.get(field) or []
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise wrong(field, found, "texts")
+    return tuple(found)
 
 
-def _message(given: Any) -> Message:
-    role = given.get("role") if isinstance(given, dict) else None
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong("messages.role", role, ", ".join(_ROLES))
-    found: Message = {"role": _ROLES[role], "content": _text(given.get("content"))}
-    if isinstance(name := given.get("tool_call_id"), str):
-        found["tool_call_id"] = name
-    if calls := given.get("tool_calls"):
-        if role != "assistant" or not isinstance(calls, list):
-            raise _wrong("messages.tool_calls", calls, "a list, of an assistant")
-        found["tool_calls"] = [_call(call) for call in calls]
+def list_in(asked: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+    """Objects in ``field``. Refused: it has others, or none."""
+    found = asked.get(field)
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise wrong(field, found, "a list of objects")
     return found
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Text of a message's content: one, or a list of parts of these ``kinds``. Refused: it has others."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise _wrong("messages.content", content, "text")
+        raise wrong("content", content, "text")
     return "".join(texts)
 
 
-def _call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _wrong("messages.tool_calls", call, "a call of a function")
-    arguments = function.get("arguments")
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        arguments = {"text": arguments}
-    about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**about, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A function as OpenAI describes it. Refused: it has no name."""
+    if not isinstance(name, str) or not name:
+        raise wrong("tools", name, "functions with names")
+    about = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": about}
 
 
-def _wrong(field: str, found: Any, allowed: str) -> Refused:
-    return Refused(400, "wrong_field", f"{field}: found {str(found)[:80]!r}, allowed: {allowed}")
+def call_of(name: Any, arguments: Any, number: Any = None) -> dict[str, Any]:
+    """A call as messages have it; ``arguments``: an object, or JSON. Refused: it has no name."""
+    if not isinstance(name, str) or not name:
+        raise wrong("calls", name, "calls of functions")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {"text": arguments}
+    about = {"id": number} if isinstance(number, str) else {}
+    return {**about, "type": "function", "function": {"name": name, "arguments": arguments or {}}}

@@ -22,13 +22,15 @@ from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer
 from relax_hpc.rollout.agents.bounds import Bounds
-from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, parse
+from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, read_object
+from relax_hpc.rollout.agents.dialects import DIALECTS
+from relax_hpc.rollout.agents.dialects.responses import name_of
 from relax_hpc.rollout.agents.recorded import Recorded
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
 
-COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+MODELS = "/v1/models"
 _MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run"}]}).encode()
 _MOST_REFUSED = 32
 """Requests of a program that may be refused: one that goes on asking would do so for ever."""
@@ -74,8 +76,10 @@ class Session:
         """Ends of answers, by the chat up to there."""
         self._drawing: list[OpenRow] = []
         """Rows in which an answer is just being drawn."""
+        self._chats: dict[str, list[Message]] = {}
+        """Chats so far, each by the name of its last answer."""
         self._replies: dict[bytes, asyncio.Future[Reply]] = {}
-        """Replies by body: a client that has lost one asks again."""
+        """Replies by path and body: a client that has lost one asks again."""
         self.refused: Counter[str] = Counter()
         """Requests that were not answered, by reason."""
         self.error: Exception | None = None
@@ -89,7 +93,7 @@ class Session:
 
     async def reply(self, path: str, body: bytes, repeats: int) -> Reply:
         """Reply to a request; to one that its client ``repeats``, the same. Gone: the episode has ended."""
-        key = hashlib.sha256(body).digest()
+        key = hashlib.sha256(path.encode() + b"\n" + body).digest()
         if not repeats or key not in self._replies:
             self._replies[key] = asyncio.ensure_future(self._reply(path, body))
         reply = self._replies[key]
@@ -113,10 +117,12 @@ class Session:
         try:
             if path == MODELS:
                 return Reply(200, _MODELS)
-            if path != COMPLETIONS:
-                raise Refused(404, "unknown_path", f"found {path!r}, allowed: {COMPLETIONS}, {MODELS}")
-            request = parse(body)
-            return (await self._answer(request)).reply(request)
+            if not (dialect := DIALECTS.get(path)):
+                raise Refused(404, "unknown_path", f"found {path!r}, allowed: {', '.join([*DIALECTS, MODELS])}")
+            request = dialect.parse(read_object(body), self._chats)
+            answer = await self._answer(request)
+            self._chats[name_of(answer)] = [*request.messages[request.apart :], answer.message]
+            return dialect.reply(request, answer)
         except Refused as refused:
             self.refused[refused.code] += 1
             self._count(refused.code)
@@ -151,7 +157,7 @@ class Session:
         self.last = row
         turn = row.draft.token_ids[len(tokens) - len(row.prompt) :]
         answer = Answer.of(number, turn, len(tokens), request, self._tokenizer)
-        self._cut = limit if answer.finish_reason == "length" and len(turn) == room else None
+        self._cut = limit if answer.is_cut and len(turn) == room else None
         self._points[_key(keys[-1], answer.message)] = _Point(row, row.length)
         return answer
 

@@ -1,0 +1,110 @@
+"""OpenAI's chat completions (platform.openai.com/docs/api-reference/chat)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from relax_hpc.gateway.front import Reply
+from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
+from relax_hpc.rollout.agents.chat import (
+    ChatRequest,
+    Message,
+    call_of,
+    list_in,
+    number_in,
+    text_of,
+    texts_in,
+    tool_of,
+    wrong,
+)
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
+    """See `Dialect.parse`."""
+    if asked.get("n") not in (None, 1):
+        raise wrong("n", asked["n"], "1")
+    options = asked.get("stream_options")
+    tools = [_tool(one) for one in list_in(asked, "tools")] if asked.get("tools") else []
+    return ChatRequest(
+        [_message(one) for one in list_in(asked, "messages")],
+        tools,
+        may_call=bool(tools) and asked.get("tool_choice") != "none",
+        max_tokens=number_in(asked, "max_completion_tokens", "max_tokens"),
+        stop=texts_in(asked, "stop"),
+        streams=bool(asked.get("stream")),
+        tells_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    function = given.get("function")
+    if given.get("type") != "function" or not isinstance(function, dict):
+        raise wrong("tools", given, "functions")
+    tool_of(function.get("name"), None, None)
+    return {"type": "function", "function": function}
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    role = given.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong("messages.role", role, ", ".join(_ROLES))
+    found: Message = {"role": _ROLES[role], "content": text_of(given.get("content"))}
+    if isinstance(name := given.get("tool_call_id"), str):
+        found["tool_call_id"] = name
+    if given.get("tool_calls"):
+        if role != "assistant":
+            raise wrong("messages.tool_calls", role, "of an assistant")
+        found["tool_calls"] = [_call(one) for one in list_in(given, "tool_calls")]
+    return found
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise wrong("messages.tool_calls", given, "calls of functions")
+    return call_of(function.get("name"), function.get("arguments"), given.get("id"))
+
+
+def reply(request: ChatRequest, answer: Answer) -> Reply:
+    """See `Dialect.reply`."""
+    about = {"id": f"chatcmpl-{answer.number}", "created": int(time.time()), "model": MODEL}
+    calls = [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+        for name, call in answer.named_calls
+    ]
+    reason = "tool_calls" if calls else "length" if answer.is_cut else "stop"
+    usage = {
+        "prompt_tokens": answer.known,
+        "completion_tokens": answer.tokens,
+        "total_tokens": answer.known + answer.tokens,
+    }
+    said = {"role": "assistant", "content": answer.content or None}
+    if request.streams:
+        return streamed(_events(about, said, calls, reason, usage if request.tells_usage else None))
+    message = {**said, **({"tool_calls": calls} if calls else {})}
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    return Reply(200, as_json(about | {"object": "chat.completion", "choices": [choice], "usage": usage}))
+
+
+def _events(
+    about: Mapping[str, Any],
+    said: Mapping[str, Any],
+    calls: Sequence[Mapping[str, Any]],
+    reason: str,
+    usage: Mapping[str, int] | None,
+) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    def chunk(delta: Mapping[str, Any], reason: str | None = None) -> tuple[str, Mapping[str, Any]]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        return "", {**about, "object": "chat.completion.chunk", "choices": [choice]}
+
+    yield chunk(said)
+    if calls:
+        yield chunk({"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]})
+    yield chunk({}, reason)
+    if usage:
+        yield "", {**about, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+    yield "", None

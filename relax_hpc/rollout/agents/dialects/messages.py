@@ -1,0 +1,106 @@
+"""Anthropic's messages (docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from relax_hpc.gateway.front import Reply
+from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
+from relax_hpc.rollout.agents.chat import (
+    ChatRequest,
+    Message,
+    call_of,
+    list_in,
+    number_in,
+    text_of,
+    texts_in,
+    tool_of,
+    wrong,
+)
+
+_THOUGHTS = ("thinking", "redacted_thinking")
+"""Blocks that this policy never gave."""
+
+
+def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
+    """See `Dialect.parse`."""
+    choice = asked.get("tool_choice")
+    given = list_in(asked, "tools") if asked.get("tools") else []
+    tools = [tool_of(one.get("name"), one.get("description"), one.get("input_schema")) for one in given]
+    system = text_of(asked.get("system"))
+    first = [{"role": "system", "content": system}] if system else []
+    return ChatRequest(
+        [*first, *(message for one in list_in(asked, "messages") for message in _messages(one))],
+        tools,
+        may_call=bool(tools) and not (isinstance(choice, dict) and choice.get("type") == "none"),
+        max_tokens=number_in(asked, "max_tokens"),
+        stop=texts_in(asked, "stop_sequences"),
+        streams=bool(asked.get("stream")),
+    )
+
+
+def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
+    """Messages that one is: of a user's, results of tools stand by themselves."""
+    role, content = given.get("role"), given.get("content")
+    if role not in ("user", "assistant"):
+        raise wrong("messages.role", role, "user, assistant")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    texts, calls = list[Any](), list[dict[str, Any]]()
+    for block in list_in(given, "content"):
+        match block.get("type"):
+            case "tool_result" if role == "user":
+                text = text_of(block.get("content"))
+                yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
+            case "tool_use" if role == "assistant":
+                calls.append(call_of(block.get("name"), block.get("input"), block.get("id")))
+            case kind if kind not in _THOUGHTS:
+                texts.append(block)
+    if texts or calls:
+        yield {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def reply(request: ChatRequest, answer: Answer) -> Reply:
+    """See `Dialect.reply`."""
+    message = {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": _blocks(answer),
+        "stop_reason": "tool_use" if answer.calls else "max_tokens" if answer.is_cut else "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.known, "output_tokens": answer.tokens},
+    }
+    return streamed(_events(message, answer)) if request.streams else Reply(200, as_json(message))
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+    calls = [
+        {"type": "tool_use", "id": name, "name": call.name, "input": call.arguments}
+        for name, call in answer.named_calls
+    ]
+    return [*text, *calls]
+
+
+def _events(message: Mapping[str, Any], answer: Answer) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def event(kind: str, **about: Any) -> tuple[str, Mapping[str, Any]]:
+        return kind, {"type": kind, **about}
+
+    begun = {"content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
+    yield event("message_start", message={**message, **begun})
+    arguments = iter([arguments_of(call) for call in answer.calls])
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            start, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            start, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": next(arguments)}
+        yield event("content_block_start", index=index, content_block=start)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    yield event("message_delta", delta=ended, usage={"output_tokens": answer.tokens})
+    yield event("message_stop")
