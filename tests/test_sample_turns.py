@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.schema import Config, SamplesConfig
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import Generation
-from relax_hpc.models.tiny_model import write_tokenizer
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.observe.sample_page import page
 from relax_hpc.observe.sample_reading import whole
@@ -27,30 +26,35 @@ from relax_hpc.versions import Version
 from tests.browser import needs_browser, seen
 
 OLD, NEW = Version(1, 3), Version(1, 4)
-SAID: list[tuple[str, Version | None]] = [("look at 4,4", OLD), ("a part ", None), ("now seven", NEW)]
+CALL = '<tool_call>{"name": "zoom", "arguments": {"at": [4, 4]}}</tool_call>'
+SAID = [("I look.", OLD), ("a part", None), (f"{CALL}<tool_call>", OLD), ("again", None), ("seven", NEW)]
 """Turns, and the weights that sampled each."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    write_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"))
-    return load_tokenizer(folder)
+class Characters:
+    """A tokenizer of a token a character, whichever."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
 
-def versions_of(tokenizer: Tokenizer) -> np.ndarray:
-    codes = [version.encode() if version else 0 for _, version in SAID]
-    return np.repeat(codes, [len(tokenizer.encode(text, special=False)) for text, _ in SAID]).astype(np.int32)
+TOKENIZER: Any = Characters()
+RESPONSE = "".join(text for text, _ in SAID)
+VERSIONS = np.concatenate([np.full(len(text), version.encode() if version else 0, np.int32) for text, version in SAID])
 
 
-def row_of(tokenizer: Tokenizer, shown: str) -> dict[str, Any]:
-    """A row whose observation begins with a picture, and of which the newest weights' tokens alone are trained on."""
-    prompt = tokenizer.encode("which?")
-    versions = np.concatenate([np.zeros(len(prompt), np.int32), versions_of(tokenizer)])
-    ids = [*prompt, *itertools.chain.from_iterable(tokenizer.encode(text, special=False) for text, _ in SAID)]
+def row_of(shown: str) -> dict[str, Any]:
+    """A row whose first observation begins with a picture, and of which the newest weights' tokens alone are trained
+    on."""
+    prompt = "which?"
+    versions = np.concatenate([np.zeros(len(prompt), np.int32), VERSIONS])
     start = len(prompt) + len(SAID[0][0])
     return {
         **{"row_id": "000000031.00.00", "prompt_id": "p", "ticket": 31, "reward": 0.5, "finish_reason": "env_done"},
-        "token_ids": np.array(ids, np.int32),
+        "token_ids": np.array(TOKENIZER.encode(prompt + RESPONSE), np.int32),
         "token_versions": versions,
         "loss_mask": (versions == NEW.encode()).astype(np.uint8),
         "prompt_len": len(prompt),
@@ -59,42 +63,55 @@ def row_of(tokenizer: Tokenizer, shown: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sample(tokenizer: Tokenizer, tmp_path: Path) -> Sample:
+def sample(tmp_path: Path) -> Sample:
     """What is read of the row once a rollout process has kept it."""
     picture = Medium(Kind.IMAGE, np.full((32, 48, 3), 200, np.uint8), (1, 2, 3))
     shown = MediaStore(tmp_path / "media", durable=False).put(picture.to_bytes())
     log = SampleLog(tmp_path / "samples" / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), steps=1)
     config = Config(prompts_per_step=32)
-    SampleKeeper(log, config, tokenizer, tmp_path / "media").put([row_of(tokenizer, shown)], "shard")
+    SampleKeeper(log, config, TOKENIZER, tmp_path / "media").put([row_of(shown)], "shard")
     log.close()
     (found,) = whole(read_samples(tmp_path / "samples"))
     return found | {"fate": "trained"}
 
 
 def test_a_sample_has_its_turns_with_media_versions_and_masks(sample: Sample) -> None:
-    assert [(turn["by"], turn["text"]) for turn in sample["turns"]] == [
-        ("policy", "look at 4,4"),
-        ("environment", "a part "),
-        ("policy", "now seven"),
-    ]
-    assert [turn["versions"] for turn in sample["turns"]] == [[str(OLD)], [], [str(NEW)]]
-    assert [(turn["tokens"], turn["trained"]) for turn in sample["turns"]] == [(11, 0), (7, 0), (9, 9)]
-    assert [len(turn.get("media", [])) for turn in sample["turns"]] == [0, 1, 0] and "media" not in sample
-    assert (sample["tokens"], sample["trained"], sample["response"]) == (20, 9, "look at 4,4a part now seven")
+    turns = sample["turns"]
+    assert [turn["text"] for turn in turns] == [text for text, _ in SAID]
+    assert [turn["by"] for turn in turns] == ["policy", "environment", "policy", "environment", "policy"]
+    assert [turn["versions"] for turn in turns] == [[str(OLD)], [], [str(OLD)], [], [str(NEW)]]
+    assert [turn["tokens"] for turn in turns] == [len(text) for text, _ in SAID]
+    assert [turn["trained"] for turn in turns] == [0, 0, 0, 0, 5]
+    assert [len(turn.get("media", [])) for turn in turns] == [0, 1, 0, 0, 0] and "media" not in sample
+    assert (sample["trained"], sample["response"]) == (5, RESPONSE)
+
+
+def test_calls_of_tools_are_read_as_their_environment_reads_them(sample: Sample) -> None:
+    assert [len(turn.get("tool_calls", [])) for turn in sample["turns"]] == [0, 0, 2, 0, 0]
+    call, none = sample["turns"][2]["tool_calls"]
+    assert call == {"name": "zoom", "arguments": {"at": [4, 4]}} and none.keys() == {"error"}
 
 
 def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
-    shown = list(lines(sample, 80, lambda text, _: text))
-    assert shown[0].endswith(f"env_done  20 tokens  9 trained on  {OLD}  {NEW}  trained  000000031.00.00  p")
+    shown = list(lines(sample, 400, lambda text, _: text))
+    tokens = sample["tokens"]
+    assert shown[0].endswith(f"env_done  {tokens} tokens  5 trained on  {OLD}  {NEW}  trained  000000031.00.00  p")
+    error = sample["turns"][2]["tool_calls"][1]["error"].splitlines()
     assert shown[1:] == [
         "prompt   which?",
-        f"policy   11 tokens  0 trained on  {OLD}",
-        "         look at 4,4",
-        "observed 7 tokens  0 trained on",
+        f"policy   7 tokens  0 trained on  {OLD}",
+        "         I look.",
+        "observed 6 tokens  0 trained on",
         "image    48 x 32",
         "         a part",
-        f"policy   9 tokens  {NEW}",
-        "         now seven",
+        f"policy   {len(SAID[2][0])} tokens  0 trained on  {OLD}",
+        f"         {CALL}<tool_call>",
+        'call     zoom {"at": [4, 4]}',
+        *(f"{'' if number else 'call':<9}{line}" for number, line in enumerate(error)),
+        "observed 5 tokens  0 trained on",
+        "         again",
+        f"policy   5 tokens  {NEW}",
+        "         seven",
     ]
 
 
@@ -106,23 +123,24 @@ def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_pa
     shown = seen(tmp_path / "page.html")
     article = shown[shown.index("<article>") : shown.index("</article>")]
     assert re.findall(r'<section class="(\w+)"><h3>([^<]*)', article) == [
-        ("policy", f"policy \u00b7 11 tokens \u00b7 0 trained on \u00b7 {OLD}"),
-        ("environment", "environment \u00b7 7 tokens \u00b7 0 trained on"),
-        ("policy", f"policy \u00b7 9 tokens \u00b7 {NEW}"),
+        ("policy", f"policy \u00b7 7 tokens \u00b7 0 trained on \u00b7 {OLD}"),
+        ("environment", "environment \u00b7 6 tokens \u00b7 0 trained on"),
+        ("policy", f"policy \u00b7 {len(SAID[2][0])} tokens \u00b7 0 trained on \u00b7 {OLD}"),
+        ("environment", "environment \u00b7 5 tokens \u00b7 0 trained on"),
+        ("policy", f"policy \u00b7 5 tokens \u00b7 {NEW}"),
     ]
     assert article.count("<img") == 1 and 'alt="image, 48 x 32"' in article
     assert "<title>Samples of r" in shown and article.count("&lt;img src=x") == 4
 
 
-def test_an_evaluation_is_of_turns_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_evaluation_is_of_turns_too(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples" / "a.jsonl.gz", SamplesConfig(), steps=1)
-    text = "".join(text for text, _ in SAID)
-    made = Generation(tokenizer.encode(text, special=False), [0.0] * len(text), versions_of(tokenizer), "env_done")
-    prompt = Prompt("p", tuple(tokenizer.encode("which?")), "which?", "seven")
-    SampleKeeper(log, Config(), tokenizer).evaluated("held", NEW, [(prompt, made, Score(1.0))])
+    made = Generation(TOKENIZER.encode(RESPONSE), [0.0] * len(RESPONSE), VERSIONS, "env_done")
+    prompt = Prompt("p", tuple(TOKENIZER.encode("which?")), "which?", "seven")
+    SampleKeeper(log, Config(), TOKENIZER).evaluated("held", NEW, [(prompt, made, Score(1.0))])
     log.close()
     (found,) = whole(read_samples(tmp_path / "samples"))
-    assert [turn["by"] for turn in found["turns"]] == ["policy", "environment", "policy"]
+    assert [turn["text"] for turn in found["turns"]] == [text for text, _ in SAID]
     assert found["eval"] == "held" and "trained" not in found and "trained" not in found["turns"][0]
 
 
@@ -138,7 +156,7 @@ def test_turns_share_the_length_of_a_text(tmp_path: Path) -> None:
 
 
 def test_turns_that_are_none_are_left_out(sample: Sample) -> None:
-    odd = [3, {"by": "policy"}, sample["turns"][0] | {"media": ["x"], "tool_calls": [{"name": 1}]}]
+    odd = [3, {"by": "policy"}, sample["turns"][0] | {"media": ["x"], "tool_calls": [{"name": 1}, {"arguments": 2}]}]
     (found,) = whole([sample | {"turns": odd}])
     assert found["turns"] == [sample["turns"][0]]
     assert "turns" not in next(whole([sample | {"turns": odd[:2]}]))

@@ -69,7 +69,8 @@ function turn(one) {
   for (const medium of one.media || []) made.append(picture(medium));
   made.append(element("pre", "", one.text));
   for (const call of one.tool_calls || []) {
-    made.append(element("div", "call", `calls ${call.name} ${JSON.stringify(call.arguments)}`));
+    const words = call.error ?? `${call.name} ${JSON.stringify(call.arguments)}`;
+    made.append(element("div", call.error ? "call bad" : "call", `call: ${words}`));
   }
   return made;
 }

@@ -20,7 +20,7 @@ _ENTRIES = {
 }
 """Types of the fields that every sample has, and may have."""
 _OF_MEDIUM = {"kind": str, "about": str, "picture": (str, _NOTHING)}
-_OF_CALL = {"name": str, "arguments": dict}
+_OF_CALL = {**dict.fromkeys(("name", "error"), (str, _NOTHING)), "arguments": (dict, _NOTHING)}
 _OF_TURN = {
     **dict.fromkeys(("by", "text"), str),
     "tokens": int,

@@ -64,7 +64,8 @@ def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
     yield from _media(turn, paint)
     yield from _text("", turn["text"], width, paint)
     for call in turn.get("tool_calls", []):
-        yield from _text("call", f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}", width, paint)
+        arguments = json.dumps(call.get("arguments"), ensure_ascii=False)
+        yield from _text("call", call.get("error") or f"{call.get('name')} {arguments}", width, paint)
 
 
 def _media(part: Sample, paint: Paint) -> Iterator[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.rollout.sample_log import Sample
 from relax_hpc.rollout.thumbnails import thumbnail_of
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row
@@ -19,7 +21,8 @@ def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
     """``row`` as people read it: prompt, response, what is known of them, and `turns` where others spoke too.
 
     ``media``: folder of the store of what its spans name. A turn: {by: policy or environment, text, tokens, versions,
-    media}; and how many tokens are `trained` on, unless the row has no `loss_mask`.
+    media, tool_calls: {name, arguments} or {error}}; and how many tokens are `trained` on, unless the row has no
+    `loss_mask`.
     """
     ids, versions = row["token_ids"].tolist(), row["token_versions"]
     before, after = slice(0, int(row["prompt_len"])), slice(int(row["prompt_len"]), len(ids))
@@ -33,17 +36,18 @@ def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
     turns = list(turns_of(versions, after.start))
     if all(sampled for sampled, _ in turns):
         return sample
-    spelled = (
-        {
-            "by": "policy" if sampled else "environment",
-            "text": tokenizer.decode(ids[part]),
-            "tokens": part.stop - part.start,
-            **_known(row, part),
-            **_media(row, part, media),
-        }
-        for sampled, part in turns
-    )
-    return sample | {"turns": list(spelled)}
+    return sample | {"turns": [_turn(row, sampled, part, tokenizer, media) for sampled, part in turns]}
+
+
+def _turn(row: Row, sampled: bool, part: slice, tokenizer: Tokenizer, media: Path) -> Sample:
+    text = tokenizer.decode(row["token_ids"][part].tolist())
+    about = {"by": "policy" if sampled else "environment", "text": text, "tokens": part.stop - part.start}
+    calls = [_call(one) for one in calls_of(text)] if sampled else []
+    return about | _known(row, part) | _media(row, part, media) | ({"tool_calls": calls} if calls else {})
+
+
+def _call(found: ToolCall | ToolError) -> Sample:
+    return {"error": str(found)} if isinstance(found, ToolError) else asdict(found)
 
 
 def turns_of(versions: np.ndarray, start: int) -> Iterator[tuple[bool, slice]]:
