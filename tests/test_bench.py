@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import Prompt
 from relax_hpc.metrics.read_spans import Process, Span
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport.proof import MAX_UNPROVEN
+from tests.model_files import model_directory
 from tests.queue_helpers import in_thread, make_run, small
+from tests.turns_helpers import Drawing, backend, player, tokenizer_of
 
 pytestmark = pytest.mark.run
 
@@ -178,3 +188,49 @@ def test_what_two_versions_measure_under_one_name_is_compared(bench):
         ["kill:actor: duplicated", "0 samples", "0 samples (0 to 0)", "same"],
         ["G/T 1, sigma 0, staleness 1: ideal / step", "0.5", "1", "2.00"],
     ]
+
+
+def test_episodes_against_slow_environments_are_a_good_configuration(bench, tmp_path):
+    idle = bench("agentic_idle")
+    file = tmp_path / "run.yaml"
+    model = model_directory(tmp_path / "model", max_position_embeddings=bench("agentic_parts").CONTEXT)
+    file.write_text(yaml.safe_dump(idle.settings(24, model)))
+    assert check(load([file])) == []
+
+
+def test_an_engine_is_idle_where_places_are_free(bench):
+    noted = [(0.0, 1), (2.0, 1), (4.0, 3), (7.0, 0), (10.0, 0)]
+    assert bench("agentic_idle").shares(noted, places=2) == pytest.approx((0.7, 1.0, 5.0))
+
+
+def test_the_bare_client_asks_for_what_the_episodes_had(bench):
+    rate, parts, tokenizer = bench("agentic_rate"), bench("agentic_parts"), tokenizer_of(backend())
+    drawing, asked = Drawing(tokenizer), list[dict[str, Any]]()
+
+    class Engine:
+        async def generate(self, request):
+            return replace(await drawing(request), cached=10)
+
+    async def generate(request):
+        body = await request.json()
+        asked.append(body)
+        drawn = body["sampling_params"]["max_new_tokens"]
+        return web.json_response({"output_ids": [7] * drawn, "meta_info": {"cached_tokens": 5}})
+
+    async def compared():
+        prompt = Prompt("p", (5, 6), "?", "")
+        episodes = player(parts.Instant, tokenizer, max_turns=parts.TURNS)
+        ours = await rate.played(Engine(), episodes, [prompt] * 2, at_once=2)
+        application = web.Application()
+        application.router.add_post("/generate", generate)
+        async with TestServer(application) as server:
+            served = SimpleNamespace(server=SimpleNamespace(url=str(server.make_url("/")), key="k"))
+            return ours, await rate.replayed(served, ours.episodes, at_once=1)
+
+    ours, bare = asyncio.run(compared())
+    (first, *_), _ = ours.episodes
+    assert first.heard == (5, 6) and len(ours.episodes[0]) == parts.TURNS and bare.episodes == ours.episodes
+    ends = [itertools.accumulate(len(turn.heard) + turn.tokens for turn in turns) for turns in ours.episodes]
+    drawn = sorted(len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] for body in asked)
+    assert drawn == sorted(itertools.chain.from_iterable(ends))
+    assert bare.cached == 5 * 8 / sum(len(body["input_ids"]) for body in asked) == ours.cached / 2
