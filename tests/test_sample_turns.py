@@ -18,9 +18,9 @@ from relax_hpc.observe.sample_page import page
 from relax_hpc.observe.sample_reading import whole
 from relax_hpc.observe.sample_text import lines
 from relax_hpc.rewards import Score
-from relax_hpc.rollout.readable import turns_of
 from relax_hpc.rollout.sample_keeper import SampleKeeper
-from relax_hpc.rollout.sample_log import CUT, Sample, SampleLog, read_samples
+from relax_hpc.rollout.sample_log import CUT, CUT_SHORT, Sample, SampleLog, read_samples
+from relax_hpc.transfer_queue.row_schema import turns_of
 from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.versions import Version
 from tests.browser import needs_browser, seen
@@ -119,7 +119,7 @@ def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
 def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=\"document.title='evil'\">"
     sample["turns"][0] |= {"text": evil, "tool_calls": [{"name": evil, "arguments": {"at": [4, evil]}}]}
-    (tmp_path / "page.html").write_text(page({"run": "r", "left_out": ""}, [sample | {"outcome": {"info": evil}}]))
+    (tmp_path / "page.html").write_text(page({"run": "r", "left_out": ""}, [sample | {"environment": {"info": evil}}]))
     shown = seen(tmp_path / "page.html")
     article = shown[shown.index("<article>") : shown.index("</article>")]
     assert re.findall(r'<section class="(\w+)"><h3>([^<]*)', article) == [
@@ -153,6 +153,15 @@ def test_turns_share_the_length_of_a_text(tmp_path: Path) -> None:
     mark = CUT.format(58)
     assert [turn["text"] for turn in fits["turns"]] == ["x" * 90, "x"]
     assert [turn["text"] for turn in cut["turns"]] == ["x" * 10, f"{'x' * 16}{mark}{'x' * 16}", "x"]
+
+
+def test_what_an_environment_says_last_is_bounded(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "a.jsonl.gz", SamplesConfig(max_text_chars=100), steps=1)
+    log.keep([{"id": "fits", "environment": {"info": "x" * 50}}, {"id": "cut", "environment": {"info": "x" * 100}}], 0)
+    log.close()
+    fits, cut = read_samples(tmp_path)
+    assert fits["environment"] == {"info": "x" * 50}
+    assert cut["environment"].keys() == {CUT_SHORT} and CUT.format(12) in cut["environment"][CUT_SHORT]
 
 
 def test_turns_that_are_none_are_left_out(sample: Sample) -> None:

@@ -21,12 +21,15 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="K", help="So many; 0: all. Else the newest 10, on a page 5000")
     parser.add_argument("--dropped", action="store_true", help="Those too that were dropped, or never accepted")
     parser.add_argument("--json", action="store_true", help="For programs")
+    parser.add_argument("--replay", metavar="ID", help="Play this episode again, against its environment, and compare")
     parser.add_argument("--html", default="", metavar="FILE", help="Write a page to look through in a browser")
 
 
 def _samples(given: dict[str, Any]) -> int:
-    from relax_hpc.observe import sample_view
+    from relax_hpc.observe import sample_replay, sample_view
 
+    if name := given.get("replay", ""):
+        return sample_replay.main(given["run"], name, given.get("eval", ""), given.get("step"))
     for one, other in (("best", "worst"), ("json", "html")):
         if given.get(one) and given.get(other):
             raise ConfigError(f"{COMMAND_LINE}: --{other}: found beside --{one}; give one of them")
@@ -48,7 +51,8 @@ def _samples(given: dict[str, Any]) -> int:
 
 SAMPLES = Command(
     "Show what the model has written, and what it was given for it.",
-    "RUN [--step N] [--eval SET] [--best | --worst] [--reason R] [--limit K] [--dropped] [--json | --html FILE]",
+    "RUN [--step N] [--eval SET] [--best | --worst] [--reason R] [--limit K] [--dropped] "
+    "[--json | --html FILE | --replay ID]",
     _arguments,
     _samples,
     for_others=True,

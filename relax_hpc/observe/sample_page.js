@@ -87,7 +87,9 @@ function card(sample) {
   const texts = (names) => names.filter((name) => sample[name]).flatMap((name) =>
     [element("h3", "", name), element("pre", "", sample[name])]);
   made.append(...texts(["prompt"]), ...(sample.turns ? sample.turns.map(turn) : texts(["response"])), ...texts(["answer"]));
-  if (sample.outcome) made.append(element("h3", "", "outcome"), element("pre", "", JSON.stringify(sample.outcome)));
+  if (Object.keys(sample.environment || {}).length) {
+    made.append(element("h3", "", "last words of the environment"), element("pre", "", JSON.stringify(sample.environment)));
+  }
   return made;
 }
 

@@ -27,12 +27,17 @@ def page(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
         "script": script,
         "style_hash": _hash(style),
         "script_hash": _hash(script),
-        "data": embedded({"about": about, "samples": samples}),
+        "data": embedded({"about": about, "samples": [_shown(sample) for sample in samples]}),
     }
     # The data comes last: nothing is looked for in it.
     for name, text in parts.items():
         frame = frame.replace(f"{{{{{name}}}}}", text, 1)
     return frame
+
+
+def _shown(sample: dict[str, Any]) -> dict[str, Any]:
+    """``sample`` without what nobody looks at."""
+    return {name: value for name, value in sample.items() if name != "recording"}
 
 
 def embedded(value: Any) -> str:

@@ -16,7 +16,7 @@ _ENTRIES = {
     **dict.fromkeys(("eval", "shard", "answer", "prompt_id"), (str, _NOTHING)),
     **dict.fromkeys(("tokens", "trained"), (int, _NOTHING)),
     **dict.fromkeys(("versions", "media", "turns"), (list, _NOTHING)),
-    **dict.fromkeys(("components", "outcome"), (dict, _NOTHING)),
+    **dict.fromkeys(("components", "environment", "recording"), (dict, _NOTHING)),
 }
 """Types of the fields that every sample has, and may have."""
 _OF_MEDIUM = {"kind": str, "about": str, "picture": (str, _NOTHING)}

@@ -37,8 +37,8 @@ def lines(sample: Sample, width: int, paint: Paint) -> Iterator[str]:
         yield from _text("response", sample["response"], width, paint)
     if sample.get("answer"):
         yield from _text("answer", sample["answer"], width, paint)
-    if sample.get("outcome"):
-        yield from _text("outcome", json.dumps(sample["outcome"], ensure_ascii=False), width, paint)
+    if sample.get("environment"):
+        yield from _text("outcome", json.dumps(sample["environment"], ensure_ascii=False), width, paint)
 
 
 def _head(sample: Sample, paint: Paint) -> str:

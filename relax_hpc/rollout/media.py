@@ -28,10 +28,10 @@ class PromptMedia:
     once. For one event loop."""
 
     def __init__(
-        self, client: QueueClient, model: Path, evaluations: Path, settings: MultimodalConfig | None = None
+        self, client: QueueClient | None, model: Path, evaluations: Path, settings: MultimodalConfig | None = None
     ) -> None:
-        """``model``: a Hugging Face directory. ``evaluations``: folder of the media of evaluations, which no row names:
-        they stay as long as the run."""
+        """``client``: None where there are evaluations alone. ``model``: a Hugging Face directory. ``evaluations``:
+        folder of the media of evaluations, which no row names: they stay as long as the run."""
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
         self._rules = rules = Rules.of(model, settings) if places_of(model) else None
@@ -47,13 +47,16 @@ class PromptMedia:
 
         BadMedium, BadMedia: one of them is of no use."""
 
+        client = self._client
+        assert client, "there are evaluations alone"
+
         def store(media: Sequence[Loaded]) -> list[Path]:
-            ids = store_media(self._client, ticket, [one.blob for one in media], [one.media_id for one in media])
-            paths = [self._client.media.folder / one for one in ids]
+            ids = store_media(client, ticket, [one.blob for one in media], [one.media_id for one in media])
+            paths = [client.media.folder / one for one in ids]
             for path, one in zip(paths, media, strict=True):
                 # The ticket is another's by now, who refuses the rows; until then an engine looks for them.
                 if not path.exists():
-                    self._client.media.put(one.blob, one.media_id)
+                    client.media.put(one.blob, one.media_id)
             return paths
 
         return await self._stored(prompt, store)

@@ -108,16 +108,24 @@ def player_of(
     note: Callable[[EnvironmentFault], None],
     count: Callable[[str], None] = lambda reason: None,
 ) -> Player | None:
-    """Player of a run's episodes; None: they are played against no environment. ``count``: see `Agents`. ConfigError:
-    there is no such template for chats."""
+    """Player of a run's episodes; None: they are played against no environment. ``count``, ConfigError: as
+    `stage_of`."""
+    stage = stage_of(config, tokenizer, media, count)
+    about = config.environment.max_faults, config.rollout.episode_timeout_s, note
+    return Player(stage, *about) if stage else None
+
+
+def stage_of(
+    config: Config, tokenizer: Tokenizer, media: PromptMedia, count: Callable[[str], None] = lambda reason: None
+) -> Stage | None:
+    """Stage of a run's episodes; None: there is none. ``count``: see `Agents`. ConfigError: there is no such template
+    for chats."""
     if not (kind := environment_of(config)):
         return None
-    about = config.environment.max_faults, config.rollout.episode_timeout_s, note
     if kind == AGENT:
-        return Player(Agents(config, tokenizer, count), *about)
+        return Agents(config, tokenizer, count)
     settings, how = config.environment, PromptRules.of(config.data, tokenizer)
     places = dict(how.media.places) if how.media else {}
     bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens)
     observed = ObservedMedia(media, how.media, tokenizer) if how.media else None
-    rules = Rules(bridge, tokenizer, settings, observed)
-    return Player(OnEnvironments(Environments(kind, settings), rules), *about)
+    return OnEnvironments(Environments(kind, settings), Rules(bridge, tokenizer, settings, observed))

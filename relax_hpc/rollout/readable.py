@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
+from relax_hpc.rollout.recording import recording_of
 from relax_hpc.rollout.sample_log import Sample
 from relax_hpc.rollout.thumbnails import thumbnail_of
-from relax_hpc.transfer_queue.row_schema import NOBODY, Row
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row, turns_of
 from relax_hpc.versions import Version
 
 
@@ -22,7 +23,7 @@ def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
 
     ``media``: folder of the store of what its spans name. A turn: {by: policy or environment, text, tokens, versions,
     media, tool_calls: {name, arguments} or {error}}; and how many tokens are `trained` on, unless the row has no
-    `loss_mask`.
+    `loss_mask`. Of an episode against an environment also its last words, if it had any, and a `Recording`.
     """
     ids, versions = row["token_ids"].tolist(), row["token_versions"]
     before, after = slice(0, int(row["prompt_len"])), slice(int(row["prompt_len"]), len(ids))
@@ -34,9 +35,16 @@ def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
         "tokens": int(np.count_nonzero(versions[after])),
     }
     turns = list(turns_of(versions, after.start))
-    if all(sampled for sampled, _ in turns):
-        return sample
-    return sample | {"turns": [_turn(row, sampled, part, tokenizer, media) for sampled, part in turns]}
+    if any(not sampled for sampled, _ in turns):
+        sample["turns"] = [_turn(row, sampled, part, tokenizer, media) for sampled, part in turns]
+    if told := row.get("environment"):
+        sample |= {"environment": last_words(told), "recording": recording_of(row)}
+    return sample
+
+
+def last_words(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of an environment on its episode, see `Episode.outcome`: `reward` and `info`, if it had any."""
+    return {name: value for name in ("reward", "info") if (value := told.get(name)) not in (None, {})}
 
 
 def _turn(row: Row, sampled: bool, part: slice, tokenizer: Tokenizer, media: Path) -> Sample:
@@ -48,17 +56,6 @@ def _turn(row: Row, sampled: bool, part: slice, tokenizer: Tokenizer, media: Pat
 
 def _call(found: ToolCall | ToolError) -> Sample:
     return {"error": str(found)} if isinstance(found, ToolError) else asdict(found)
-
-
-def turns_of(versions: np.ndarray, start: int) -> Iterator[tuple[bool, slice]]:
-    """Whether each turn behind the first ``start`` tokens was sampled, and where it lies; ``versions``: int32 [tokens].
-
-    >>> [(sampled, (part.start, part.stop)) for sampled, part in turns_of(np.array([0, 7, 8, 0, 0, 8]), 1)]
-    [(True, (1, 3)), (False, (3, 5)), (True, (5, 6))]
-    """
-    sampled = versions[start:] != NOBODY
-    edges = [start, *(start + 1 + np.flatnonzero(np.diff(sampled))).tolist(), len(versions)]
-    return ((bool(sampled[begin - start]), slice(begin, end)) for begin, end in pairwise(edges) if begin < end)
 
 
 def _known(row: Row, part: slice) -> Sample:

@@ -80,9 +80,10 @@ class SampleKeeper:
         failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
         known = Score(0.0) if isinstance(score, RewardError) else score
         about = {"answer": prompt.answer, "components": known.components} | failed
-        for row in rows_of(prompt, 0, {0: made}):
+        several = isinstance(made, Episode) and len(made.rows) > 1
+        for row in rows_of(prompt, 0, {number: made}):
             del row["loss_mask"]  # Nothing of it is trained on.
-            name = f"{called}.{row['row']:02d}" if isinstance(made, Episode) else called
+            name = f"{called}.{row['row']:02d}" if several else called
             yield self._sample(row, name, step, known.total, self._eval_media) | about
 
     def _sample(self, row: Row, name: str, step: int, reward: float, media: Path) -> Sample:

@@ -26,6 +26,8 @@ from relax_hpc.disk import Lines
 SUFFIX = ".jsonl.gz"
 CUT = "\n[... {} characters left out ...]\n"
 """Mark in the middle of a text that is longer than `samples.max_text_chars`."""
+CUT_SHORT = "cut"
+"""Name of what an environment has said last, as JSON, where it is longer than that."""
 _HEAD_START = 0.02
 """Share of `samples.max_bytes` that steps may use ahead of their even share."""
 _LOOK_S = 10.0
@@ -107,6 +109,9 @@ class SampleLog:
             short["turns"] = (
                 turns if whole else [turn | {"text": _cut(turn["text"], most // len(turns))} for turn in turns]
             )
+        if told := sample.get("environment"):
+            text = json.dumps(told, ensure_ascii=False, default=str, skipkeys=True)
+            short["environment"] = told if len(text) <= most else {CUT_SHORT: _cut(text, most)}
         return short
 
     def take_skipped(self) -> int:

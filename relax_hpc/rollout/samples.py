@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.routes import BAD_ROUTES, RouteShape
 from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import NOBODY, Row
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row, turns_of
 
 _MOST_FETCHED = 4096
 """Prompts in memory that nobody has asked for yet."""
@@ -75,7 +75,7 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
 def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardInput:
     """The same of an episode that was played against an environment."""
     assert episode.outcome
-    turns, ended = list(turns_of(episode, tokenizer)), episode.finish_reason
+    turns, ended = list(turns_in(episode, tokenizer)), episode.finish_reason
     finish = "length" if ended in CUT else "stop"
     number = episode.outcome["row"]
     last = next(turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number)
@@ -83,14 +83,12 @@ def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardI
     return RewardInput(prompt.text, prompt.answer, last, finish, prompt.metadata, turns=turns, environment=told)
 
 
-def turns_of(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def turns_in(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Turns of the policy and words of the environment in an episode, see `RewardInput.turns`."""
     for number, row in enumerate(episode.rows):
-        ids, sampled = row.made.token_ids, np.asarray(row.made.token_versions) != NOBODY
-        changes = (np.flatnonzero(np.diff(sampled)) + 1).tolist()
-        for start, end in pairwise(sorted({0, *changes, *(row.turns or ()), len(ids)})):
-            mine = bool(sampled[start])
-            text = turn_text(ids[start:end], tokenizer) if mine else tokenizer.decode(ids[start:end])
+        ids = row.made.token_ids
+        for mine, part in turns_of(np.asarray(row.made.token_versions), 0):
+            text = turn_text(ids[part], tokenizer) if mine else tokenizer.decode(ids[part])
             yield {"by": "policy" if mine else "environment", "row": number, "text": text}
 
 

@@ -10,6 +10,15 @@ from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.rollout.history import OpenRow
 
 
+class Differs(EnvironmentFault):
+    """Fault of an environment that says something else when an episode is played again."""
+
+    def __init__(self, row: int, what: str, then: Sequence[int] = (), now: Sequence[int] = ()) -> None:
+        """``then``, ``now``: tokens of row number ``row`` that it said, where it is about those."""
+        super().__init__("environment_differs", f"row {row} of the episode has {what} when it is played again")
+        self.then, self.now = list(then), list(now)
+
+
 class Tape:
     """Rows of an episode as far as it was logged."""
 
@@ -38,24 +47,28 @@ class Tape:
             return
         then, end = self._rows[number], row.length + len(heard)
         if then.prompt != row.prompt:
-            raise _differs(number, "another beginning")
+            raise Differs(number, "another beginning", then.prompt, row.prompt)
         if then.length > row.length and then.draft.token_ids[row.length : end] != list(heard):
-            raise _differs(number, f"another observation {row.length} tokens behind the prompt")
+            what = f"another observation {row.length} tokens behind the prompt"
+            raise Differs(number, what, _said(then, row.length), heard)
 
     def check_over(self, rows: Sequence[OpenRow]) -> None:
         """EnvironmentFault: it has more than the ``rows`` that were made of it, or other media. It is over then."""
         then, self._rows = self._rows, []
         if len(then) > len(rows):
-            raise _differs(len(rows), "no such row")
+            raise Differs(len(rows), "no such row")
         for number, (one, now) in enumerate(zip(then, rows, strict=False)):
             if one.length > now.length:
-                raise _differs(number, f"an end {now.length} tokens behind the prompt")
+                raise Differs(number, f"an end {now.length} tokens behind the prompt")
             spans, end = spans_of(one.media), len(one.prompt) + one.length
             if [span for span in spans_of(now.media) if span["start"] < end] != [
                 span for span in spans if span["start"] < end
             ]:
-                raise _differs(number, "other media")
+                raise Differs(number, "other media")
 
 
-def _differs(number: int, what: str) -> EnvironmentFault:
-    return EnvironmentFault("environment_differs", f"row {number} of the episode has {what} when it is played again")
+def _said(row: OpenRow, start: int) -> Sequence[int]:
+    """Tokens of ``row`` from ``start`` behind the prompt on that nobody sampled."""
+    versions = row.draft.token_versions[start:]
+    length = next((place for place, version in enumerate(versions) if version), len(versions))
+    return row.draft.token_ids[start : start + length]

@@ -10,7 +10,8 @@ shape behind the first axis, as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,17 @@ def sampled_versions(row: Row) -> set[int]:
         data = codes.tobytes()
         alike = len(codes) and data == data[: codes.itemsize] * len(codes)
     return ({int(codes[0])} if alike else set(np.unique(codes).tolist())) - _NOBODY_ALONE
+
+
+def turns_of(versions: np.ndarray, start: int) -> Iterator[tuple[bool, slice]]:
+    """Whether each turn behind the first ``start`` tokens was sampled, and where it lies; ``versions``: int32 [tokens].
+
+    >>> [(sampled, (part.start, part.stop)) for sampled, part in turns_of(np.array([0, 7, 8, 0, 0, 8]), 1)]
+    [(True, (1, 3)), (False, (3, 5)), (True, (5, 6))]
+    """
+    sampled = versions[start:] != NOBODY
+    edges = [start, *(start + 1 + np.flatnonzero(np.diff(sampled))).tolist(), len(versions)]
+    return ((bool(sampled[begin - start]), slice(begin, end)) for begin, end in pairwise(edges) if begin < end)
 
 
 def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:
