@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
 from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, Sampling
-from relax_hpc.models.tiny_model import EOS_ID, make_tiny_model
+from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_tokenizer import EOS_ID
 from relax_hpc.transformers_hook import install_transformers_hook
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Chunk, Manifest, checksum

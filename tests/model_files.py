@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_hpc.models.families import FAMILIES
 from relax_hpc.models.hf_mapping import all_pieces
-from relax_hpc.models.tiny_model import write_tokenizer
+from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.weights.tensors import header_text
 
 SMALL = {

@@ -24,7 +24,8 @@ from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Ge
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
-from relax_hpc.models.tiny_model import EOS_ID, make_tiny_model
+from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_tokenizer import EOS_ID
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import Reward, RewardInput

@@ -21,7 +21,7 @@ from relax_hpc.cli.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
-from relax_hpc.models.tiny_model import write_tokenizer
+from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.inspect import export

@@ -16,15 +16,19 @@ from relax_hpc.imports import many_imports
 from relax_hpc.models import tiny_audio, tiny_vision
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_mapping import published_forms
+from relax_hpc.models.tiny_tokenizer import (
+    BOS_ID,
+    CHARACTERS,
+    PAD_ID,
+    SPECIAL,
+    end_of_response,
+    vocabulary,
+    write_tokenizer,
+)
 
 if TYPE_CHECKING:
     import torch
 
-CHARACTERS = "0123456789+-*=:?,>.abcdefghijklmnopqrstuvwxyz "
-SPECIAL = ("<pad>", "<s>", "</s>")
-PAD_ID, BOS_ID, EOS_ID = range(3)
-VOCAB_SIZE = 64
-"""Characters, special tokens, and spare entries up to a round number."""
 INIT_STD = 0.02
 
 
@@ -41,10 +45,9 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(partial / "config.json", config)
-    _write_json(partial / "generation_config.json", ids)
-    write_tokenizer(partial, _media_tokens(shape))
+    _write_json(partial / "generation_config.json", _special_ids(shape))
+    write_tokenizer(partial, _media_tokens(shape), shape.chat, shape.words)
     for name, content in _processors(shape).items():
         _write_json(partial / f"{name}.json", content)
     _write_weights(partial / "model.safetensors", shape, seed)
@@ -54,6 +57,11 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
 def _media_tokens(shape: TinyModelConfig) -> tuple[str, ...]:
     """Special tokens by which a model of `shape` has places for media."""
     return (*(tiny_vision.TOKENS if shape.vision_layers else ()), *(tiny_audio.TOKENS if shape.audio_layers else ()))
+
+
+def _special_ids(shape: TinyModelConfig) -> dict[str, int]:
+    end = end_of_response(_media_tokens(shape), shape.chat)
+    return {"bos_token_id": BOS_ID, "eos_token_id": end, "pad_token_id": PAD_ID}
 
 
 def _processors(shape: TinyModelConfig) -> dict[str, dict[str, Any]]:
@@ -89,23 +97,21 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
         raise ConfigError(f"model.tiny.head_dim: found {shape.head_dim}, allowed even numbers (rotary embedding)")
     return {
         **_family(shape),
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": len(vocabulary(_media_tokens(shape), shape.chat, shape.words)),
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": 2048 if shape.vision_layers else 256,
+        "max_position_embeddings": 2048 if shape.vision_layers or shape.chat else 256,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": shape.tie_word_embeddings,
         "attention_bias": False,
         "hidden_act": "silu",
         "initializer_range": INIT_STD,
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
+        **_special_ids(shape),
         "torch_dtype": "float32",
     }
 
@@ -154,33 +160,6 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
 
     weights = {name: draw(name, size) for name, size in parameter_shapes(shape).items()}
     save_file(weights, path, metadata={"format": "pt"})
-
-
-def write_tokenizer(directory: Path, more: tuple[str, ...] = ()) -> None:
-    """One token a character, BOS in front; unknown characters become <pad>. ``more``: special tokens after all
-    others."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    words = [*SPECIAL, *CHARACTERS, *more]
-    words += [f"<unused{index}>" for index in range(VOCAB_SIZE - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([*SPECIAL, *more])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "model_max_length": 256}
-    _write_json(
-        directory / "tokenizer_config.json", settings | names | ({"extra_special_tokens": _named(more)} if more else {})
-    )
-
-
-def _named(tokens: tuple[str, ...]) -> dict[str, str]:
-    """Names of ``tokens`` by which transformers' processors of Qwen3-Omni ask for them."""
-    words = {"pad": "token", "start": "bos_token", "end": "eos_token"}
-    parts = ((token, *token.strip("<|>").split("_")) for token in tokens)
-    return {f"{sense}_{words[what]}": token for token, sense, what in parts}
 
 
 def _check_same(directory: Path, config: dict[str, Any]) -> None:

@@ -33,7 +33,8 @@ from relax_hpc.config.schema import ActorConfig, Config, ModelConfig, TinyModelC
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.fields import ROUTES, declare
-from relax_hpc.models.tiny_model import VOCAB_SIZE, make_tiny_model
+from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_tokenizer import VOCAB_SIZE
 from relax_hpc.routes import NAME, RouteShape
 from relax_hpc.versions import Version
 

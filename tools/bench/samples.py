@@ -19,7 +19,7 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.models.tiny_model import write_tokenizer
+from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples
 from relax_hpc.transfer_queue.row_ids import row_id

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from modes import measured
 from quickstart_runs import run
 
-from relax_hpc.models.tiny_model import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
+from relax_hpc.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 from relax_hpc.observe.report import report
 from relax_hpc.rundir import RunDir
 

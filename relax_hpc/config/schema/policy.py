@@ -31,6 +31,11 @@ class TinyModelConfig:
     audio_layers: int = bounded(0, 0)
     """Layers of the tower by which a model of experts that sees hears, too: a Qwen3-Omni."""
     tie_word_embeddings: bool = True
+    chat: bool = False
+    """Whether its tokenizer has what chats with tools take, in Qwen3's form: turns, `<tool_call>`, JSON's characters,
+    and a chat template."""
+    words: list[str] = field(default_factory=list)
+    """Texts that its tokenizer has one token each for, beside characters: such as names of tools."""
 
 
 RoutingReplay = Literal["off", "record", "on"]
