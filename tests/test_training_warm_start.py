@@ -30,8 +30,8 @@ def test_it_learns_the_demonstrations_and_repeats_itself_exactly(tmp_path: Path)
     ("text", "says"),
     [
         ("", "empty"),
-        ('{"token_ids": [1]}\n', r":1: KeyError\('prompt_len'\)"),
-        ("[1]\n", ":1: TypeError"),
+        ('{"token_ids": [1]}\n', ":1: wrong_type: prompt_len is None, of 1 tokens"),
+        ("[1]\n", ":1: wrong_type: a line is a list"),
         ("{\n", ":1:"),
     ],
 )

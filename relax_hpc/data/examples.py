@@ -78,7 +78,7 @@ def rules_of(
 
 def _sequences(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> tuple[Learned, ...]:
     how = how.with_tools(record)
-    found = [_demonstration(record, tokenizer, how)] if how.sequences == 1 else _pair(record, tokenizer, how)
+    found = [demonstration_of(record, tokenizer, how)] if how.sequences == 1 else _pair(record, tokenizer, how)
     for one in found:
         if not any(one.loss_mask):
             raise BadRecord("empty_answer", "nothing in it is learned")
@@ -87,7 +87,8 @@ def _sequences(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> tuple
     return tuple(found)
 
 
-def _demonstration(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> Learned:
+def demonstration_of(record: Record, tokenizer: Tokenizer, how: PromptRules) -> Learned:
+    """Sequence of a demonstration. BadRecord: it is none."""
     if "token_ids" in record:
         ids, known = record["token_ids"], record.get("prompt_len")
         check_ids(ids, tokenizer.vocab_size)
@@ -141,7 +142,7 @@ def _messages(given: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 
-def _of_texts(asked: Any, answer: Any, tokenizer: Tokenizer, how: ExampleRules) -> Learned:
+def _of_texts(asked: Any, answer: Any, tokenizer: Tokenizer, how: PromptRules) -> Learned:
     """The text of a prompt, as it stands, and that of an answer with the token that ends it."""
     if not isinstance(asked, str) or not isinstance(answer, str):
         raise BadRecord("wrong_type", "it has chat messages, or no prompt; set data.chat_template: model")
@@ -152,7 +153,7 @@ def _of_texts(asked: Any, answer: Any, tokenizer: Tokenizer, how: ExampleRules) 
     return Learned((*before, *after), (0,) * len(before) + (1,) * len(after))
 
 
-def _of_chat(chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules) -> Learned:
+def _of_chat(chat: Messages, first: int, tokenizer: Tokenizer, how: PromptRules) -> Learned:
     """A chat of which the assistant's turns are learned, from message ``first`` on, and what comes after the last of
     them is left out.
 
@@ -171,7 +172,7 @@ def _of_chat(chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules
     return Learned(tuple(ids), tuple(mask))
 
 
-def _turns(text: str, chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules) -> Iterator[tuple[int, int]]:
+def _turns(text: str, chat: Messages, first: int, tokenizer: Tokenizer, how: PromptRules) -> Iterator[tuple[int, int]]:
     """Begin and end, in ``text``, of each of the assistant's turns: from where the template asks for it to the token
     that ends it, which is what the policy itself would be asked, and draw."""
     for number in range(first, len(chat)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,10 @@ class PromptMedium:
     def tokens(self) -> int:
         """Placeholders that stand for it."""
         return sum(length for _, length in self.spans)
+
+    def behind(self, tokens: int) -> PromptMedium:
+        """The same where so many ``tokens`` stand before all that it is in."""
+        return replace(self, spans=tuple((start + tokens, length) for start, length in self.spans))
 
 
 def spans_of(media: Sequence[PromptMedium]) -> list[dict[str, Any]]:

@@ -224,8 +224,6 @@ class Turns:
             self._add(row, name or "")
         self.tape.compare(self.rows.index(row), row, heard)
         places = len(row.prompt) + row.length
-        row.media += tuple(
-            replace(one, spans=tuple((start + places, length) for start, length in one.spans)) for one in media
-        )
+        row.media += tuple(one.behind(places) for one in media)
         row.draft.hear(heard)
         return None

@@ -15,6 +15,7 @@ from relax_hpc.environments import tried
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
+from relax_hpc.tasks.arithmetic import Arithmetic
 from relax_hpc.tasks.base import Ask, Task
 from relax_hpc.tasks.beeps import Beeps
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
@@ -32,6 +33,7 @@ TASKS: dict[str, type[Task]] = {
     "moving_squares": MovingSquares,
     "beeps": Beeps,
     "mixed_media": MixedMedia,
+    "arithmetic": Arithmetic,
 }
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""

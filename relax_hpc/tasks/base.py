@@ -51,8 +51,9 @@ class Task:
         raise NotImplementedError
 
     def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Right answers to learn from before (`warm_start`), any number: {"token_ids" (whole), "prompt_len"},
-        and columns of media, each with one placeholder among the tokens.
+        """Right answers to learn from before (`warm_start`), any number, as rows of sft: {"token_ids" (whole),
+        "prompt_len"}, or chats in "messages", of whose turns those of the assistant are learned; and columns of media,
+        each with one place among the tokens, or in the messages.
 
         A share ``noise`` of them should be wrong.
         """

@@ -6,25 +6,22 @@ Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process
 from __future__ import annotations
 
 import argparse
-import functools
-import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
-from relax_hpc.data.media import Encode, MediaRules, spans_of
-from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.data.media import MediaRules
+from relax_hpc.data.prompts import PromptRules, load_tokenizer
+from relax_hpc.errors import RelaxError
 from relax_hpc.imports import many_imports
-from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.medium import Medium
 from relax_hpc.rundir import RunDir
+from relax_hpc.training.demonstrations import read_demonstrations
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import media_ids
 
@@ -61,13 +58,14 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
         from relax_hpc.training import parallel
 
     settings = config.warm_start
-    rules = MediaRules.of(config.data, source, demonstrations.parent)
-    encode = functools.partial(load_tokenizer(source).encode, special=False)
-    rows, media = read_demonstrations(demonstrations, rules, encode)
+    tokenizer = load_tokenizer(source)
+    how = PromptRules.of(config.data, tokenizer, demonstrations.parent)
+    with how.rendering():
+        rows, media = read_demonstrations(demonstrations, how, tokenizer)
     torch.set_num_threads(config.threads)
     parallel.initialize_alone(config.model.device, config.seed, START_TIMEOUT_S)
     try:
-        return _train(config, settings.steps, rows, _Shown(rules, media), source, target)
+        return _train(config, settings.steps, rows, _Shown(how.media, media), source, target)
     finally:
         parallel.destroy()
 
@@ -114,49 +112,6 @@ def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
     while len(order) < size * steps:
         order += rng.sample(rows, len(rows))
     return [order[start : start + size] for start in range(0, size * steps, size)]
-
-
-def read_demonstrations(
-    path: Path, rules: MediaRules | None = None, encode: Encode = list
-) -> tuple[list[Row], dict[str, Medium]]:
-    """Rows of a jsonl file of {"token_ids", "prompt_len"}, trained on everything after the prompt, and their media by
-    id, which rows have as those of `data.prompts` do.
-
-    ConfigError names the line that is not one. ``rules``, ``encode``: see `MediaRules.placed`; None: there are no
-    media.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; the warm start needs demonstrations") from error
-    rows, media = list[Row](), dict[str, Medium]()
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-            given, prompt = value["token_ids"], int(value["prompt_len"])
-            tokens, spans = _shown_in(given, value, rules, encode, media) if rules else (given, [])
-        except (ValueError, KeyError, TypeError, BadMedium) as error:
-            raise ConfigError(f"{path}:{number}: {error!r}; expected {{token_ids, prompt_len}}") from error
-        prompt += len(tokens) - len(given)
-        mask = [0] * prompt + [1] * (len(tokens) - prompt)
-        rows.append({"token_ids": tokens, "loss_mask": mask, "spans": spans})
-    if not rows:
-        raise ConfigError(f"{path}: empty; expected a demonstration {{token_ids, prompt_len}} a line")
-    return rows, media
-
-
-def _shown_in(
-    tokens: list[int], value: dict[str, Any], rules: MediaRules, encode: Encode, media: dict[str, Medium]
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """Tokens and spans of a demonstration, whose media join the ``media`` of others."""
-    tokens, placed = rules.placed(tokens, rules.taken(value), encode)
-    named = []
-    for one in placed:
-        loaded = rules.pool.load(one.kind, one.source)
-        # A copy: a process may have so many maps of memory, and no more.
-        media[loaded.media_id] = Medium.from_bytes(bytes(loaded.blob))
-        named.append(replace(one, blob=Path(loaded.media_id)))
-    return tokens, spans_of(named)
 
 
 if __name__ == "__main__":
