@@ -30,7 +30,7 @@ from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.front import Front, key_of
 from relax_hpc.gateway.link import reach
 from relax_hpc.gateway.place import Place, publish_place, purpose_of
-from relax_hpc.models.tiny_model import CHARACTERS, write_tokenizer
+from relax_hpc.models.tiny_tokenizer import CHARACTERS, write_tokenizer
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import COMPLETIONS, Session

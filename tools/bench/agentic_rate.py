@@ -24,7 +24,7 @@ from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.engines.sglang.engine import SglangEngine
-from relax_hpc.models.tiny_model import CHARACTERS
+from relax_hpc.models.tiny_tokenizer import CHARACTERS
 from relax_hpc.rollout.history import History
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.player import Player, player_of
