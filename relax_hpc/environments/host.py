@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Coroutine
 from typing import Any
 
 from relax_hpc.config.schema import EnvironmentConfig
@@ -37,6 +38,7 @@ class Environments:
         self._processes: list[Process] = []
         self._retired: list[Process] = []
         self._for_suspects: Process | None = None
+        self._beside: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start one process. ConfigError: there is no such environment, or not with these options."""
@@ -55,6 +57,9 @@ class Environments:
 
     async def close(self) -> None:
         """End all processes."""
+        for task in self._beside:
+            task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
         suspects = [self._for_suspects] if self._for_suspects else []
         await asyncio.gather(*(process.end() for process in [*self._processes, *self._retired, *suspects]))
 
@@ -65,6 +70,12 @@ class Environments:
                 self._for_suspects = Process(self._starter, self._settings.step_timeout_s, one_at_a_time=True)
             return self._for_suspects
         return self._process()
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work`` while nobody waits for it."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     def leave(self, process: Process | None) -> None:
         """Give the place back that an environment had, in ``process`` at last."""
@@ -118,10 +129,13 @@ class Session:
         return found
 
     async def close(self) -> None:
-        """Let the environment give back what it holds, and its place to others."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        """Let the environment give back what it holds, and then its place to others. Nobody waits for that: it may be
+        at a step that was given up."""
+        if self._is_open:
+            self._is_open = False
+            self._host.beside(self._end())
+
+    async def _end(self) -> None:
         process = self._process
         try:
             if process and not process.has_ended:
