@@ -22,6 +22,8 @@ Box = tuple[int, int, int, int]
 Unit = Literal["pixels", "thousandths"]
 MOST_RATIO = 100
 """Sides of a box, the longer by the shorter, at most."""
+_NOTHING = 1e-3
+"""Pixels of a side of a box that has none."""
 MOST_PIXELS = 1 << 24
 """Pixels of what is shown; more than any model's processor takes, and a file that is made and sent in a moment."""
 _WHICH = Parameter("integer", "number of the picture in the prompt, from 0", default=0)
@@ -79,19 +81,19 @@ class Rotate(_OfPictures):
 
 
 def box_of(wanted: Sequence[float], scale: tuple[float, float], size: tuple[int, int], least: int) -> Box:
-    """``wanted``, in units of ``scale`` pixels, within a picture of ``size`` (width, height): cut at its edges, and of
-    ``least`` pixels a side, around its middle, where it was smaller. ToolError: nothing of it is in the picture.
+    """``wanted``, in units of ``scale`` pixels, within a picture of ``size`` (width, height): cut at its edges, then
+    enlarged around its middle until no side has less than ``least`` pixels. ToolError: nothing of it is in the picture.
 
-    >>> box_of([90, 10, 140, 20], (1, 1), (100, 100), 28)
-    (72, 1, 100, 29)
+    >>> box_of([90, 10, 140, 30], (1, 1), (100, 100), 28)
+    (72, 0, 100, 56)
     """
-    ends = [_within(wanted[axis], wanted[axis + 2], scale[axis], size[axis], least) for axis in (0, 1)]
-    (left, right), (top, bottom) = ends
-    sides = sorted((right - left, bottom - top))
+    ends = [_within(wanted[axis], wanted[axis + 2], scale[axis], size[axis]) for axis in (0, 1)]
+    sides = sorted(high - low for low, high in ends)
     if sides[1] > MOST_RATIO * sides[0]:
-        raise ToolError(
-            f"argument bbox_2d: one side is {sides[1] / sides[0]:.0f} times the other, allowed {MOST_RATIO}"
-        )
+        ratio = f"found {sides[1] / sides[0]:.0f}, allowed {MOST_RATIO}"
+        raise ToolError(f"argument bbox_2d: one side by the other: {ratio}")
+    larger = max(1.0, least / sides[0])
+    (left, right), (top, bottom) = (_enlarged(*end, larger, whole) for end, whole in zip(ends, size, strict=True))
     return left, top, right, bottom
 
 
@@ -109,13 +111,17 @@ def _shown(image: Image) -> Observation:
     return Observation(media=(MediaPart("image", png(image)),))
 
 
-def _within(start: float, end: float, scale: float, size: int, least: int) -> tuple[int, int]:
-    """One side of a box."""
+def _within(start: float, end: float, scale: float, size: int) -> tuple[float, float]:
+    """Ends of one side of a box, pixels."""
     low, high = (max(0.0, min(value * scale, size)) for value in (start, end))
-    if not low < high:
+    if high - low < _NOTHING:
         limits = "left < right and top < bottom, within the picture"
         raise ToolError(f"argument bbox_2d: found {start:g} and {end:g} of {size / scale:g}, allowed: {limits}")
-    length = min(size, max(least, round(high) - round(low)))
+    return low, high
+
+
+def _enlarged(low: float, high: float, larger: float, size: int) -> tuple[int, int]:
+    length = max(1, min(size, round((high - low) * larger)))
     first = min(max(0, round((low + high - length) / 2)), size - length)
     return first, first + length
 
