@@ -244,12 +244,13 @@ def test_what_is_printed(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(("python", "problems"), [("", 0), ("/no/such/python", 2)])
 def test_a_node_is_asked_whether_programs_can_be_kept_apart(tmp_path: Path, python: str, problems: int) -> None:
-    tools = {"kind": "tools", "options": {"tools": {"python": {"python": python}}}}
+    tools = {"kind": "tools", "options": {"tools": {"python": {"python": python}, "search": {"corpus": "/corpus"}}}}
     rewards = {"rollout": {"reward": "code"}, "reward": {"code": {"python": python}}}
     config = make(tmp_path, {**rewards, "environment": tools})
     probe = job.Probe(("rollout",), 1, {}, tmp_path / "probe", mpi=False)
     probe.make()
     [word] = [word for word in probe._words(config) if word.startswith("--code=")]
+    assert "environment.options.tools.search.corpus=/corpus" in probe._words(config)
     assert not any("--code" in word for word in job.Probe(("actor",), 1, {}, tmp_path, mpi=False)._words(config))
     words = [*job.PROBE, f"--folder={probe.folder}", "--nodes=1", "--interfaces", "lo", "--name=here", word]
     subprocess.run([sys.executable, *words], check=True, timeout=60)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_hpc.config.schema import Config
-from relax_hpc.environments.tools import python
+from relax_hpc.environments.tools import options_of, python
 from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.composed import parts_of
 
@@ -14,7 +14,6 @@ def programs_of(config: Config) -> dict[str, CodeSettings]:
     found = {}
     if any(leaf == "code" for name in names if name for _, leaf in parts_of(name, config.reward)):
         found["reward.code"] = config.reward.code
-    tools = config.environment.options.get("tools")
-    if isinstance(tools, dict) and "python" in tools:
-        found[python.KEY] = python.settings_of(tools["python"] or {})
+    if (options := options_of("python", config.environment.options)) is not None:
+        found[python.KEY] = python.settings_of(options)
     return found

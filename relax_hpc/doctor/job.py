@@ -15,6 +15,7 @@ from relax_hpc.checks.programs import programs_of
 from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import folder_and_split
 from relax_hpc.doctor.probe import TOKEN
+from relax_hpc.environments.tools import options_of
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.slurm.layout import Component, components
 from relax_hpc.slurm.mpi import mpi_plugin, mpi_variables, with_ranks
@@ -128,6 +129,7 @@ def _paths(config: Config) -> dict[str, str]:
     """Files and folders that every node must see, by their keys."""
     site = config.site
     inside = site.container.runtime != "none"
+    search = options_of("search", config.environment.options) or {}
     found = {
         "model.path": config.model.path,
         "model.reference_path": config.model.reference_path,
@@ -135,6 +137,7 @@ def _paths(config: Config) -> dict[str, str]:
         "model.critic_path": config.model.critic_path,
         "genrm.path": config.genrm.path,
         "data.train": config.data.train and str(folder_and_split(config.data.train)[0]),
+        "environment.options.tools.search.corpus": search.get("corpus", ""),
         "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,
     }

@@ -37,6 +37,16 @@ def tools_of(wanted: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Tool]:
     return found
 
 
+def options_of(tool: str, environment: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Options of a tool, among those of an ``environment``; None: it has no such tool.
+
+    >>> options_of("python", {"tools": {"python": None}}), options_of("search", {})
+    ({}, None)
+    """
+    tools = environment.get("tools")
+    return (tools[tool] or {}) if isinstance(tools, Mapping) and tool in tools else None
+
+
 @functools.cache
 def _made(name: str, options: str) -> tuple[Tool, ...]:
     """The tools of one name and these options, for the whole process: some take long to make."""
