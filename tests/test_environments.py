@@ -140,6 +140,17 @@ def test_places_are_kept_and_given_back() -> None:
     assert with_host(work, processes=2, per_process=1) == (2, "1 [2] 3")
 
 
+def test_no_process_is_started_for_an_episode_that_outlives_all_environments() -> None:
+    async def work(host: Environments) -> None:
+        session = await host.open(beginning())
+        await host.close()
+        with pytest.raises(EnvironmentFault, match="environment_died: all environments were ended"):
+            await session.step(Response("a", "stop", 0))
+        await session.close()
+
+    with_host(work)
+
+
 def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration() -> None:
     async def work(host: Environments) -> None:
         with pytest.raises(ConfigError, match=r"environment\.options\.place: found here"):

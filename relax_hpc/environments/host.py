@@ -39,6 +39,7 @@ class Environments:
         self._retired: list[Process] = []
         self._for_suspects: Process | None = None
         self._beside: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def start(self) -> None:
         """Start one process. ConfigError: there is no such environment, or not with these options."""
@@ -56,7 +57,8 @@ class Environments:
         return session
 
     async def close(self) -> None:
-        """End all processes."""
+        """End all processes. Episodes that are still played end as `environment_died`."""
+        self._is_closed = True
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
@@ -64,7 +66,10 @@ class Environments:
         await asyncio.gather(*(process.end() for process in [*self._processes, *self._retired, *suspects]))
 
     def place(self, is_suspect: bool) -> Process:
-        """Process for one more environment; of a suspect, whose calls are the only ones there while they last."""
+        """Process for one more environment; of a suspect, whose calls are the only ones there while they last.
+        EnvironmentFault: they were all ended."""
+        if self._is_closed:
+            raise EnvironmentFault("environment_died", "all environments were ended")
         if is_suspect:
             if self._for_suspects is None or self._for_suspects.has_ended:
                 self._for_suspects = Process(self._starter, self._settings.step_timeout_s, one_at_a_time=True)
