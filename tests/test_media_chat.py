@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ requires("transformers", "torch")
 from relax_hpc.config.schema import DataConfig  # noqa: E402
 from relax_hpc.data.media import spans_of  # noqa: E402
 from relax_hpc.data.prompts import Prompt, PromptRules, load_tokenizer  # noqa: E402
+from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.transformers_hook import install_transformers_hook  # noqa: E402
 from tests.media_files import PROCESSOR, avi, encoded, model_files, picture  # noqa: E402
 from tests.prompt_helpers import load_prompts  # noqa: E402
@@ -151,3 +155,24 @@ def test_what_stands_beside_a_video_may_look_like_its_time_stamps(model: Path, t
     assert list(found.token_ids) == processed(model, messages, [], [film])
     (begin,) = load_tokenizer(model).encode("<|vision_start|>", special=False, special_tokens=True)
     assert found.token_ids.count(begin) == 3
+
+
+def test_a_tokenizer_that_is_published_in_pieces_is_made_by_the_command_that_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    """As Qwen3-Omni is: vocabulary and merges, and no tokenizer.json."""
+    whole = json.loads((model / "tokenizer.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in whole["model"]["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    added = {str(one.pop("id")): one for one in whole["added_tokens"]}
+    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": SPECIAL[2], "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing") as missing:
+        load_tokenizer(tmp_path)
+    (command,) = re.findall(r'python -c "(.*)" makes', str(missing.value))
+    subprocess.run([sys.executable, "-c", command], check=True, capture_output=True)
+    made, published = load_tokenizer(tmp_path), load_tokenizer(model)
+    for text in (*TEXTS, "<|vision_start|><|image_pad|><|vision_end|>"):
+        assert made.encode(text, special_tokens=True) == published.encode(text, special_tokens=True)

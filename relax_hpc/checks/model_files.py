@@ -108,7 +108,9 @@ def _look(path: Path, config: ModelConfig) -> Model:
 
 def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"found no tokenizer.json in {path}; save the fast tokenizer there")
+        from relax_hpc.data.prompts import making
+
+        raise ConfigError(f"found no tokenizer.json in {path}; {making(path)}")
     if "tokenizers" in unread():
         return None
     found = _load_tokenizer(path, tuple(stamp(path / name) for name in _TOKENIZER_FILES))

@@ -98,6 +98,12 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=True)
 
 
+def making(directory: Path) -> str:
+    """Advice how to get a tokenizer.json, in whose place Qwen3-Omni is published with vocab.json and merges.txt."""
+    make = f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}')"
+    return f'python -c "from transformers import AutoTokenizer; {make}" makes it of the other files'
+
+
 def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is not usable."""
     from tokenizers import Tokenizer as Backend
@@ -105,7 +111,9 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{path}: missing; model.path must name a Hugging Face directory with a tokenizer.json")
+        raise ConfigError(
+            f"{path}: missing; model.path must name a Hugging Face directory with one: {making(directory)}"
+        )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
