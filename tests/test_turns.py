@@ -61,6 +61,14 @@ class Counting(Environment):
         return Step((said,), over, {"turns": response.turn + 1}, float(over))
 
 
+class Opening(Counting):
+    """Speaks first."""
+
+    def reset(self, beginning):
+        super().reset(beginning)
+        return (Observation("look", role="user"),)
+
+
 class Contexts(Environment):
     """A sub-agent after the first turn, a branch of its first turn after the second, the first history compacted, and
     at last the first one again."""
@@ -142,11 +150,6 @@ def test_contexts_are_rows_of_an_episode() -> None:
 
 
 def test_an_opening_goes_behind_the_prompt() -> None:
-    class Opening(Counting):
-        def reset(self, beginning):
-            super().reset(beginning)
-            return (Observation("look", role="user"),)
-
     made, *_ = played(Opening)
     (row,) = made.rows
     text = spelled(row.prompt, row.made)
@@ -169,7 +172,8 @@ def test_no_budget_is_exceeded_and_the_end_says_which(
     assert isinstance(made, Episode) and not faults
     rows = [row.made for row in made.rows]
     drawn = sum(int(np.count_nonzero(one.token_versions)) for one in rows)
-    assert drawn == drawing.drawn and all(0 < len(one.token_ids) <= budget for one in rows)
+    most = len(prompt_of().token_ids) + budget
+    assert drawn == drawing.drawn and all(0 < len(row.prompt) + len(row.made.token_ids) <= most for row in made.rows)
     assert all(one.token_versions[-1] for one in rows), "nobody is asked to train on words that nobody has answered"
     assert not sampled or drawn <= sampled
     assert not whole or sum(len(one.token_ids) for one in rows) <= whole
@@ -233,7 +237,7 @@ def prompt_of() -> Prompt:
     return Prompt("p", start(TOKENIZER, None, PROMPT).request.prompt_ids, "go", "answer")
 
 
-@pytest.mark.parametrize("kind", [Counting, Contexts])
+@pytest.mark.parametrize("kind", [Counting, Opening, Contexts])
 @pytest.mark.parametrize("unfinished_too", [True, False])
 def test_an_episode_goes_on_from_any_of_its_logs(kind, unfinished_too: bool) -> None:
     whole, logs, drawn = logs_of(kind, unfinished_too)

@@ -47,6 +47,7 @@ class Bridge:
         self._tokenizer, self._template, self._places, self._most = tokenizer, template, dict(places or {}), most
         self._known: dict[tuple[Role, ...], _Around] = {}
         names = sorted(tokenizer.special_names, key=len, reverse=True)
+        self._ids = {name: tokenizer.encode(name, special=False, special_tokens=True) for name in names}
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._opening = self._opens() if template else []
         self.cut = 0
@@ -97,7 +98,7 @@ class Bridge:
         start = 0
         for found in self._special.finditer(text):
             yield text[start : found.start()]
-            yield self._tokenizer.encode(found[0], special=False, special_tokens=True)
+            yield self._ids[found[0]]
             start = found.end()
         yield text[start:]
 

@@ -168,8 +168,10 @@ class Turns:
     def _room(self, row: OpenRow, length: int) -> tuple[int, Ended]:
         """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``, and what limits
         it."""
-        others = sum(one.length for one in self.rows if one is not row)
-        return room(self.rules.limits, self.start.request.budget, length, others, self.sampled)
+        request, others = self.start.request, sum(one.length for one in self.rows if one is not row)
+        # A branch has turns in its prompt, for which the row has to have room too.
+        turns = max(0, len(row.prompt) - len(request.prompt_ids))
+        return room(self.rules.limits, request.budget, turns + length, others - turns, self.sampled)
 
     # -- the environment answers -----------------------------------------------------------------------------------
 
