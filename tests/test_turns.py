@@ -376,6 +376,14 @@ def test_what_an_environment_says_is_text_and_no_token_that_ends_a_turn() -> Non
 
 
 def test_a_huge_observation_is_cut_and_says_so() -> None:
-    made, *_ = played(lambda: Saying(Observation("the " * 10_000)), max_observation_tokens=50)
+    cut = []
+    playing = player(
+        lambda: Saying(Observation("the " * 10_000)),
+        TOKENIZER,
+        TEMPLATE,
+        note_cut=lambda: cut.append(1),
+        max_observation_tokens=50,
+    )
+    made = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
     text = spelled((), made.rows[0].made)
-    assert "[cut here: " in text and len(made.rows[0].made.token_ids) < 200
+    assert "[cut here: " in text and len(made.rows[0].made.token_ids) < 200 and len(cut) == 1

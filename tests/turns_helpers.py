@@ -142,10 +142,11 @@ def player(
     tokenizer: Tokenizer,
     chat: ChatTemplate | None = None,
     note: Callable[[EnvironmentFault], None] = lambda fault: None,
+    note_cut: Callable[[], None] = lambda: None,
     **limits: int,
 ) -> Player:
     settings = EnvironmentConfig(**limits)
-    bridge = Bridge(tokenizer, chat, most=settings.max_observation_tokens)
+    bridge = Bridge(tokenizer, chat, most=settings.max_observation_tokens, note_cut=note_cut)
     stage = OnEnvironments(Inside(kind), Rules(bridge, tokenizer, settings))
     return Player(stage, settings.max_faults, 60.0, note)
 

@@ -66,7 +66,7 @@ class Rollout:
         self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media, context.run.eval_media)
         self.outbox = Outbox(self.put, context.report)
         self.media = PromptMedia(self.client, context.model, context.run.eval_media, self.config.data.multimodal)
-        self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note_refused)
+        self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note)
         """Player of episodes of several turns; None: an episode is one response, or the task plays it."""
         routes = routes_of(context.model, config.model)
         self.judging = Judge(
@@ -98,11 +98,11 @@ class Rollout:
     def note_fault(self, fault: EnvironmentFault) -> None:
         """Have the queue count the fault of an environment."""
         print(f"an environment failed its episode: {fault}", flush=True)
-        self.client.status.note("environment_fault", self.context.group, fault.reason)
+        self.note("environment_fault", fault.reason)
 
-    def note_refused(self, reason: str) -> None:
-        """Have the queue count a request of an agent program that was refused."""
-        self.client.status.note("agent_refused", self.context.group, reason)
+    def note(self, what: str, reason: str) -> None:
+        """Have the queue count ``what`` went wrong."""
+        self.client.status.note(what, self.context.group, reason)
 
     def note_waiting_for_judge(self, change: int) -> None:
         """Have beats say that prompt groups wait for a judge, which is no work that could hang."""

@@ -7,7 +7,7 @@ with what is around it, behind tokens that stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_hpc.data.chat import ChatTemplate, TemplateError
@@ -41,17 +41,17 @@ class Bridge:
         template: ChatTemplate | None,
         places: Mapping[Kind, Place] | None = None,
         most: int = 1 << 20,
+        note_cut: Callable[[], None] = lambda: None,
     ) -> None:
         """``template``: None where prompts are texts as they stand, between which nothing is put. ``places``: those of
-        media, by kind. ``most``: tokens of the texts of a message."""
+        media, by kind. ``most``: tokens of the texts of a message; ``note_cut`` is called for each that has more."""
         self._tokenizer, self._template, self._places, self._most = tokenizer, template, dict(places or {}), most
         self._known: dict[tuple[Role, ...], _Around] = {}
         names = sorted(tokenizer.special_names, key=len, reverse=True)
         self._ids = {name: tokenizer.encode(name, special=False, special_tokens=True) for name in names}
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._opening = self._opens() if template else []
-        self.cut = 0
-        """Messages that were cut."""
+        self._note_cut = note_cut
 
     def tokens(self, before: Sequence[int], messages: Sequence[Message], is_prompt: bool) -> tuple[int, list[int]]:
         """Number of the tokens ``before`` that stay, and those that follow, a medium's placeholder once for each.
@@ -115,7 +115,7 @@ class Bridge:
         # A character of any language has no more tokens than bytes.
         if sum(map(len, texts)) * _BYTES <= self._most or sum(len(self._plain(one)) for one in texts) <= self._most:
             return parts
-        self.cut += 1
+        self._note_cut()
         short, left = list[Part](), self._most
         for part in parts:
             if isinstance(part, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -106,7 +107,7 @@ def player_of(
     tokenizer: Tokenizer,
     media: PromptMedia,
     note: Callable[[EnvironmentFault], None],
-    count: Callable[[str], None] = lambda reason: None,
+    count: Callable[[str, str], None] = lambda what, reason: None,
 ) -> Player | None:
     """Player of a run's episodes; None: they are played against no environment. ``count``, ConfigError: as
     `stage_of`."""
@@ -116,16 +117,21 @@ def player_of(
 
 
 def stage_of(
-    config: Config, tokenizer: Tokenizer, media: PromptMedia, count: Callable[[str], None] = lambda reason: None
+    config: Config,
+    tokenizer: Tokenizer,
+    media: PromptMedia,
+    count: Callable[[str, str], None] = lambda what, reason: None,
 ) -> Stage | None:
-    """Stage of a run's episodes; None: there is none. ``count``: see `Agents`. ConfigError: there is no such template
+    """Stage of a run's episodes; None: there is none. ``count`` is told what went wrong and was mended, and why: a
+    request of an agent program that was refused, an observation that was cut. ConfigError: there is no such template
     for chats."""
     if not (kind := environment_of(config)):
         return None
     if kind == AGENT:
-        return Agents(config, tokenizer, count)
+        return Agents(config, tokenizer, functools.partial(count, "agent_refused"))
     settings, how = config.environment, PromptRules.of(config.data, tokenizer)
     places = dict(how.media.places) if how.media else {}
-    bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens)
+    cut = functools.partial(count, "observation", "cut")
+    bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens, cut)
     observed = ObservedMedia(media, how.media, tokenizer) if how.media else None
     return OnEnvironments(Environments(kind, settings), Rules(bridge, tokenizer, settings, observed))
