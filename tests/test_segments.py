@@ -35,14 +35,14 @@ class LogMachine(RuleBasedStateMachine):
         self.numbers = [0] * TICKETS
         self.known: dict[int, list[Generation]] = {}
         """By holder of a log, what must be in it."""
-        self.unanswered: set[int] = set()
-        """Tickets whose owner does not know what was appended last."""
+        self.unanswered: set[tuple[int, int]] = set()
+        """Episodes of which the log may have more than their attempts know."""
         self.drawn = 0
         self.work = [self.begin(ticket) for ticket in range(TICKETS)]
 
     def begin(self, ticket: int) -> Attempt:
         """Go on with what there is."""
-        self.unanswered.discard(ticket)
+        self.unanswered = {(other, k) for other, k in self.unanswered if other != ticket}
         made = self.read(ticket) if ticket in self.logs.logs else {}
         return Attempt(ticket, self.numbers[ticket], PROMPT, EPISODES, made)
 
@@ -79,9 +79,9 @@ class LogMachine(RuleBasedStateMachine):
         number, growth = self.store(segments, attempt.number)
         log = self.logs.logs.get(ticket, Log(ticket, attempt.number))
         assert log.fits(growth[2])
-        if ticket not in self.unanswered:
-            assert all(log.lengths.get((k, row), 0) == start for k, row, start, *_ in growth[2]), "nothing twice"
-        (self.unanswered.discard if answered else self.unanswered.add)(ticket)
+        for k, row, start, *_ in growth[2]:
+            assert (ticket, k) in self.unanswered or log.lengths.get((k, row), 0) == start, "nothing twice"
+        (self.unanswered.difference_update if answered else self.unanswered.update)((ticket, k) for k, *_ in growth[2])
         self.logs.append(number, growth, False)
         if answered:
             attempt.appended(segments, False)
