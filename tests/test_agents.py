@@ -348,7 +348,7 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(chats: Chats
 
 
 PROGRAM = """
-import json, os, sys, urllib.request
+import json, os, sys, time, urllib.request
 def ask(text):
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
     head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -391,30 +391,47 @@ def test_a_program_that_fails_costs_its_own_episode(
     asyncio.run(play())
 
 
-def test_an_engines_fault_ends_the_program_and_a_gateway_that_has_gone_begins_it_again(
-    chats: Chats, tmp_path: Path
+def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None:
+    bad = BadAnswer("nan_logprob", "nan")
+
+    async def once(request: GenerateRequest) -> BadAnswer:
+        return bad
+
+    async def play() -> None:
+        async with gateway(tmp_path) as there:
+            async with player_of(there, chats, ["python", "-c", PROGRAM + "ask('x'); time.sleep(1000)"]) as (
+                player,
+                faults,
+            ):
+                start = ToldEngine(lambda before, most: []).start()
+                assert await player.play(History(), replace(start, ask=once)) is bad and not faults
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("what", ["gateway", "forwarder"])
+def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
+    chats: Chats, tmp_path: Path, what: str
 ) -> None:
     async def play() -> None:
-        async with gateway(tmp_path / "one") as there:
-            command = ["python", "-c", PROGRAM + "ask('x'); ask('y')"]
-            async with player_of(there, chats, command) as (player, faults):
-                engine, bad = ToldEngine(lambda before, most: chats.said("ok")), BadAnswer("nan_logprob", "nan")
+        async with gateway(tmp_path, "another-node" if what == "forwarder" else "") as there:
+            async with player_of(there, chats, ["python", "-c", PROGRAM + "ask('x'); ask('y')"]) as (player, faults):
+                engine, history, gone = ToldEngine(lambda before, most: chats.said("ok")), History(), asyncio.Event()
+                endpoint = player._stage._endpoint
 
-                async def once(request: GenerateRequest) -> BadAnswer:
-                    return bad
-
-                assert await player.play(History(), replace(engine.start(), ask=once)) is bad and not faults
-                history, gone = History(), asyncio.Event()
-
-                async def second(request: GenerateRequest) -> Generation | BadAnswer:
+                async def once(request: GenerateRequest) -> Generation | BadAnswer:
                     if len(engine.asked) == 1 and not gone.is_set():
                         gone.set()
-                        player._stage._endpoint._link.close("a test")
+                        if what == "forwarder":
+                            endpoint._forwarder.kill()
+                        else:
+                            endpoint._link.close("a test")
+                        await endpoint._link.lost.wait()
                     return await engine.once(request)
 
-                made = await player.play(history, replace(engine.start(), ask=second))
-                assert isinstance(made, Episode) and not faults
-                assert len(made.rows) == 2 and len(engine.asked) in (2, 3), "of the first answer there is a record"
+                made = await player.play(history, replace(engine.start(), ask=once))
+            assert isinstance(made, Episode) and not faults
+            assert len(made.rows) == 2 and len(engine.asked) in (2, 3), "of the first answer there is a record"
 
     asyncio.run(play())
 
@@ -426,7 +443,7 @@ def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode
 
     async def play() -> None:
         async with gateway(tmp_path) as there:
-            command = ["python", "-c", f"import threading, time\n{PROGRAM}ask('x'); {more}{leave}"]
+            command = ["python", "-c", f"import threading\n{PROGRAM}ask('x'); {more}{leave}"]
             async with player_of(there, chats, command) as (player, faults):
                 engine, history, waiting = ToldEngine(lambda before, most: chats.said("ok")), History(), 0
 

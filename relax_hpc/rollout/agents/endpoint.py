@@ -25,17 +25,16 @@ class Endpoint:
         self._link: Link | None = None
         self._turn = asyncio.Lock()
         self._forwarder: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._url = ""
 
     async def reached(self) -> tuple[Link, str]:
         """The connection to it, and its address for programs. DeadlineError: there is none."""
         async with self._turn:
             if not self._link or self._link.lost.is_set():
-                self._link = await reach(self._run, self._serve, self._limit_s)
+                self._link = link = await reach(self._run, self._serve, self._limit_s)
                 await self._end_forwarder()
-                self._url = self._link.place.url
-            if not self._link.place.is_here and (not self._forwarder or self._forwarder.returncode is not None):
-                self._url = await self._begin_forwarder()
+                self._url = link.place.url if link.place.is_here else await self._begin_forwarder(link)
             return self._link, self._url
 
     async def close(self) -> None:
@@ -44,8 +43,8 @@ class Endpoint:
             self._link.close()
         await self._end_forwarder()
 
-    async def _begin_forwarder(self) -> str:
-        """Address of a new forwarder. RelaxError: it does not begin."""
+    async def _begin_forwarder(self, link: Link) -> str:
+        """Address of a new forwarder, with which ``link`` is lost too. RelaxError: it does not begin."""
         command = [sys.executable, "-m", "relax_hpc.gateway.forward", "--run_dir", str(self._run.root)]
         self._forwarder = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert self._forwarder.stdout
@@ -53,9 +52,18 @@ class Endpoint:
             url = await self._forwarder.stdout.readline()
         if not url:
             raise RelaxError("the forwarder of this node has ended; what it printed is in the log of this role")
+        self._watching = asyncio.create_task(_lose(link, self._forwarder))
         return url.decode().strip()
 
     async def _end_forwarder(self) -> None:
+        if self._watching:
+            self._watching.cancel()
         if self._forwarder and self._forwarder.returncode is None:
             self._forwarder.kill()
             await self._forwarder.wait()
+
+
+async def _lose(link: Link, forwarder: asyncio.subprocess.Process) -> None:
+    """Have ``link`` lost when the forwarder ends: programs that talk to it are begun again."""
+    await forwarder.wait()
+    link.close("the forwarder of this node has ended")
