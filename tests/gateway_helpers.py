@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.gateway import serving
 from relax_hpc.gateway.broker import Broker
 from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.front import Front, key_of
 from relax_hpc.gateway.link import Link, reach
-from relax_hpc.gateway.place import Place, publish_place, purpose_of
 from relax_hpc.rundir import RunDir
-from relax_hpc.transport.listener import listen
 
 LIMIT_S = 120.0
 
@@ -45,15 +43,5 @@ async def gateway(folder: Path, host: str = "") -> AsyncIterator[Gateway]:
     run = RunDir(folder / "run")
     run.create()
     run.rendezvous("hub").mkdir(parents=True)
-    broker = Broker(listen("127.0.0.1"), run.token(), purpose_of(1))
-    front = Front(broker.knows, broker.ask)
-    await front.start()
-    publish_place(run, Place(1, host or socket.gethostname(), front.url, broker.endpoint))
-    serving = asyncio.create_task(broker.serve())
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            yield Gateway(run, front, broker)
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await front.close()
+    async with serving.gateway(run, host=host) as there, asyncio.timeout(LIMIT_S):
+        yield Gateway(run, there.front, there.broker)

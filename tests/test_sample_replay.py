@@ -13,9 +13,12 @@ import pytest
 from relax_hpc.cli import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, EnvironmentConfig
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.config.schema.environment import AGENT
+from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, Sampling
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from relax_hpc.gateway.serving import gateway
+from relax_hpc.models.tiny_model import write_tokenizer
 from relax_hpc.observe.sample_replay import find
 from relax_hpc.rewards import Score
 from relax_hpc.rollout.history import History
@@ -54,29 +57,35 @@ class Kept:
         self.table.write_text(json.dumps(TABLE | {"pictures": pictures} | changed))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    folder = tmp_path_factory.mktemp("replay")
-    run, table, config = make_run(folder / "run"), folder / "table.json", Config(prompts_per_step=4)
+def made_run(folder: Path, config: Config) -> Kept:
+    """A run of a few prompts, of which nothing is kept yet."""
+    run, table = make_run(folder / "run"), folder / "table.json"
     (folder / "picture.png").write_bytes(png())
-    kept = Kept(run, table)
-    kept.now_says()
     rows = [{"id": f"p{number}", "prompt": f"{number}?", "answer": f"={number}"} for number in range(5)]
     for name in ("train", "held"):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config.prompts_per_step, config.run_dir = 4, str(run.root)
     config.data.train, config.data.eval = str(folder / "train.jsonl"), {"held": str(folder / "held.jsonl")}
     config.rollout.max_new_tokens, config.eval.responses, config.eval.temperature = 200, 2, 1.0
-    config.environment = EnvironmentConfig(kind="tests.lookup_environment:Lookup", options={"table": str(table)})
     dump(config, run.config)
-    seeing_model(run.model)
-    tokenizer = load_tokenizer(run.model)
-    asyncio.run(keep(run, config, tokenizer))
+    (kept := Kept(run, table)).now_says()
     return kept
 
 
-async def keep(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder, config = tmp_path_factory.mktemp("replay"), Config()
+    options = {"table": str(folder / "table.json")}
+    config.environment = EnvironmentConfig(kind="tests.lookup_environment:Lookup", options=options)
+    kept = made_run(folder, config)
+    seeing_model(kept.run.model)
+    asyncio.run(keep(kept.run, config, evaluates=True))
+    return kept
+
+
+async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
     """Play and keep as a rollout process does."""
-    media = PromptMedia(None, run.model, run.eval_media)
+    tokenizer, media = load_tokenizer(run.model), PromptMedia(None, run.model, run.eval_media)
     player = player_of(config, tokenizer, media, note=print)
     assert player
     log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples, steps=1)
@@ -93,7 +102,8 @@ async def keep(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
         episodes = dict(enumerate(await play(prompt, TICKET)))
         keeper.put([row | {"reward": 0.5} for row in rows_of(prompt, TICKET, episodes)], "shard")
         prompt = open_evals(run, config, tokenizer)["held"][2]
-        keeper.evaluated("held", Version(1, 4), [(prompt, one, Score(1.0)) for one in await play(prompt, 0)])
+        answers = await play(prompt, 0) if evaluates else []
+        keeper.evaluated("held", Version(1, 4), [(prompt, one, Score(1.0)) for one in answers])
     finally:
         await player.close()
         await media.close()
@@ -125,7 +135,7 @@ def test_another_picture_is_another_observation(made: Kept, capsys: pytest.Captu
 def test_an_end_that_is_another_is_said(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
     made.now_says(says=[*TABLE["says"], "more."])
     code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and "row 1 of the episode has one more turn" in said
+    assert code == EXIT_CONFIG and "row 1 of the episode has the policy speak where it did not" in said
     made.now_says(says=TABLE["says"][:2])
     code, said = made.replayed(capsys)
     assert code == EXIT_CONFIG and "row 1 of the episode has an end" in said
@@ -152,3 +162,29 @@ def test_a_damaged_recording_ends_nothing(made: Kept) -> None:
         damaged = [sample | {"recording": sample["recording"] | odd}]
         with pytest.raises(ConfigError, match="is damaged"):
             find(damaged, NAME).rows()
+
+
+def test_an_agent_is_played_again_at_an_endpoint_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, template = Config(), tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.role }}:{{ message.content }}.{% endfor %}assistant:")
+    command = ["python", "-m", "tests.lookup_agent", str(tmp_path / "table.json")]
+    options = {"command": command, "chat_template": str(template)}
+    config.environment = EnvironmentConfig(kind=AGENT, options=options, turn_tokens=20)
+    kept = made_run(tmp_path, config)
+    kept.run.model.mkdir()
+    write_tokenizer(kept.run.model)
+    (kept.run.model / "config.json").write_text("{}")
+    kept.run.rendezvous("hub").mkdir(parents=True)
+
+    async def play() -> None:
+        async with gateway(kept.run):
+            await keep(kept.run, config)
+
+    asyncio.run(play())
+    assert kept.replayed(capsys) == (EXIT_DONE, f"{NAME}: 3 turns, and the same again\n")
+    kept.now_says(says=["a lamp.", "a window.", "end."])
+    code, said = kept.replayed(capsys)
+    assert code == EXIT_CONFIG and "has the policy speak where it did not, after" in said and "a window." in said
+    assert said.count("\n") == 1
+    kept.now_says(says=["a lamp."])
+    assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens are others\n")

@@ -78,8 +78,8 @@ def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
         again = _again(run, config, tokenizer, found)
     except EnvironmentFault as fault:
         print(f"{name}: {harmless(str(fault))}")
-        if isinstance(fault, Differs):
-            print("\n".join(_texts(fault, tokenizer)))
+        for line in _texts(fault, tokenizer) if isinstance(fault, Differs) else ():
+            print(line)
         return EXIT_CONFIG
     mistakes = list(differences(found, again))
     told = "; ".join(mistakes) or f"{found.turns} turns, and the same again"
@@ -108,7 +108,10 @@ def find(samples: Iterable[Sample], name: str, of: str = "", step: int | None = 
 
 
 def differences(found: Kept, again: Episode) -> Iterator[str]:
-    """Differences at the end of an episode whose turns are all the same."""
+    """Differences of an episode that its environment has gone through to an end."""
+    rows = [[*row.prompt, *row.made.token_ids] for row in again.rows]
+    if rows != [sample["recording"]["token_ids"] for sample in found.samples]:
+        yield "its tokens are others"
     if (now := again.finish_reason) != (then := found.first["finish_reason"]):
         yield f"it ended by {then}, and by {now} now"
     then, now = found.first.get("environment", {}), last_words(again.outcome or {})

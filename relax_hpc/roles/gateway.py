@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import Counter
 
-from relax_hpc.gateway.broker import Broker
 from relax_hpc.gateway.front import Front
-from relax_hpc.gateway.place import Place, publish_place, purpose_of
+from relax_hpc.gateway.serving import gateway
 from relax_hpc.rendezvous.network import own_address
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
-from relax_hpc.transport.listener import listen
 
 _TELL_S = 5.0
 """Seconds between two reports of what was refused."""
@@ -27,24 +24,19 @@ def run(context: Context) -> None:
     async def serve() -> None:
         assert context.client is not None
         address = own_address(context.config, context.group)
-        broker = Broker(listen(address), context.run.token(), purpose_of(context.incarnation))
-        front = Front(broker.knows, broker.ask)
-        await front.start()
-        place = Place(context.incarnation, socket.gethostname(), front.url, broker.endpoint)
-        await asyncio.to_thread(publish_place, context.run, place)
-        context.says("")
-        serving = [asyncio.create_task(broker.serve()), asyncio.create_task(_tell(context, front))]
-        over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.over()))
-        try:
-            with context.spans("wait", cause=_ASKED):
-                done, _ = await asyncio.wait([over, *serving], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in serving:
-                task.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
-            await front.close()
+        async with gateway(context.run, context.incarnation, address) as there:
+            context.says("")
+            telling = asyncio.create_task(_tell(context, there.front))
+            over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.over()))
+            try:
+                with context.spans("wait", cause=_ASKED):
+                    ends = [over, telling, there.serving]
+                    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
 
     run_until_stopped(serve, context.stop)
 
