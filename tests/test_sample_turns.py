@@ -18,7 +18,7 @@ from relax_hpc.observe.sample_page import page
 from relax_hpc.observe.sample_reading import whole
 from relax_hpc.observe.sample_text import lines
 from relax_hpc.rewards import Score
-from relax_hpc.rollout.sample_keeper import SampleKeeper
+from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import CUT, CUT_SHORT, Sample, SampleLog, read_samples
 from relax_hpc.transfer_queue.row_schema import turns_of
 from relax_hpc.transfer_queue.storage.media import MediaStore
@@ -27,7 +27,7 @@ from tests.browser import needs_browser, seen
 
 OLD, NEW = Version(1, 3), Version(1, 4)
 CALL = '<tool_call>{"name": "zoom", "arguments": {"at": [4, 4]}}</tool_call>'
-SAID = [("I look.", OLD), ("a part", None), (f"{CALL}<tool_call>", OLD), ("again", None), ("seven", NEW)]
+SAID = [("I look.", OLD), ("\na part\n", None), (f"{CALL}<tool_call>", OLD), ("again", None), ("seven", NEW)]
 """Turns, and the weights that sampled each."""
 
 
@@ -92,6 +92,12 @@ def test_calls_of_tools_are_read_as_their_environment_reads_them(sample: Sample)
     assert call == {"name": "zoom", "arguments": {"at": [4, 4]}} and none.keys() == {"error"}
 
 
+def test_tensorboard_shows_turn_by_turn(sample: Sample) -> None:
+    (text,) = in_tensorboard([sample])
+    said = [*zip(("policy", "environment"), ("I look.", "a part"), strict=True), ("policy", SAID[2][0])]
+    assert text.splitlines()[1:5] == ["prompt: which?", *(f"{who}: {what}" for who, what in said)]
+
+
 def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
     shown = list(lines(sample, 400, lambda text, _: text))
     tokens = sample["tokens"]
@@ -101,7 +107,7 @@ def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
         "prompt   which?",
         f"policy   7 tokens  0 trained on  {OLD}",
         "         I look.",
-        "observed 6 tokens  0 trained on",
+        "observed 8 tokens  0 trained on",
         "image    48 x 32",
         "         a part",
         f"policy   {len(SAID[2][0])} tokens  0 trained on  {OLD}",
@@ -124,7 +130,7 @@ def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_pa
     article = shown[shown.index("<article>") : shown.index("</article>")]
     assert re.findall(r'<section class="(\w+)"><h3>([^<]*)', article) == [
         ("policy", f"policy \u00b7 7 tokens \u00b7 0 trained on \u00b7 {OLD}"),
-        ("environment", "environment \u00b7 6 tokens \u00b7 0 trained on"),
+        ("environment", "environment \u00b7 8 tokens \u00b7 0 trained on"),
         ("policy", f"policy \u00b7 {len(SAID[2][0])} tokens \u00b7 0 trained on \u00b7 {OLD}"),
         ("environment", "environment \u00b7 5 tokens \u00b7 0 trained on"),
         ("policy", f"policy \u00b7 5 tokens \u00b7 {NEW}"),

@@ -67,7 +67,7 @@ function turn(one) {
   const policy = one.by === "policy", made = element("section", policy ? "policy" : "environment");
   made.append(element("h3", "", [one.by, ...known(one)].join(" \u00b7 ")));
   for (const medium of one.media || []) made.append(picture(medium));
-  made.append(element("pre", "", one.text));
+  made.append(element("pre", "", one.text.replace(/^\n+|\n+$/g, "")));
   for (const call of one.tool_calls || []) {
     const words = call.error ?? `${call.name} ${JSON.stringify(call.arguments)}`;
     made.append(element("div", call.error ? "call bad" : "call", `call: ${words}`));

@@ -62,7 +62,7 @@ def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
     about = "  ".join(map(str, [*known(turn), *turn["versions"]]))
     yield paint(harmless(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM)
     yield from _media(turn, paint)
-    yield from _text("", turn["text"], width, paint)
+    yield from _text("", turn["text"].strip("\n"), width, paint)
     for call in turn.get("tool_calls", []):
         arguments = json.dumps(call.get("arguments"), ensure_ascii=False)
         yield from _text("call", call.get("error") or f"{call.get('name')} {arguments}", width, paint)

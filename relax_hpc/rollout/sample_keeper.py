@@ -100,4 +100,8 @@ def in_tensorboard(samples: list[Sample]) -> list[str]:
 
 def _text(sample: Sample) -> str:
     head = f"{sample['id']}  reward {sample['reward']:.4g}  {sample['finish_reason']}"
-    return "\n".join([head, *(f"{name}: {sample[name][:_SHOWN_CHARS]}" for name in ("prompt", "response"))])
+    response = [("response", sample["response"])]
+    said = [(turn["by"], turn["text"].strip("\n")) for turn in sample["turns"]] if "turns" in sample else response
+    return "\n".join(
+        [head, *(f"{name}: {text[:_SHOWN_CHARS]}" for name, text in [("prompt", sample["prompt"]), *said])]
+    )
