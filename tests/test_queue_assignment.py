@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,15 @@ from relax_hpc.transfer_queue.controller.planning.claims import assignment
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.samplers import dealt, schedule
+from relax_hpc.transfer_queue.samplers import GroupSize, dealt, schedule
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.queue_world import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 LENGTHS = {0: [40, 7], 1: [9, 9], 2: [300, 2], 3: [70_000, 5]}
-MEDIA = [9, 9]
-"""Tokens that stand for media in the rows of ticket 1."""
+MEDIA = [9, 9, 9]
+"""Tokens that stand for media in each row of ticket 1, and in both: it is the same medium."""
 DEALT = {"ranks": 2, "max_tokens": 64, "batch": 1}
 WINDOW = {"task": "actor", "budget": BUDGET, "boundary": 4, **DEALT}
 
@@ -64,7 +63,7 @@ def test_lengths_come_back_as_they_were_packed(sizes):
     ranks=st.integers(1, 3),
 )
 def test_what_is_compared_is_in_one_micro_batch_in_its_order(lengths, ranks):
-    groups = {ticket: SimpleNamespace(row_tokens=rows, row_media=[0, 0]) for ticket, rows in enumerate(lengths)}
+    groups = {ticket: SimpleNamespace(size=GroupSize(rows, [0, 0], 0)) for ticket, rows in enumerate(lengths)}
     state = SimpleNamespace(groups=groups, plan=SimpleNamespace(compares=True))
     found = assignment(state, range(len(lengths)), ranks, 64, batch=1)
     rows = [row for rank in found for part in rank for row in part]
@@ -111,8 +110,8 @@ def test_media_of_rows_count_twice_and_may_be_bounded(restarted):
         assert service.ask("rollout", 1, f"put{ticket}", "put", **put, extras=extras) == {"refused": {}}
     service.state = restarted(service)
     claim = service.ask("actor", 1, "c", "claim", **WINDOW, max_media=8)
-    lengths, media = [*chain(*LENGTHS.values())], [0, 0, *MEDIA, 0, 0, 0, 0]
-    assert claim["assignment"] == dealt(lengths, media, 2, 64, 8, batch=1) != expected()
+    sizes = [GroupSize(rows, [9, 9] if ticket == 1 else [0, 0], 9 * (ticket == 1)) for ticket, rows in LENGTHS.items()]
+    assert claim["assignment"] == dealt(sizes, 2, 64, 8, batch=1) != expected()
     assert refused_kind(service, "actor", 1, "d", "claim", **WINDOW, max_media=-1) == "refused"
 
 

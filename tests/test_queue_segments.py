@@ -304,7 +304,7 @@ def test_malformed_logs_are_refused(about):
         {"ticket": [0], "media": []},
         {"ticket": 0, "media": "1"},
         {"ticket": 0, "media": [1]},
-        {"ticket": 0, "media": [], "tokens": packed([5])},
+        {"ticket": 0, "media": [], "tokens": packed([5, 5])},
         {"ticket": 0, "media": [], "tokens": [5, 5]},
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.samplers import (
+    GroupSize,
     balanced,
     dealt,
     micro_batches,
@@ -162,23 +163,50 @@ def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_toke
         assert all(map(len, rank[: min(most, sum(map(len, rank)))]))
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), max_size=30),
-    ranks=PARTS,
-    budget=BUDGETS,
-    bound=st.integers(0, 100),
-)
-def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(rows, ranks, budget, bound):
-    lengths, media = [text + seen for text, seen in rows], [seen for _, seen in rows]
-    found = dealt(lengths, media, ranks, budget, bound)
+@st.composite
+def groups_with_media(draw):
+    """Prompt groups whose rows each show some of the media of the group."""
+    groups = []
+    for _ in range(draw(st.integers(0, 6))):
+        media = draw(st.lists(st.integers(1, 60), max_size=3))
+        shown = draw(
+            st.lists(st.sets(st.sampled_from(range(len(media)))) if media else st.just(set()), min_size=1, max_size=5)
+        )
+        groups.append((media, shown, draw(st.lists(st.integers(1, 60), min_size=len(shown), max_size=len(shown)))))
+    return groups
+
+
+@given(groups=groups_with_media(), ranks=PARTS, budget=BUDGETS, bound=st.integers(0, 100))
+def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(groups, ranks, budget, bound):
+    sizes, rows = [], []
+    for number, (media, shown, texts) in enumerate(groups):
+        seen = [sum(media[k] for k in row) for row in shown]
+        lengths = [text + some for text, some in zip(texts, seen, strict=True)]
+        sizes.append(GroupSize(lengths, seen, sum(media[k] for k in set().union(*shown))))
+        rows += [(length, {(number, k): media[k] for k in row}) for length, row in zip(lengths, shown, strict=True)]
+    found = dealt(sizes, ranks, budget, bound)
     parts = [part for rank in found for part in rank]
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
-    for part in parts:
-        assert len(part) <= 1 or sum(lengths[row] for row in part) <= budget
-        assert len(part) <= 1 or not bound or sum(media[row] for row in part) <= bound
-    costs = [sum(lengths[row] + media[row] for part in rank for row in part) for rank in found]
-    assert spread(costs) <= max(map(sum, zip(lengths, media, strict=True)), default=0)
-    assert dealt(lengths, [0] * len(rows), ranks, budget, bound) == schedule(dict(enumerate(lengths)), ranks, budget)
+    for part in (part for part in parts if len(part) > 1):
+        assert sum(rows[row][0] for row in part) <= budget
+        distinct = {name: tokens for row in part for name, tokens in rows[row][1].items()}
+        assert sum(distinct.values()) <= (bound or budget)
+    [most] = {len(rank) for rank in found}
+    assert all(map(any, zip(*found, strict=True))) if most else not rows
+
+
+@given(lengths=st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), max_size=9), ranks=PARTS, budget=BUDGETS)
+def test_rows_of_text_are_dealt_by_themselves(lengths, ranks, budget):
+    sizes = [GroupSize(group, [0] * len(group), 0) for group in lengths]
+    assert dealt(sizes, ranks, budget, 7) == schedule(dict(enumerate(itertools.chain(*lengths))), ranks, budget)
+
+
+def test_rows_that_show_the_same_stay_together_but_no_rank_is_idle():
+    """A tower encodes a medium once for a micro-batch, however many rows of it show it."""
+    groups = [GroupSize([100] * 4, [90] * 4, 90) for _ in range(4)]
+    assert dealt(groups, 2, 450, 0) == [[[0, 1, 2, 3], [12, 13, 14, 15]], [[4, 5, 6, 7], [8, 9, 10, 11]]]
+    assert dealt(groups[:1], 2, 450, 0) == [[[0, 1]], [[2, 3]]]
+    assert [len(part) for part in dealt(groups[:1], 1, 250, 0)[0]] == [2, 2]
 
 
 @given(lengths=windows(), ranks=PARTS, budget=BUDGETS, kept=st.sets(st.integers(0, 39)))

@@ -22,6 +22,7 @@ from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
 from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
+from relax_hpc.transfer_queue.group_sizes import group_sizes
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import dealt
 from relax_hpc.transfer_queue.storage.media import MediaStore
@@ -112,10 +113,8 @@ class Ranks:
     def parts(self, rows: Sequence[Row], settings: TrainerConfig | ForwardConfig) -> list[list[int]]:
         """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens as the others', and
         as many, see `samplers.dealt`."""
-        lengths = [len(row["token_ids"]) for row in rows]
-        media = [sum(span["length"] for span in row.get("spans") or ()) for row in rows]
         most = settings.pack_tokens, settings.pack_media_tokens
-        return dealt(lengths, media, self.layout.data_size, *most)[self.layout.data_rank]
+        return dealt(group_sizes(rows), self.layout.data_size, *most)[self.layout.data_rank]
 
     def collect(
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None, tail: tuple[int, ...] = ()

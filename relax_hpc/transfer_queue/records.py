@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_hpc.transfer_queue.lengths import unpacked
-from relax_hpc.transfer_queue.samplers import Assignment
+from relax_hpc.transfer_queue.samplers import Assignment, GroupSize
 
 Owner = tuple[str, int]
 """A group and its incarnation."""
@@ -37,7 +37,7 @@ class PromptGroup:
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
     media: bytes = b""
-    """Tokens of every row that stand for media, as `lengths`; empty: none has any."""
+    """Tokens of every row that stand for media, and of all its media together, as `lengths`; empty: it has none."""
     episodes: bytes = b""
     """Rows of each episode, see `transfer_queue.row_ids`; empty before somebody has declared it."""
     versions: frozenset[int] = frozenset()
@@ -71,9 +71,10 @@ class PromptGroup:
         return unpacked(self.lengths, sum(self.episodes))
 
     @property
-    def row_media(self) -> tuple[int, ...]:
-        """Tokens of each row that stand for media."""
-        return unpacked(self.media, sum(self.episodes)) if self.media else (0,) * sum(self.episodes)
+    def size(self) -> GroupSize:
+        """Size by which its rows are dealt to ranks."""
+        *media, distinct = unpacked(self.media, self.rows + 1) if self.media else (0,) * (self.rows + 1)
+        return GroupSize(self.row_tokens, media, distinct)
 
     @property
     def failures(self) -> int:

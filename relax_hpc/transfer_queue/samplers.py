@@ -7,7 +7,8 @@ every tensor, pipeline and context rank, and every retry, finds the same rows fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -156,22 +157,66 @@ def schedule(
     return _as_many(found)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """Size of a prompt group."""
+
+    lengths: Sequence[int]
+    """Tokens of each row."""
+    media: Sequence[int]
+    """Tokens of each row that stand for media."""
+    distinct: int
+    """Tokens of all its media, each counted once, however many rows show it."""
+
+
 def dealt(
-    lengths: Sequence[int], media: Sequence[int], ranks: int, budget_tokens: int, budget_media: int, batch: int = 0
+    groups: Sequence[GroupSize],
+    ranks: int,
+    budget_tokens: int,
+    budget_media: int,
+    batch: int = 0,
+    whole: bool = False,
 ) -> Assignment:
-    """Rows of so many tokens, of which so many stand for ``media``, by `schedule`. In no micro-batch of several rows
-    are more than ``budget_tokens``, or of media more than ``budget_media``; 0: there is no bound for these.
+    """The rows of prompt ``groups``, numbered through, by `schedule`: in no micro-batch of several rows are more than
+    ``budget_tokens``, or of media more than ``budget_media``; 0: there is no bound for these.
 
-    A token of media costs its time twice, in a tower and in what follows.
+    Rows of a group that has media stay together as far as they fit, since a tower encodes a medium once for all rows
+    of a micro-batch; ``whole``: those of any group do, and whether they fit or not. A token of media costs its time
+    twice, in a tower and in what follows.
 
-    >>> dealt([8, 8, 8], [0, 6, 6], 1, 16, 8)
-    [[[1], [2], [0]]]
+    >>> dealt([GroupSize([4, 4], [3, 3], 3), GroupSize([4, 4], [0, 0], 0)], 1, 12, 4)
+    [[[0, 1], [2, 3]]]
     """
-    # A row is as large as it is in what it takes more of, as a share of what there is.
-    shares = (-(-seen * budget_tokens // budget_media) if budget_media else 0 for seen in media)
-    sizes = dict(enumerate(map(max, lengths, shares)))
-    costs = dict(enumerate(map(sum, zip(lengths, media, strict=True))))
-    return schedule(sizes, ranks, budget_tokens, batch, costs=costs)
+    most = budget_tokens, budget_media or budget_tokens
+    # No part is larger than what each rank would have: else some would have none.
+    fair = max(sum(map(sum, (group.lengths for group in groups))) // ranks, 1)
+    rows, sizes, costs, number = list[range](), dict[int, int](), dict[int, int](), 0
+    for group in groups:
+        for part in _parts(group, (min(most[0], fair), most[1]), whole):
+            tokens, media = sum(group.lengths[k] for k in part), _media_of(group, part)
+            # A part is as large as it is in what it takes more of, as a share of what there is.
+            sizes[len(rows)] = max(tokens, -(-media * most[0] // most[1]))
+            costs[len(rows)] = tokens + media
+            rows.append(range(number + part.start, number + part.stop))
+        number += len(group.lengths)
+    found = schedule(sizes, ranks, budget_tokens, batch, costs=costs)
+    return [[[row for part in micro_batch for row in rows[part]] for micro_batch in rank] for rank in found]
+
+
+def _parts(group: GroupSize, most: tuple[int, int], whole: bool) -> Iterator[range]:
+    """Rows of a group that stay together: as many as have no more tokens, and tokens of media, than ``most``."""
+    start, count = 0, len(group.lengths)
+    for end in range(1, count + 1):
+        longer = range(start, end + 1)
+        fits = end < count and sum(group.lengths[k] for k in longer) <= most[0] and _media_of(group, longer) <= most[1]
+        if end == count or not (whole or (group.distinct and fits)):
+            yield range(start, end)
+            start = end
+
+
+def _media_of(group: GroupSize, part: range) -> int:
+    """Tokens of media in some rows of a group, each medium counted once, at most."""
+    return min(sum(group.media[k] for k in part), group.distinct)
 
 
 def _as_many(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue.group_sizes import size_of
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.row_ids import place_of, rows_by_episode
 from relax_hpc.transfer_queue.row_schema import BadRow, Row, sampled_versions
@@ -43,14 +44,14 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
 
 
 def media_of_groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Media of prompt groups for the controller: ticket, ids, tokens of each row that stand for them. BadRow: a row's
-    spans, or its id, are none."""
-    named, tokens = media_by_ticket(rows), defaultdict[int, dict[tuple[int, int], int]](dict)
-    for row in rows:
-        ticket, episode, number = place_of(row["row_id"])
-        tokens[ticket][episode, number] = sum(span["length"] for span in row["spans"])
-    in_order = {ticket: [found for _, found in sorted(rows.items())] for ticket, rows in tokens.items()}
-    return [{"ticket": ticket, "media": ids, "tokens": packed(in_order[ticket])} for ticket, ids in named.items()]
+    """Media of prompt groups for the controller: ticket, ids, tokens that stand for them, of each row and of all media
+    together, each counted once. BadRow: a row's spans, or its id, are none."""
+    named, groups = media_by_ticket(rows), defaultdict[int, list[Row]](list)
+    for row in sorted(rows, key=lambda row: place_of(row["row_id"])):
+        groups[place_of(row["row_id"])[0]].append(row)
+    sizes = {ticket: size_of(groups[ticket]) for ticket in named}
+    tokens = {ticket: packed([*size.media, size.distinct]) for ticket, size in sizes.items()}
+    return [{"ticket": ticket, "media": ids, "tokens": tokens[ticket]} for ticket, ids in named.items()]
 
 
 def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:

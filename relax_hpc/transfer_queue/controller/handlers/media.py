@@ -43,8 +43,8 @@ def check_extras(extras: list[dict], rows: dict[int, int]) -> None:
         ids, ticket, tokens = extra.get("media"), extra.get("ticket"), extra.get("tokens", b"")
         good = type(ids) is list and all(type(media_id) is str for media_id in ids)
         good = good and type(ticket) is int and ticket in rows
-        if not good or not (tokens == b"" or is_packed(tokens, rows[ticket])):
-            expected = "the ticket of a generated row, media (ids), and tokens (packed, one a row)"
+        if not good or not (tokens == b"" or is_packed(tokens, rows[ticket] + 1)):
+            expected = "the ticket of a generated row, media (ids), and tokens (packed, of each row and of all)"
             raise Refused("refused", f"put: extras: found {extra!r:.80}, expected {expected}")
 
 

@@ -31,7 +31,8 @@ def put(
 ) -> Any:
     """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard.
 
-    ``extras``: of some tickets the ids of their `media`, and the `tokens` of each row that stand for them (packed).
+    ``extras``: of some tickets the ids of their `media`, and the `tokens` of each row that stand for them, and of all
+    of them together (packed).
     """
     state = service.state
     if (refused := state.puts.recall(request.key)) is not None:

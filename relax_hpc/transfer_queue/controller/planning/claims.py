@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
 
 from relax_hpc.transfer_queue.controller.planning import step_sets, windows
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
@@ -47,11 +46,5 @@ def assignment(
     """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``, of which
     ``max_media`` (0: any number) stand for media; by whole prompt groups, whose rows stay in their order, where the
     loss compares these."""
-    groups = [state.groups[ticket] for ticket in tickets]
-    lengths, media = [group.row_tokens for group in groups], [group.row_media for group in groups]
-    if not state.plan.compares:
-        return dealt([*chain(*lengths)], [*chain(*media)], ranks, max_tokens, max_media, batch)
-    ends = list(accumulate(map(len, lengths)))
-    rows = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    found = dealt([*map(sum, lengths)], [*map(sum, media)], ranks, max_tokens, max_media, batch)
-    return [[[row for number in batch for row in rows[number]] for batch in rank] for rank in found]
+    sizes = [state.groups[ticket].size for ticket in tickets]
+    return dealt(sizes, ranks, max_tokens, max_media, batch, state.plan.compares)
