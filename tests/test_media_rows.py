@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,19 @@ from hypothesis import strategies as st
 
 from relax_hpc.checks.files import read_prompts
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
-from relax_hpc.data.media import MediaRules, spans_of
+from relax_hpc.data.media import MediaRules, places_of, spans_of
 from relax_hpc.data.named_media import split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.rows import BadLine, data_uri
 from relax_hpc.doctor.media import check_media
+from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.tasks import TASKS
 from relax_hpc.tasks.moving_squares import filmed
-from tests.media_files import CRASHES, HANGS, have_own_pillow
+from tests.media_files import CRASHES, HANGS, avi, clip, have_own_pillow, tone
 from tests.media_prompts import END, IMAGE, START, VIDEO, hearing_model, png, seeing_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
@@ -229,6 +231,34 @@ def test_a_video_has_a_time_stamp_before_each_patch_in_time(tokenizer: Tokenizer
     video, image = found.media
     assert [length for _, length in video.spans] == [4, 4] and video.tokens == 8 and image.tokens == 4
     assert all(set(found.token_ids[start : start + 4]) == {VIDEO} for start, _ in video.spans)
+
+
+def test_a_video_is_heard_too_where_that_is_wanted_in_turns_with_its_frames(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    hearing = load_tokenizer(hearing_model(tmp_path / "omni"))
+    loud, silent = (avi(clip(20, 64, 64), 10, tone(2) if sound else None) for sound in (True, False))
+    rows = [{"prompt": "<video>?", "videos": [data_uri(film, "video/x-msvideo")]} for film in (loud, silent)]
+    wanted = MultimodalConfig(use_audio_in_video=True, audio_sample_rate=16000, video_max_token_num=4)
+    (heard, seen), bad = read(rows, hearing, tmp_path, multimodal=wanted)
+    assert not bad and [[one.kind for one in found.media] for found in (heard, seen)] == [["video", "audio"], ["video"]]
+    places = places_of(hearing.directory)
+    video, audio = places[Kind.VIDEO], places[Kind.AUDIO]
+    known = len(hearing.encode(""))
+    inside = heard.token_ids[known + 2 : -3]
+    assert heard.token_ids[known : known + 2] == (*video.before, *audio.before)
+    assert heard.token_ids[-3:-1] == (*audio.after, *video.after)
+    # 13 tokens a second of sound, and those of 4 frames, which are a second apart by two.
+    assert (inside.count(audio.placeholder), inside.count(video.placeholder)) == (26, 8) and len(inside) == 34
+    blob = tmp_path / "blob"
+    spans = spans_of([replace(one, blob=blob) for one in heard.media])
+    assert [span["kind"] for span in spans] == ["video", "audio", "video", "audio"]
+    assert [span["start"] for span in spans] == sorted(span["start"] for span in spans)
+    assert [heard.token_ids[span["start"]] for span in spans] == [video.placeholder, audio.placeholder] * 2
+    with pytest.raises(ConfigError, match=r"use_audio_in_video: found true, allowed: false; .* does not hear"):
+        read(rows, tokenizer, tmp_path, multimodal=wanted)
+    with pytest.raises(ConfigError, match="audio_sample_rate: found 8000, allowed: 0, or 16000"):
+        read(rows, hearing, tmp_path, multimodal=MultimodalConfig(audio_sample_rate=8000))
 
 
 def test_a_model_of_text_has_no_media(tokenizer: Tokenizer, tmp_path: Path) -> None:

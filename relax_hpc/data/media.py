@@ -11,15 +11,17 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.named_media import Columns, source_of, split_at_marks
+from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.blocking import BlockingMediaPool
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Header, Kind
-from relax_hpc.multimodal.placeholders import stamped_runs
+from relax_hpc.multimodal.placeholders import Run, runs_with_sound, stamped_runs
 from relax_hpc.multimodal.rules import TAKEN, Rules
 from relax_hpc.multimodal.source import Source
 
@@ -53,13 +55,15 @@ class PromptMedium:
 
 
 def spans_of(media: Sequence[PromptMedium]) -> list[dict[str, Any]]:
-    """Field `spans` of the rows of a prompt with these ``media``, which are stored."""
-    return [
+    """Field `spans` of the rows of a prompt with these ``media``, which are stored, in the order of their places: a
+    video and its own sound take turns."""
+    found = [
         {"kind": str(medium.kind), "start": start, "length": length, "media_id": medium.blob.name}
         for medium in media
         if medium.blob
         for start, length in medium.spans
     ]
+    return sorted(found, key=itemgetter("start"))
 
 
 def tokens_by_id(media: Sequence[PromptMedium]) -> dict[str, int]:
@@ -95,24 +99,31 @@ class MediaRules:
     """Kind of medium, and a place for one in a prompt."""
     folder: Path
     """Folder that paths of media are relative to."""
+    with_sound: bool
+    """Whether the sound of a video is heard too."""
     pool: BlockingMediaPool = field(compare=False, repr=False)
     """Worker that looks into the files."""
 
     @classmethod
     def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
         """Rules of a run for the files of ``folder``; None: the ``model``, a Hugging Face directory, takes text
-        alone."""
+        alone. ConfigError: it cannot take them as `data.multimodal` says."""
         places = places_of(model)
         if not places:
             return None
         columns = tuple((kind, column) for kind, column in columns_of(data) if kind in places)
         rules, limits = Rules.of(model, data.multimodal), Limits.of(data.multimodal)
-        return cls(rules, columns, tuple(places.items()), folder, BlockingMediaPool(rules, limits))
+        with_sound = data.multimodal.use_audio_in_video
+        if with_sound and not (rules.rate and Kind.AUDIO in places):
+            raise ConfigError(
+                f"data.multimodal.use_audio_in_video: found true, allowed: false; the model in {model} does not hear"
+            )
+        return cls(rules, columns, tuple(places.items()), folder, with_sound, BlockingMediaPool(rules, limits))
 
     @property
     def key(self) -> list[Any]:
         """Value that is the same for rules by which rows become the same prompts."""
-        return [repr(self.rules), self.columns, repr(self.places)]
+        return [repr(self.rules), self.columns, repr(self.places), self.with_sound]
 
     def taken(self, record: dict[str, Any]) -> Columns:
         """Media that the columns of ``record`` name, which are taken out of it."""
@@ -127,6 +138,7 @@ class MediaRules:
         ``encode``: makes tokens of the time stamps between those of a video. BadMedium: there are not as many
         ``sources`` of a kind as ``ids`` have places, or one is of no use.
         """
+        places = dict(self.places)
         kinds = {place.placeholder: kind for kind, place in self.places}
         for kind in sources.keys() - kinds.values():
             raise not_taken(kind)
@@ -142,22 +154,38 @@ class MediaRules:
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
-            about, spans = self.pool.header(kind, source), []
-            for before, count, after in self._runs(about, encode):
+            spans: dict[Kind, list[tuple[int, int]]] = {}
+            for before, (seen, count), after in self._runs(self._headers(kind, source), encode):
                 expanded += before
-                spans.append((len(expanded), count))
-                expanded += [token] * count + after
-            media.append(PromptMedium(kind, source, tuple(spans)))
+                spans.setdefault(seen, []).append((len(expanded), count))
+                expanded += [places[seen].placeholder] * count + [*after]
+            media += [PromptMedium(seen, source, tuple(some)) for seen, some in spans.items()]
         return expanded, media
 
-    def _runs(self, about: Header, encode: Encode) -> Iterator[tuple[list[int], int, list[int]]]:
-        """Runs of placeholders of a medium, each with the tokens before and after it."""
-        if not (about.seconds and self.rules.stamped):
-            yield [], self.rules.tokens(about), []
-            return
-        place = dict(self.places)[about.kind]
-        for stamp, (_, count) in stamped_runs(about, self.rules):
-            yield [*encode(stamp), *place.before], count, list(place.after)
+    def _headers(self, kind: Kind, source: Source) -> list[Header]:
+        """Header of a medium, and of the sound of a video that is heard too, if it has any."""
+        found = [self.pool.header(kind, source)]
+        if kind is Kind.VIDEO and self.with_sound:
+            try:
+                found.append(self.pool.header(Kind.AUDIO, source))
+            except BadMedium as bad:
+                if bad.reason is not Reason.NO_STREAM:
+                    raise
+        return found
+
+    def _runs(self, headers: Sequence[Header], encode: Encode) -> Iterator[tuple[Sequence[int], Run, Sequence[int]]]:
+        """Runs of placeholders of a medium, or a video and its sound, each with the tokens before and after it."""
+        about, places = headers[0], dict(self.places)
+        if len(headers) > 1:
+            sound, runs = places[Kind.AUDIO], runs_with_sound(*headers, self.rules)
+            for number, run in enumerate(runs):
+                yield sound.before if not number else (), run, sound.after if number == len(runs) - 1 else ()
+        elif about.seconds and self.rules.stamped:
+            place = places[about.kind]
+            for stamp, run in stamped_runs(about, self.rules):
+                yield [*encode(stamp), *place.before], run, place.after
+        else:
+            yield (), (about.kind, self.rules.tokens(about)), ()
 
     def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
         """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""

@@ -90,6 +90,11 @@ class Rules:
                 f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples of the {needed} pixels "
                 "of a token of this model, or 0"
             )
+        if self.rate and settings.audio_sample_rate not in (0, self.rate):
+            raise ConfigError(
+                f"data.multimodal.audio_sample_rate: found {settings.audio_sample_rate}, allowed: 0, or {self.rate}, "
+                "at which this model hears"
+            )
         token = needed**2
         return dataclasses.replace(
             self,

@@ -33,8 +33,18 @@ class MultimodalConfig:
     """Frames of a video that are taken at most. Relax: 768."""
     frame_factor: int = bounded(0, 0)
     """Frames that are taken are a multiple of it. Relax: 2."""
+    use_audio_in_video: bool = False
+    """Whether the sound of a video is heard too, by models that hear, in turns with its frames; a video without sound
+    is seen alone. Relax: the same name."""
+    audio_sample_rate: int = bounded(0, 0)
+    """Samples of a second to which sounds are resampled: the rate that the model's processor has, which is what 0
+    means, or the run is refused. Relax: 16000, which is that of Qwen3-Omni."""
     mm_processor_pool_size: int = bounded(1, 1)
     """Processes, at most, in which each process of rollout has files decoded, beside generation."""
+    ahead_mb: int = bounded(512, 0)
+    """Megabytes of media of the next prompts that each process of rollout has decoded before they are drawn, while
+    nobody waits for others. Which of several processes will draw a prompt is not known: each of them decodes it. 0:
+    none are decoded ahead."""
     max_file_mb: int = bounded(2048, 1)
     """Megabytes of a file. One that is beyond this limit, or the next four, is refused by its header."""
     max_pixels: int = bounded(1 << 26, 1)
