@@ -138,6 +138,37 @@ def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
     assert not stored.named and not stored.store.sizes()
 
 
+def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stored) -> None:
+    prompts = []
+    for number in range(3):
+        (stored.folder / f"{number}.png").write_bytes(png(seed=number))
+        prompts.append(replace(PROMPT, media=(replace(MEDIUM, source=stored.folder / f"{number}.png"),)))
+    ahead, size = stored.media._ahead, 64 * 64 * 3
+
+    async def expect(*numbers: int, most: int = 1_000_000) -> None:
+        ahead.most_bytes = most
+        stored.media.expect(prompts[number] for number in numbers)
+        async with asyncio.timeout(60):
+            while ahead.bytes < min(len(numbers) * size, most) or ahead._working:
+                await asyncio.wait(ahead._working)
+
+    stored.runner.run(expect(0, 1))
+    for path in stored.folder.glob("*.png"):
+        path.unlink()
+    assert stored.of_ticket(prompts[1]).media[0].blob
+    # It is gone with who has taken it, and what is bad is so for who wants it.
+    for number in (1, 2):
+        stored.runner.run(expect(0, most=1))
+        stored.media.expect([prompts[number]])
+        with pytest.raises(BadMedium, match="missing_file"):
+            stored.of_ticket(prompts[number])
+    assert stored.of_ticket(prompts[0]).media[0].blob
+    stored.media.expect([PROMPT, prompts[0]])
+    stored.media.expect([])
+    stored.media.expect([])
+    assert not ahead.bytes and not ahead._begun
+
+
 def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     prompt = stored.of_ticket(PROMPT)
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})

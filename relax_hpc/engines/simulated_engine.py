@@ -1,6 +1,7 @@
 """An engine that draws tokens evenly and takes as long as it is told: to measure and to break what is around engines.
 
-It runs no model, needs no GPU and imports no torch. Log-probabilities are those of a policy that has learned nothing.
+It runs no model, needs no GPU and imports no torch; media it takes, and does not look at. Log-probabilities are those
+of a policy that has learned nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 from relax_hpc.config.schema import Config
+from relax_hpc.data.media import places_of
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.draws import keyed_uniform
@@ -25,7 +27,6 @@ from relax_hpc.engines.engine import (
     GenerateRequest,
     Generation,
     checked,
-    refuse_media,
     require_model,
 )
 from relax_hpc.engines.gate import UpdateGate
@@ -55,11 +56,13 @@ class SimulatedEngine:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
-        self._logprob = -math.log(self._tokenizer.vocab_size)
+        banned = {place.placeholder for place in places_of(self._model_dir).values()}
+        self._drawn = [token for token in range(self._tokenizer.vocab_size) if token not in banned]
+        """Tokens that may be drawn: all but those that stand for media."""
+        self._logprob = -math.log(len(self._drawn))
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
-        refuse_media(request)
         (answer,) = await self.generate_all([request])
         if isinstance(answer, BadAnswer):
             raise answer
@@ -105,7 +108,6 @@ class SimulatedEngine:
     @staticmethod
     def _answer(request: GenerateRequest, response: Response) -> Generation | BadAnswer:
         try:
-            refuse_media(request)
             assert response.made, "drawn by now"
             return checked(response.made, request.budget)
         except BadAnswer as bad:
@@ -132,10 +134,11 @@ class SimulatedEngine:
     def _response(self, request: GenerateRequest) -> tuple[list[int], Ended]:
         """Tokens of the whole response to a request, and the reason why it ends."""
         stops = Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
-        size, draft = self._tokenizer.vocab_size, request.draft or Draft()
+        draft = request.draft or Draft()
         found, turn = list(draft.token_ids), draft.turn
         for position in range(len(found), request.budget):
-            found.append(int(keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position) * size))
+            uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position)
+            found.append(self._drawn[int(uniform * len(self._drawn))])
             if stops.met(found, turn):
                 return found, "stop"
         return found, "length"

@@ -66,11 +66,19 @@ class TicketWorker:
                     for ticket, number in wanted:
                         self.free -= 1
                         tasks.create_task(self.fill(ticket, number, admitted.logs))
+                    if self.rollout.media.looks_ahead:
+                        tasks.create_task(self.look_ahead(max(admitted.tickets)))
             self.replica.activity.because(END)
         finally:
             for task in self.unneeded:
                 task.cancel()
             await asyncio.gather(*self.unneeded, return_exceptions=True)
+
+    async def look_ahead(self, ticket: int) -> None:
+        """Have media decoded of prompts behind that of ``ticket``, as many as an engine may have."""
+        shape = self.config.rollout
+        count = shape.groups_per_request * shape.requests_in_flight
+        self.rollout.media.expect(await asyncio.to_thread(self.rollout.source.following, ticket, count))
 
     async def admitted(self) -> Admission | None:
         """The next tickets, once there is room for one; None: there will be none."""

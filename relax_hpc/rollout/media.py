@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium, places_of
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.pool import Loaded, MediaPool
+from relax_hpc.multimodal.pool import Loaded
 from relax_hpc.multimodal.rules import Rules
+from relax_hpc.rollout.media_ahead import MediaAhead
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.media_client import store_media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore
@@ -35,12 +35,22 @@ class PromptMedia:
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
         self._rules = rules = Rules.of(model, settings) if places_of(model) else None
-        self._pool = MediaPool(rules, Limits.of(settings), settings.mm_processor_pool_size) if rules else None
+        self._ahead = MediaAhead(rules, settings) if rules else None
 
     async def close(self) -> None:
         """End its processes."""
-        if self._pool:
-            await self._pool.close()
+        if self._ahead:
+            await self._ahead.close()
+
+    def expect(self, prompts: Iterable[Prompt]) -> None:
+        """Begin with the media of ``prompts``, which will be drawn soon, in this order."""
+        if self._ahead:
+            self._ahead.expect(medium for prompt in prompts for medium in prompt.media)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it is of use to say what is expected."""
+        return bool(self._ahead and self._ahead.most_bytes)
 
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
         """``prompt`` with its media in the queue's store, where they stay as long as rows of ``ticket`` name them.
@@ -81,8 +91,8 @@ class PromptMedia:
         return replace(prompt, media=tuple(stored))
 
     async def _loaded(self, medium: PromptMedium) -> Loaded:
-        assert self._pool and self._rules, "a prompt of a model that takes text alone has no media"
-        found = await self._pool.load(medium.kind, medium.source)
+        assert self._ahead and self._rules, "a prompt of a model that takes text alone has no media"
+        found = await self._ahead.load(medium)
         if (tokens := self._rules.tokens(found.header)) != medium.tokens:
             raise BadMedium(Reason.SPANS, f"{medium.kind} of {tokens} tokens, its header said {medium.tokens}")
         return found

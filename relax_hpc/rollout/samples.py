@@ -40,9 +40,18 @@ class PromptSource:
     def fetch(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Read prompts of (ticket, attempt) that are wanted soon, in whatever thread this is."""
         for place in (self._place(*each) for each in wanted):
-            self._fetched[place] = self.prompts[place]
+            if place not in self._fetched:
+                self._fetched[place] = self.prompts[place]
         for place in list(self._fetched)[:-_MOST_FETCHED]:
             self._fetched.pop(place, None)
+
+    def following(self, ticket: int, count: int) -> list[Prompt]:
+        """Prompts of the ``count`` tickets behind ``ticket``, at their first attempts, fetched in whatever thread this
+        is."""
+        wanted = [(number, 0) for number in range(ticket + 1, ticket + 1 + count)]
+        self.fetch(wanted)
+        found = (self._fetched.get(self._place(*each)) for each in wanted)
+        return [prompt for prompt in found if prompt]
 
     def _place(self, ticket: int, attempt: int) -> int:
         config = self._config
