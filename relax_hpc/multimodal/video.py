@@ -32,31 +32,37 @@ def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header
 
 def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
     """A video as it is stored. BadMedium: it is none, damaged, or over a limit."""
-    with _opened(source, rules, limits or Limits()) as (reader, decoded_size, about):
+    with _opened(source, rules, limits or Limits()) as (reader, first, about):
         size = about.grid[1] * rules.patch, about.grid[2] * rules.patch
-        frames = _frames(reader, rules.frames(len(reader), reader.get_avg_fps()), decoded_size, size)
+        frames = _frames(reader, first, rules.frames(len(reader), reader.get_avg_fps()), size)
         return Medium(Kind.VIDEO, frames, about.grid, about.seconds)
 
 
-def _frames(reader: VideoReader, taken: np.ndarray, decoded_size: Size, size: Size) -> np.ndarray:
-    """The frames of those numbers in ``size``, uint8 [frames, height, width, 3]."""
-    from PIL import Image
-
+def _frames(reader: VideoReader, first: np.ndarray, taken: np.ndarray, size: Size) -> np.ndarray:
+    """The frames of those numbers in ``size``, uint8 [frames, height, width, 3]; the ``first`` of all is among them."""
     found = np.empty((len(taken), *size, 3), np.uint8)
-    at_a_time = max(1, _MOST_BYTES // math.prod((*decoded_size, 3)))
-    for first in range(0, len(taken), at_a_time):
-        decoded = reader.get_batch(taken[first : first + at_a_time].tolist()).asnumpy()
-        into = found[first : first + at_a_time]
-        if decoded.shape == into.shape:
-            into[:] = decoded
-            continue
-        for number, frame in enumerate(decoded):
-            into[number] = resize(Image.fromarray(frame), size)
+    _fill(found[:1], first[None])
+    at_a_time = max(1, _MOST_BYTES // first.nbytes)
+    for begin in range(1, len(taken), at_a_time):
+        numbers = taken[begin : begin + at_a_time].tolist()
+        _fill(found[begin : begin + at_a_time], reader.get_batch(numbers).asnumpy())
     return found
 
 
+def _fill(into: np.ndarray, decoded: np.ndarray) -> None:
+    """Have ``decoded`` frames in the size of ``into``."""
+    from PIL import Image
+
+    if decoded.shape == into.shape:
+        into[:] = decoded
+        return
+    for number, frame in enumerate(decoded):
+        into[number] = resize(Image.fromarray(frame), into.shape[1:3])
+
+
 @contextmanager
-def _opened(source: Source, rules: Rules, limits: Limits) -> Iterator[tuple[VideoReader, Size, Header]]:
+def _opened(source: Source, rules: Rules, limits: Limits) -> Iterator[tuple[VideoReader, np.ndarray, Header]]:
+    """Reader of a video, its first frame, and what it is."""
     import decord
 
     with opened(source, Kind.VIDEO, limits) as file, path_of(file) as path:
@@ -64,9 +70,9 @@ def _opened(source: Source, rules: Rules, limits: Limits) -> Iterator[tuple[Vide
             reader = decord.VideoReader(path, num_threads=1)
             _check_length(reader, limits)
             # Decoded once: decord would begin anew each time.
-            size = reader[0].shape[:2]
-            _check_size(size, limits)
-            yield reader, size, rules.video_header(len(reader), reader.get_avg_fps(), size)
+            first = reader[0].asnumpy()
+            _check_size(first.shape[:2], limits)
+            yield reader, first, rules.video_header(len(reader), reader.get_avg_fps(), first.shape[:2])
         except (RuntimeError, decord.DECORDError, IndexError) as error:
             reason = Reason.NO_STREAM if "cannot find video stream" in str(error) else Reason.CORRUPTED
             raise BadMedium(reason, str(error).strip().splitlines()[0][-200:]) from error
