@@ -22,7 +22,6 @@ from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.transfer_queue.storage.media import MediaStore
 
 SEEING = TinyModelConfig(vision_layers=2)
-HEARING = TinyModelConfig(vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
 IMAGE = 51
 """Placeholder of an image in the tiny model."""
 VIDEO = 52
@@ -43,12 +42,6 @@ def hearing_model(directory: Path, seed: int = 0) -> Path:
 def seeing_model(directory: Path, seed: int = 0) -> Path:
     """A tiny Qwen3-VL."""
     make_tiny_model(directory, SEEING, seed)
-    return directory
-
-
-def hearing_model(directory: Path, seed: int = 0) -> Path:
-    """A tiny Qwen3-Omni."""
-    make_tiny_model(directory, HEARING, seed)
     return directory
 
 

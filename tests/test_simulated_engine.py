@@ -167,16 +167,15 @@ def test_who_gives_up_leaves_its_place_to_the_next(model: Path) -> None:
 
 
 def test_all_of_a_prompt_in_one_call_are_as_one_by_one(model: Path) -> None:
-    """One that is none costs the others nothing."""
+    """Whether they have media, which it does not look at, or not."""
 
     async def together() -> list[Generation | BadAnswer]:
         engine = await started(model, concurrency=3, response_s=3200.0)
         assert isinstance(engine, DrawsTogether)
         return await engine.generate_all([replace(REQUESTS[0], media=("m",)), *REQUESTS[1:8]])
 
-    bad, *good = run_on_a_clock(together())
-    assert isinstance(bad, BadAnswer) and bad.reason == "unsupported"
-    assert [made.token_ids for made in good] == [made.token_ids for made in drawn(model, REQUESTS[1:8])]
+    found = run_on_a_clock(together())
+    assert [made.token_ids for made in found] == [made.token_ids for made in drawn(model, REQUESTS[:8])]
 
 
 def test_who_gives_up_several_leaves_all_their_places(model: Path) -> None:
