@@ -110,7 +110,7 @@ def measured(shape: Shape, rows: Path, folder: Path) -> tuple[float, float]:
     if done.returncode:
         raise RuntimeError(f"{rows.name}: exit code {done.returncode}: {done.stderr[-500:]}")
     steps = [row for row in read_metrics(folder / "run") if "reward/mean" in row][WARM_UP_STEPS:]
-    busy = [row["perf/rollout_generate_s"] + row["perf/rollout_queue_s"] for row in steps]
+    busy = [sum(row.get(f"perf/rollout_{kind}_s", 0.0) for kind in ("generate", "queue")) for row in steps]
     return mean(busy), (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
 
 
