@@ -27,13 +27,13 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What is done to a number."""
+    """Operation on a number: its sign, and the other number."""
 
     sign: str
     by: int
 
     def of(self, number: int) -> int:
-        """Its result."""
+        """Result for ``number``."""
         return _OPERATIONS[self.sign](number, self.by)
 
     def __str__(self) -> str:

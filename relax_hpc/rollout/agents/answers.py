@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def named_calls(self) -> list[tuple[str, ToolCall]]:
-        """Its calls, each with a name by which its result may be told."""
+        """Calls of it, each with a name by which its result may be told."""
         return [(f"call_{self.number}_{place}", call) for place, call in enumerate(self.calls)]
 
 
