@@ -436,6 +436,28 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
     asyncio.run(play())
 
 
+def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(chats: Chats, tmp_path: Path) -> None:
+    async def play() -> None:
+        loop, ahead_s = asyncio.get_running_loop(), 0.0
+        real = loop.time
+        loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
+        async with gateway(tmp_path) as there:
+            async with player_of(there, chats, ["python", "-c", PROGRAM + "ask('x')"]) as (player, faults):
+                engine, endpoint = ToldEngine(lambda before, most: chats.said("ok")), player._stage._endpoint
+                player._limit_s, reached = LIMIT_S / 2, endpoint.reached
+
+                async def late() -> Any:
+                    nonlocal ahead_s
+                    ahead_s += LIMIT_S * 2 / 3
+                    await asyncio.sleep(0)
+                    return await reached()
+
+                endpoint.reached = late
+                assert isinstance(await player.play(History(), engine.start()), Episode) and not faults
+
+    asyncio.run(play())
+
+
 def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode(chats: Chats, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     more = "[threading.Thread(target=ask, args=(text,), daemon=True).start() for text in 'yz']"

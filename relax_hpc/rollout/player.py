@@ -69,7 +69,7 @@ class Player:
             with own.stands():
                 return await start.ask(request)
 
-        made = await in_time(self._played(history, replace(start, ask=ask)), own, self._limit_s)
+        made = await in_time(self._played(history, replace(start, ask=ask, standing=own.stands)), own, self._limit_s)
         assert not isinstance(made, Generation)
         return made
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,6 +67,8 @@ class Start:
     """Ticket whose media are stored; None: of an evaluation."""
     asks_again: bool = True
     """Whether the engine is asked again where it failed."""
+    standing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which the clock of the episode stands: it waits for what is nobody's fault."""
 
     @property
     def beginning(self) -> Beginning:

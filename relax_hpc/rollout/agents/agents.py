@@ -69,18 +69,25 @@ class Agents:
         """See `Stage.play`. While the gateway is replaced it is waited for, and the program asks for the same again."""
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
-        async with self._places:
+        with start.standing():
+            await self._places.acquire()
+        try:
             while True:
+                with start.standing():
+                    way = await self._endpoint.reached()
                 session = Session(start, history, self._renderer, self._tokenizer, replace(bounds), self._count)
-                if ended := await self._through(session, start.beginning):
+                if ended := await self._through(session, start.beginning, *way):
                     _leave_whole_turns(history)
                     return history.end(session.reason, *ended)
+        finally:
+            self._places.release()
 
-    async def _through(self, session: Session, begin: Beginning) -> tuple[OpenRow, dict[str, Any]] | None:
+    async def _through(
+        self, session: Session, begin: Beginning, link: Link, url: str
+    ) -> tuple[OpenRow, dict[str, Any]] | None:
         """Row in which a program has ended, and what is known of the episode beside its tokens; None: the gateway has
         gone. EnvironmentFault; BadAnswer and Repeat as `Start.drawn`."""
         task = {"prompt": begin.prompt, "metadata": begin.metadata, "seed": begin.seed, "episode": begin.episode}
-        link, url = await self._endpoint.reached()
         async with self._open(session, link) as bearer:
             variables = {
                 "OPENAI_BASE_URL": f"{url}/v1",
