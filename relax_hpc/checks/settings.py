@@ -13,7 +13,7 @@ from pathlib import Path
 
 from relax_hpc.checks.environment import check_environment
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
-from relax_hpc.config.roles import ROLES
+from relax_hpc.config.roles import ON_CPUS, ROLES
 from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
@@ -344,7 +344,7 @@ def _devices(config: Config) -> Findings:
             yield "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
         return
     for name, group in config.groups.items():
-        if {*group.roles} - {"advantages", "data"} and not group.resources.gpus_per_node:
+        if {*group.roles} - {*ON_CPUS} and not group.resources.gpus_per_node:
             yield (
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
                 "roles to a group that has some"

@@ -74,6 +74,8 @@ MAKERS = ("rollout", "data")
 """Roles that make rows, of which a run has one: engines draw them, or files have them."""
 OF_DRAWN_ROWS = ("rollout", "actor_fwd", "advantages")
 """Roles without work in a run whose rows are those of files."""
+ON_CPUS = ("data", "gateway", "advantages")
+"""Roles that compute no model."""
 POLICY = "actor"
 """The role that trains what engines generate with: versions and their lineage are of its incarnations."""
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
