@@ -529,3 +529,11 @@ def test_programs_that_play_episodes_are_looked_at(tmp_path: Path, over: dict[st
     assert ("gateway" in config.groups["hub"].roles) == ("groups.actor.roles" not in over)
     findings = check(config)
     assert (len(findings) == 1 and says in findings[0]) if says else findings == []
+
+
+def test_a_hub_with_a_gateway_needs_no_gpu(tmp_path: Path) -> None:
+    over = {"model.device": "cuda", "environment.kind": "agent", "environment.options": {"command": ["python"]}}
+    cluster = QUICKSTART.parents[1] / "clusters" / "2-nodes.yaml"
+    config = load([QUICKSTART, cluster], {"run_dir": str(tmp_path / "run"), "site.interface": "lo"} | over)
+    assert config.groups["hub"].roles == ["advantages", "gateway"]
+    assert not [finding for finding in check(config) if finding.startswith("groups.")]
