@@ -234,3 +234,11 @@ def test_the_bare_client_asks_for_what_the_episodes_had(bench):
     drawn = sorted(len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] for body in asked)
     assert drawn == sorted(itertools.chain.from_iterable(ends))
     assert bare.cached == 5 * 8 / sum(len(body["input_ids"]) for body in asked) == ours.cached / 2
+
+
+def test_what_a_request_at_the_endpoint_takes_is_counted_in_all_its_processes(bench, tmp_path):
+    endpoint = bench("agentic_endpoint")
+    before = endpoint.cpu_s(os.getpid())
+    found = asyncio.run(endpoint.costs(tmp_path, endpoint.Talk(turns=2, said=20, answered=10), chats=1))
+    assert len(found) == 2 and min(found) > 0
+    assert endpoint.cpu_s(os.getpid()) > before

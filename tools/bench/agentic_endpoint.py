@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -25,20 +24,20 @@ from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
-from relax_hpc.gateway.broker import Broker, message_of
+from relax_hpc.gateway import serving
+from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.exchange import Message
-from relax_hpc.gateway.front import Front, key_of
+from relax_hpc.gateway.front import key_of
 from relax_hpc.gateway.link import reach
-from relax_hpc.gateway.place import Place, publish_place, purpose_of
 from relax_hpc.models.tiny_tokenizer import CHARACTERS, write_tokenizer
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.agents.session import COMPLETIONS, Session
+from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
 from relax_hpc.rollout.turns import Start
 from relax_hpc.rundir import RunDir
-from relax_hpc.transport.listener import listen
 
+COMPLETIONS = "/v1/chat/completions"
 TARGET_MS = 5.0
 ROOM = 1 << 20
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}assistant: "
@@ -63,11 +62,8 @@ def cpu_s(pid: int) -> float:
 
 async def serve(run: RunDir) -> None:
     """Be the gateway, until this process is ended."""
-    broker = Broker(listen("127.0.0.1"), run.token(), purpose_of(1))
-    front = Front(broker.knows, broker.ask)
-    await front.start()
-    publish_place(run, Place(1, socket.gethostname(), front.url, broker.endpoint))
-    await broker.serve()
+    async with serving.gateway(run) as there:
+        await there.serving
 
 
 @contextlib.asynccontextmanager
