@@ -77,4 +77,12 @@ def write_tokenizer(directory: Path, more: Sequence[str] = (), chat: bool = Fals
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": TURN_END if chat else "</s>", "pad_token": "<pad>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": not chat, "model_max_length": 256}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings | names, indent=2) + "\n")
+    named = {"extra_special_tokens": _named(more)} if more else {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings | names | named, indent=2) + "\n")
+
+
+def _named(tokens: Sequence[str]) -> dict[str, str]:
+    """Names of ``tokens`` by which transformers' processors of Qwen3-Omni ask for them."""
+    words = {"pad": "token", "start": "bos_token", "end": "eos_token"}
+    parts = ((token, *token.strip("<|>").split("_")) for token in tokens)
+    return {f"{sense}_{words[what]}": token for token, sense, what in parts}
