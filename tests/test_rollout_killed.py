@@ -139,6 +139,16 @@ def test_episodes_of_turns_go_on_where_their_rollout_was_killed(world, mode: str
     assert Ledger(run).judge(0).problems == []
 
 
+def test_slow_episodes_hold_up_their_own_prompt_group_alone(world, tmp_path: Path) -> None:
+    run, hub = world
+    (tmp_path / "slow").touch()
+    with rollout_of(run, 1, 10**9, "samples", turn=4):
+        until(lambda: hub.state.counts.accepted == 6, "three prompt groups of four are accepted")
+        assert sum(prompt == "0/p100" for prompt, *_ in drawn(run)) == 2 * 4, "its episodes have had their first turns"
+        (tmp_path / "slow").unlink()
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
+
+
 def test_responses_that_wait_for_their_rewards_are_in_logs(world, tmp_path):
     run, hub = world
     (tmp_path / "slow").touch()

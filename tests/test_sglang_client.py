@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ def test_a_bad_answer_is_a_fault_of_its_own(kind: int, reason: str) -> None:
     assert second.reason == reason
     assert isinstance(first, Generation)
     assert isinstance(third, Generation)
+
+
+def test_a_session_stays_with_its_copy_of_the_model_and_a_new_one_goes_where_least_is_asked() -> None:
+    """Requests that come at once are one exchange a copy; those of no session the server deals out."""
+    bodies: list[tuple[int | None, int]] = []
+
+    async def generate() -> None:
+        async with client_and_server(flags={"dp_size": 2}) as (client, _):
+            body = client._body
+
+            def noted(asked: Any) -> Any:
+                found = body(asked)
+                bodies.append((found.get("routed_dp_rank"), len(found["input_ids"])))
+                return found
+
+            client._body = noted
+            for sessions in ("abc", "cba", ["d", "", ""]):
+                asked = (replace(request(fake.GOOD), session=session) for session in sessions)
+                await asyncio.gather(*map(client.generate, asked))
+
+    asyncio.run(generate())
+    assert bodies == [(0, 2), (1, 1), (0, 2), (1, 1), (0, 1), (None, 2)]
 
 
 def test_routes_come_with_prompt_and_response() -> None:

@@ -81,8 +81,9 @@ class Start:
     async def drawn(self, row: OpenRow, budget: int, sampling: Sampling | None = None) -> Generation:
         """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine has drawn, by
         ``sampling`` if that is another. BadAnswer: it is none. Repeat: the engine failed, and is not asked again."""
+        session = f"{self.request.prompt_id}/{self.request.sample}"
         about = {"media": row.media, "budget": budget, "sampling": sampling or self.request.sampling}
-        request = replace(self.request, prompt_ids=row.prompt, **about)
+        request = replace(self.request, prompt_ids=row.prompt, session=session, **about)
         while True:
             row.draft = row.draft.again()
             try:

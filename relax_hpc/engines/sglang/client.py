@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation
 from relax_hpc.engines.gate import UpdateGate
 from relax_hpc.engines.media import check_places
 from relax_hpc.engines.sglang import slab_loader
+from relax_hpc.engines.sglang.data_ranks import DataRanks
 from relax_hpc.engines.sglang.media import fields_of
 from relax_hpc.engines.sglang.stream import Events, Response
 from relax_hpc.models.sizes import read_seconds
@@ -68,6 +70,7 @@ class SglangClient:
         self._settings, self._version, self._partial, self._routes = settings, version, partial, routes
         self._placeholders = placeholders
         self._silence = Silence(settings.request_timeout_s)
+        self._ranks = DataRanks(settings.flags.get("dp_size", 1))
         self._numbers = itertools.count()
         self._froze_gc = False
         self._unknown_weights = False
@@ -94,13 +97,14 @@ class SglangClient:
             if self._unknown_weights:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
             response = Response(request, self._version, self._routes)
-            if not response.answer.done():
-                self._batcher.add(response)
-            try:
-                answer = await asyncio.shield(response.answer)
-            except asyncio.CancelledError:
-                await self._give_up(response)
-                raise
+            with self._ranks.place(request.session) as response.rank:
+                if not response.answer.done():
+                    self._batcher.add(response)
+                try:
+                    answer = await asyncio.shield(response.answer)
+                except asyncio.CancelledError:
+                    await self._give_up(response)
+                    raise
         finally:
             self.gate.leave()
         await self._freeze_gc()
@@ -108,8 +112,11 @@ class SglangClient:
 
     def _ask(self, responses: list[Response]) -> None:
         """Have the server give each response what it lacks."""
-        wanted = [response for response in responses if not response.answer.done()]
-        if wanted:
+        by_rank: dict[int | None, list[Response]] = defaultdict(list)
+        for response in responses:
+            if not response.answer.done():
+                by_rank[response.rank].append(response)
+        for wanted in by_rank.values():
             for response in wanted:
                 response.name = f"{next(self._numbers):012d}"
             reading = asyncio.create_task(self._read(wanted))
@@ -146,6 +153,7 @@ class SglangClient:
             "stream": True,
             # Keys and values of other weights are never found.
             "extra_key": [str(response.begun_by) for response in asked],
+            **({} if asked[0].rank is None else {"routed_dp_rank": asked[0].rank}),
             **({"return_routed_experts": True} if self._routes else {}),
             **({"return_prompt_token_ids": True, **media} if media else {}),
         }

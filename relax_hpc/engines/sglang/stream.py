@@ -88,6 +88,8 @@ class Response:
         self._routes = Routes(routes) if routes and self._has_routes(self._draft) else None
         self.name = ""
         """Name of the request, to the server; empty: it was not asked."""
+        self.rank: int | None = None
+        """Copy of the model that is asked, see `DataRanks`."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         """Answer to the request, with an exception where there is none: BadAnswer, or EngineFault if the exchange
         broke."""
