@@ -91,6 +91,25 @@ def test_it_goes_on_with_what_there_is_of_a_response(model: Path, kept: int) -> 
     assert draft.ended is made and draft.token_ids == whole.token_ids[:-1]
 
 
+def test_a_turn_goes_on_from_what_was_said_whose_texts_end_nothing(model: Path) -> None:
+    """Nor do those of turns before; its tokens are other draws than theirs."""
+
+    async def two() -> tuple[Generation, Generation, list[int]]:
+        engine = await started(model)
+        digits = replace(SAMPLING, stop=("......", *map(str, range(10))))
+        request = replace(ask("p4"), sampling=digits, budget=400)
+        first = await engine.generate(replace(request, draft=Draft()))
+        draft, said = Draft.after(first), engine._tokenizer.encode("4,7", special=False)
+        draft.hear(said)
+        return first, await engine.generate(replace(request, draft=draft)), said
+
+    first, both, said = asyncio.run(two())
+    known = len(first.token_ids) + len(said)
+    assert both.token_ids[:known] == first.token_ids + said and len(both.token_ids) > known + 1
+    assert (np.flatnonzero(both.token_versions == 0) + 1).tolist() == list(range(known - len(said) + 1, known + 1))
+    assert both.token_ids[known : known + 3] != first.token_ids[:3] and both.finish_reason == "stop"
+
+
 def test_an_update_is_served_from_the_next_token_on(model: Path) -> None:
     async def updated() -> Generation:
         engine = await started(model, response_s=2.0)
