@@ -145,8 +145,8 @@ class Bridge:
         texts = re.split("|".join(marks), text)
         if len(texts) != len(marks) + 1:
             raise EnvironmentFault("environment_answer", f"the chat template leaves out messages of {roles}")
-        ends = [name for name in map(self._tokenizer.name_of, self._tokenizer.eos_ids) if texts[1].startswith(name)]
-        end = ends[0] if ends else ""
+        names = filter(None, map(self._tokenizer.name_of, self._tokenizer.eos_ids))
+        end = next((name for name in names if texts[1].startswith(name)), "")
         return _Around(end, (texts[1].removeprefix(end), *texts[2:]))
 
     def _opens(self) -> list[int]:

@@ -133,9 +133,9 @@ class RolloutConfig:
     when all that it is at has ended, so that a response is drawn by one version."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
     """Parts of unfinished prompt groups that are appended to their logs in the queue, to go on with after a restart:
-    nothing, finished `samples`, of others turns that are over, or the `tokens` of unfinished ones too: the engine goes on with these, if not bit for
-    bit as one that was not interrupted. SGLang tells of them every 64 tokens, and no more of a response once its
-    weights have changed."""
+    nothing, finished `samples`, of others turns that are over, or the `tokens` of unfinished ones too: the engine goes
+    on with these, if not bit for bit as one that was not interrupted. SGLang tells of them every 64 tokens, and no more
+    of a response once its weights have changed."""
     save_partial_every_s: float = bounded(10.0, 0.1)
     """Seconds between two segments of an unfinished prompt group; tokens drawn since the last one are lost by a kill,
     and appended when the group is asked to stop."""
