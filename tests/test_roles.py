@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Grpo
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, ForwardConfig
 from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.spans import Spans
@@ -71,7 +71,7 @@ def test_a_window_of_one_prompt_group_is_shared_by_all_ranks() -> None:
     taken = []
     for rank in range(4):
         ranks.layout = RankLayout(0, 1, 0, 1, data_rank=rank, data_size=4)
-        taken += ranks.parts(rows, 10)
+        taken += ranks.parts(rows, ForwardConfig(max_tokens_per_micro_batch=10))
     assert sorted(taken) == [[0], [1], [2], [3]]
 
 
