@@ -78,8 +78,8 @@ class ServiceSettings:
 class RemoteSettings(ServiceSettings):
     """Reward `remote`: a service that gives rewards.
 
-    It gets prompt groups, {"samples": [{"prompt", "answer", "response_text", "finish_reason", "metadata", "rows"},
-    ...]}, and answers {"scores": [...]}, one number or mapping a sample, as of a reward.
+    It gets prompt groups, {"samples": [{"prompt", "answer", "response_text", "finish_reason", "metadata", "rows",
+    "turns", "environment"}, ...]}, and answers {"scores": [...]}, one number or mapping a sample, as of a reward.
     """
 
 

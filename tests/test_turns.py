@@ -24,6 +24,7 @@ from relax_hpc.environments.base import (
     Response,
     Step,
 )
+from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.rollout.episodes import Repeat
 from relax_hpc.rollout.history import History
@@ -387,3 +388,16 @@ def test_a_huge_observation_is_cut_and_says_so() -> None:
     made = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
     text = spelled((), made.rows[0].made)
     assert "[cut here: " in text and len(made.rows[0].made.token_ids) < 200 and len(cut) == 1
+
+
+def test_the_reward_of_an_environment_is_its_last_one_and_none_is_no_zero() -> None:
+    prompt = Prompt("p", (), "go", "answer")
+
+    def given(made: Episode) -> float:
+        return environment(reward_input(prompt, made, TOKENIZER))
+
+    assert given(played(Counting)[0]) == 1.0 and given(played(Contexts)[0]) == 0.5
+    silent = lambda: Saying(Observation("x"))  # noqa: E731
+    assert given(played(silent, turn_tokens=1, budget=40)[0]) == 0.0, "cut before it could give one"
+    with pytest.raises(ValueError, match="the episode has no reward of an environment"):
+        given(played(silent)[0])
