@@ -52,13 +52,15 @@ def test_a_service_is_asked_for_whole_groups_with_its_token(tmp_path: Path) -> N
     assert asked(answer, token_file=str(tmp_path / "token")) == [Score(1.0, {"right": 1.0}), Score(0.0, {"right": 0.0})]
     [(token, body)] = seen
     assert token == "Bearer secret"
-    assert body["samples"][1] | {"rows": []} == {
+    assert body["samples"][1] == {
         "prompt": "2+2?",
         "answer": "4",
         "response_text": "5",
         "finish_reason": "stop",
         "metadata": {"level": 1},
         "rows": [],
+        "turns": [],
+        "environment": {},
     }
 
 
