@@ -17,7 +17,7 @@ from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.tasks.arithmetic import Arithmetic
 from relax_hpc.tasks.base import Ask, Task
-from relax_hpc.tasks.beeps import Beeps
+from relax_hpc.tasks.beeps import Beeps, Pitches
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
 from relax_hpc.tasks.mixed_media import MixedMedia
 from relax_hpc.tasks.moving_squares import MovingSquares
@@ -32,6 +32,7 @@ TASKS: dict[str, type[Task]] = {
     "coloured_shapes": ColouredShapes,
     "moving_squares": MovingSquares,
     "beeps": Beeps,
+    "pitches": Pitches,
     "mixed_media": MixedMedia,
     "arithmetic": Arithmetic,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import io
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from relax_hpc.tasks.one_medium import OneMedium
 
@@ -25,8 +26,9 @@ _SLOT_S, _EDGE_S = SECONDS / MOST, 0.01
 """Seconds that a beep has for itself, silence included; seconds in which it begins, or ends."""
 
 
-def sounded(name: str) -> tuple[bytes, str, str]:
-    """The sound called ``name``, a FLAC file of a second, a question, and its answer: the same on every machine."""
+def sounded(name: str, questions: Sequence[str] = tuple(QUESTIONS)) -> tuple[bytes, str, str]:
+    """The sound called ``name``, a FLAC file of a second, one of the ``questions``, and its answer: the same on every
+    machine."""
     import numpy as np
     import soundfile
 
@@ -38,7 +40,7 @@ def sounded(name: str) -> tuple[bytes, str, str]:
     parts = [_slot(rng, hertz if slot in slots else 0.0) for slot in range(MOST)]
     file = io.BytesIO()
     soundfile.write(file, np.concatenate(parts), RATE, format="FLAC")
-    question = rng.choice(list(QUESTIONS))
+    question = rng.choice(questions)
     return file.getvalue(), question, said[question]
 
 
@@ -58,4 +60,17 @@ class Beeps(OneMedium):
 
     kind, type, tokens = "audio", "audio/flac", "<|audio_start|><|audio_pad|><|audio_end|>"
     questions = QUESTIONS
-    made = staticmethod(sounded)
+
+    @classmethod
+    def made(cls, name: str) -> tuple[bytes, str, str]:
+        return sounded(name)
+
+
+class Pitches(Beeps):
+    """Such sounds, of which only the pitch is asked for: a number is much harder to hear."""
+
+    questions: ClassVar[Mapping[str, Sequence[str]]] = {"p?": QUESTIONS["p?"]}
+
+    @classmethod
+    def made(cls, name: str) -> tuple[bytes, str, str]:
+        return sounded(name, tuple(cls.questions))

@@ -42,7 +42,7 @@ class MovingSquares(OneMedium):
     kind, type, tokens = "video", "video/x-msvideo", "<|vision_start|><|video_pad|><|vision_end|>"
     questions = QUESTIONS
 
-    @staticmethod
-    def made(name: str) -> tuple[bytes, str, str]:
+    @classmethod
+    def made(cls, name: str) -> tuple[bytes, str, str]:
         video, answer = filmed(name)
         return video, next(iter(QUESTIONS)), answer

@@ -31,9 +31,9 @@ class OneMedium(Task, abc.ABC):
     questions: ClassVar[Mapping[str, Sequence[str]]]
     """Question -> its answers, of which media have each equally often."""
 
-    @staticmethod
+    @classmethod
     @abc.abstractmethod
-    def made(name: str) -> tuple[bytes, str, str]:
+    def made(cls, name: str) -> tuple[bytes, str, str]:
         """The file of the medium called ``name``, a question, and its answer."""
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
