@@ -49,4 +49,4 @@ def exchanged(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for some in by_question.values():
         (column,) = some[0].keys() & set(_COLUMNS)
         for row, other in zip(some, [*some[1:], some[0]], strict=True):
-            yield row | {column: other[column]}
+            yield row | {"id": f"{column}-{row['id']}", column: other[column]}

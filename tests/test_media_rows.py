@@ -279,7 +279,7 @@ def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path
     assert spans_of(found.media) == []
 
 
-@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "beeps", "mixed_media"])
+@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "beeps", "pitches", "mixed_media"])
 def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path) -> None:
     """With media and all: what a warm start learns from is what is asked for."""
     small = {"multimodal": MultimodalConfig(video_min_token_num=4)}
