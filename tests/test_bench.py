@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import math
 import os
@@ -188,6 +189,11 @@ def test_what_two_versions_measure_under_one_name_is_compared(bench):
         ["kill:actor: duplicated", "0 samples", "0 samples (0 to 0)", "same"],
         ["G/T 1, sigma 0, staleness 1: ideal / step", "0.5", "1", "2.00"],
     ]
+
+
+def test_each_part_of_agentic_takes_what_it_is_told(bench):
+    for part, options in bench("agentic").PARTS.items():
+        assert {*options} <= {*inspect.signature(bench(f"agentic_{part}").measure).parameters}
 
 
 def test_episodes_against_slow_environments_are_a_good_configuration(bench, tmp_path):

@@ -26,10 +26,12 @@ def _arguments(parser: ArgumentParser) -> None:
 
 
 def _samples(given: dict[str, Any]) -> int:
-    from relax_hpc.observe import sample_replay, sample_view
-
     if name := given.get("replay", ""):
+        from relax_hpc.observe import sample_replay
+
         return sample_replay.main(given["run"], name, given.get("eval", ""), given.get("step"))
+    from relax_hpc.observe import sample_view
+
     for one, other in (("best", "worst"), ("json", "html")):
         if given.get(one) and given.get(other):
             raise ConfigError(f"{COMMAND_LINE}: --{other}: found beside --{one}; give one of them")

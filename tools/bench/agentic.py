@@ -30,8 +30,8 @@ def measured(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="of episodes")
-    parser.add_argument("--episodes", type=int, default=192, help="of a round")
+    parser.add_argument("--rounds", type=int, default=9, help="of episodes, and as many of the bare client's, by turns")
+    parser.add_argument("--episodes", type=int, default=128, help="of a round")
     parser.add_argument("--at_once", type=int, default=64, help="episodes at a time")
     parser.add_argument("--steps", type=int, default=24, help="of the run against slow environments")
     parser.add_argument("--chats", type=int, default=40, help="that agents hold at the endpoint")
