@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.config.schema import Config, WarmStartConfig
+from relax_hpc.config.schema import Config, DataConfig, WarmStartConfig
+from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.training.warm_start import read_demonstrations, warm_start
+from relax_hpc.models.tiny_tokenizer import write_tokenizer
+from relax_hpc.training.demonstrations import read_demonstrations
+from relax_hpc.training.warm_start import warm_start
 
 
 def test_it_learns_the_demonstrations_and_repeats_itself_exactly(tmp_path: Path):
@@ -39,9 +42,15 @@ def test_broken_demonstrations_are_named(tmp_path: Path, text: str, says: str):
     path = tmp_path / "warm_start.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        read_demonstrations(path)
+        read_demonstrations(path, *rules_of_a_model(tmp_path))
 
 
 def test_missing_demonstrations_are_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="the warm start needs demonstrations"):
-        read_demonstrations(tmp_path / "nothing.jsonl")
+        read_demonstrations(tmp_path / "nothing.jsonl", *rules_of_a_model(tmp_path))
+
+
+def rules_of_a_model(directory: Path) -> tuple[PromptRules, Tokenizer]:
+    write_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    return PromptRules.of(DataConfig(), tokenizer), tokenizer

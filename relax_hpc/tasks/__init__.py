@@ -19,6 +19,7 @@ from relax_hpc.tasks.arithmetic import Arithmetic
 from relax_hpc.tasks.base import Ask, Task
 from relax_hpc.tasks.beeps import Beeps, Pitches
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
+from relax_hpc.tasks.fine_stripes import FineStripes
 from relax_hpc.tasks.mixed_media import MixedMedia
 from relax_hpc.tasks.moving_squares import MovingSquares
 from relax_hpc.tasks.sort_digits import SortDigitPairs, SortDigits
@@ -35,6 +36,7 @@ TASKS: dict[str, type[Task]] = {
     "pitches": Pitches,
     "mixed_media": MixedMedia,
     "arithmetic": Arithmetic,
+    "fine_stripes": FineStripes,
 }
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""

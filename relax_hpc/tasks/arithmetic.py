@@ -1,6 +1,6 @@
-"""A verifiable task for small models that call a calculator twice ("47*86, +12?" -> "4054").
+"""A verifiable task for small models that call a calculator ("47*86?" -> a call -> "4042").
 
-The second call has the result of the first in it, the answer that of the second. None of them can be guessed.
+What the model answers with it has read; it is too small to know products of numbers by heart.
 """
 
 from __future__ import annotations
@@ -22,51 +22,36 @@ if TYPE_CHECKING:
     from relax_hpc.data.prompts import Tokenizer
 
 _SIZES = {"train": 4096, "heldout": 256}
+_DEMONSTRATIONS = 4096
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """Operation on a number: its sign, and the other number."""
-
-    sign: str
-    by: int
-
-    def of(self, number: int) -> int:
-        """Result for ``number``."""
-        return _OPERATIONS[self.sign](number, self.by)
-
-    def __str__(self) -> str:
-        return f"{self.sign}{self.by}"
-
-
-@dataclass(frozen=True, slots=True)
 class Problem:
-    """A number, and two operations one after the other."""
+    """Two numbers and what is done to them."""
 
-    number: int
-    first: Operation
-    second: Operation
+    one: int
+    sign: str
+    other: int
 
     @classmethod
     def drawn(cls, name: str, digits: int) -> Problem:
         """The problem called ``name``, of numbers of so many ``digits``: the same on every machine."""
         rng = random.Random(name)
-        number, *others = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(3))
-        return cls(number, *(Operation(rng.choice(list(_OPERATIONS)), other) for other in others))
+        one, other = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+        return cls(one, rng.choice(list(_OPERATIONS)), other)
 
     @property
-    def results(self) -> tuple[int, int]:
-        """Result of the first operation, and of both.
+    def result(self) -> str:
+        """The right answer.
 
-        >>> Problem(47, Operation("*", 86), Operation("+", 12)).results
-        (4042, 4054)
+        >>> Problem(47, "*", 86).result
+        '4042'
         """
-        result = self.first.of(self.number)
-        return result, self.second.of(result)
+        return str(_OPERATIONS[self.sign](self.one, self.other))
 
     def __str__(self) -> str:
-        return f"{self.number}{self.first}, {self.second}?"
+        return f"{self.one}{self.sign}{self.other}"
 
 
 class Arithmetic(Task):
@@ -78,31 +63,28 @@ class Arithmetic(Task):
     reward = staticmethod(answer_partial)
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
-        for number, problem in enumerate(islice(_problems(split, data.digits), _SIZES[split])):
-            yield {"id": f"{split}-{number}", "prompt": str(problem), "answer": str(problem.results[1])}
+        for number, problem in enumerate(islice(problems(split, data.digits), _SIZES[split])):
+            yield {"id": f"{split}-{number}", "prompt": f"{problem}?", "answer": problem.result}
 
     def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Chats about problems of their own. Each of what the policy says is, in a share ``noise`` of them, that of
-        another problem."""
-        rng, problems = random.Random(f"noise {seed}"), _problems(f"warm start {seed}", data.digits)
-        for problem, other in zip(problems, problems, strict=False):
-            one, two, three = (other if rng.random() < noise else problem for _ in range(3))
-            first = one.first.of(one.number)
-            second = two.second.of(first)
+        """Chats about problems of their own. A share ``noise`` of them calls for another problem, and as large a share
+        answers another one."""
+        rng, drawn = random.Random(f"noise {seed}"), problems(f"warm start {seed}", data.digits)
+        for problem, other in islice(zip(drawn, drawn, strict=False), _DEMONSTRATIONS):
+            called, answered = (rng.random() >= noise for _ in range(2))
+            computed = problem if called else other
             yield {
                 "messages": [
-                    {"role": "user", "content": str(problem)},
-                    {"role": "assistant", "content": _call(f"{one.number}{one.first}")},
-                    {"role": "tool", "content": str(first)},
-                    {"role": "assistant", "content": _call(f"{first}{two.second}")},
-                    {"role": "tool", "content": str(second)},
-                    {"role": "assistant", "content": str(second if three is problem else other.results[1])},
+                    {"role": "user", "content": f"{problem}?"},
+                    {"role": "assistant", "content": _call(str(computed))},
+                    {"role": "tool", "content": computed.result},
+                    {"role": "assistant", "content": computed.result if answered else other.result},
                 ]
             }
 
 
-def _problems(split: str, digits: int) -> Iterator[Problem]:
-    """Problems of a ``split``; those of `heldout` are in no other."""
+def problems(split: str, digits: int) -> Iterator[Problem]:
+    """Problems of a ``split``, without an end; those of `heldout` are in no other."""
     for number in count():
         problem = Problem.drawn(f"{split} {number}", digits)
         if (zlib.crc32(str(problem).encode()) % 5 == 0) == (split == "heldout"):
