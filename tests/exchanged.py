@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from relax_hpc.config.schema import DataConfig
+from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
@@ -58,6 +60,13 @@ class ExchangedArithmetic(Arithmetic):
         next(drawn)
         for row, other in zip(rows, drawn, strict=False):
             yield row | {"exchanged": [other.result]}
+
+
+class FewProblems(ExchangedArithmetic):
+    """The same with fewer demonstrations, which take time to be read."""
+
+    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+        yield from islice(super().demonstrations(data, tokenizer, noise, seed), 1024)
 
 
 class ExchangedStripes(FineStripes):
