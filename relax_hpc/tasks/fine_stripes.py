@@ -76,7 +76,7 @@ class Picture:
         return _uri(self.image)
 
     def part(self, box: tuple[int, int, int, int]) -> str:
-        """What ``box`` has of it, in the same form."""
+        """Part of it in ``box``, in the same form."""
         return _uri(self.image.crop(box))
 
 
