@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import CUT, BadAnswer, Episode, Generation
 from relax_hpc.environments.base import (
@@ -26,13 +27,17 @@ from relax_hpc.environments.base import (
 )
 from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import Repeat
 from relax_hpc.rollout.history import History
+from relax_hpc.rollout.player import OnEnvironments, Player
 from relax_hpc.rollout.samples import group_rows, reward_input
+from relax_hpc.rollout.turns import Rules
 from relax_hpc.transfer_queue.client.segments import START, joined
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.effort import effort
-from tests.turns_helpers import Drawing, backend, player, start, template, tokenizer_of
+from tests.turns_helpers import Drawing, Inside, backend, player, start, template, tokenizer_of
+from tests.virtual_clock import run_on_a_clock
 
 TOKENIZER, TEMPLATE = tokenizer_of(backend()), template()
 END = TOKENIZER.eos_ids[0]
@@ -319,6 +324,32 @@ def test_a_fault_begins_the_episode_again_and_then_fails_the_prompt_group(good: 
         assert isinstance(made, Episode) and made.finish_reason == "env_done"
     else:
         assert isinstance(made, BadAnswer) and str(made) == "environment_died: killed"
+
+
+def test_an_episode_has_a_deadline_that_neither_answers_nor_the_wait_for_a_place_count_to() -> None:
+    class Late(Counting):
+        async def step(self, response: Response) -> Step:
+            await asyncio.sleep(2.0 if response.turn == 1 else 0.0)
+            return super().step(response)
+
+    class Slow(Drawing):
+        async def __call__(self, request):
+            await asyncio.sleep(4.0)
+            return await super().__call__(request)
+
+    class Full(Inside):
+        async def open(self, beginning):
+            await asyncio.sleep(4.0)
+            return await super().open(beginning)
+
+    async def made(limit_s: float) -> Episode | BadAnswer:
+        stage = OnEnvironments(Full(Late), Rules(Bridge(TOKENIZER, TEMPLATE), TOKENIZER, EnvironmentConfig()))
+        playing = Player(stage, 0, limit_s, lambda fault: None)
+        return await playing.play(History(), start(TOKENIZER, Slow(TOKENIZER), PROMPT, BUDGET))
+
+    assert isinstance(run_on_a_clock(made(3.0)), Episode)
+    late = run_on_a_clock(made(1.0))
+    assert isinstance(late, BadAnswer) and late.reason == "episode_timeout"
 
 
 def test_an_engine_that_fails_is_asked_again_and_goes_on_from_what_it_had_drawn() -> None:

@@ -69,7 +69,7 @@ class Player:
             with own.stands():
                 return await start.ask(request)
 
-        made = await in_time(self._played(history, replace(start, ask=ask, standing=own.stands)), own, self._limit_s)
+        made = await in_time(self._played(history, replace(start, ask=ask, waiting=own.stands)), own, self._limit_s)
         assert not isinstance(made, Generation)
         return made
 
@@ -95,7 +95,8 @@ class OnEnvironments:
 
     async def play(self, history: History, start: Start) -> Episode:
         """See `Stage.play`."""
-        session = await self._host.open(start.beginning)
+        with start.waiting():
+            session = await self._host.open(start.beginning)
         try:
             return await Turns(self._rules, start, history).through(session)
         finally:

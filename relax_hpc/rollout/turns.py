@@ -67,8 +67,8 @@ class Start:
     """Ticket whose media are stored; None: of an evaluation."""
     asks_again: bool = True
     """Whether the engine is asked again where it failed."""
-    standing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context in which the clock of the episode stands: it waits for what is nobody's fault."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of waits, such as for a place among environments, that are no time of the episode's own."""
 
     @property
     def beginning(self) -> Beginning:

@@ -115,8 +115,8 @@ class RolloutConfig:
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed, or all of them. Each that fails is
     counted by its reason, and replaced by another prompt under its ticket, however often that takes."""
     episode_timeout_s: float = bounded(600.0, 0.1)
-    """Deadline of an episode that a task plays itself, tools and environments, without what its responses take; past it
-    the prompt group fails as `episode_timeout`."""
+    """Deadline of an episode that a task plays itself, or against an environment, without what its responses take, and
+    without the wait for a place among environments; past it the prompt group fails as `episode_timeout`."""
     filter: str = ""
     """Filter of the prompt groups that are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`,
     or `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts

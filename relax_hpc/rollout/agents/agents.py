@@ -69,11 +69,11 @@ class Agents:
         """See `Stage.play`. While the gateway is replaced it is waited for, and the program asks for the same again."""
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
-        with start.standing():
+        with start.waiting():
             await self._places.acquire()
         try:
             while True:
-                with start.standing():
+                with start.waiting():
                     way = await self._endpoint.reached()
                 session = Session(start, history, self._renderer, self._tokenizer, replace(bounds), self._count)
                 if ended := await self._through(session, start.beginning, *way):
