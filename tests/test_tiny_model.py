@@ -105,3 +105,18 @@ def test_transformers_loads_model_and_tokenizer(tmp_path):
     ids = [1, 7, 6, 4, 5, 18, 4, 60, 2, 0]
     assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
     assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_transformers_finds_the_processor_of_a_model_that_hears(tmp_path):
+    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
+    from transformers import AutoProcessor
+
+    shape = TinyModelConfig(vision_layers=1, audio_layers=1, num_experts=4, tie_word_embeddings=False)
+    make_tiny_model(tmp_path / "m", shape, 0)
+    found = AutoProcessor.from_pretrained(tmp_path / "m")
+    assert type(found).__name__ == "Qwen3OmniMoeProcessor"
+    assert (found.image_token, found.audio_token, found.audio_bos_token) == (
+        "<|image_pad|>",
+        "<|audio_pad|>",
+        "<|audio_start|>",
+    )

@@ -23,7 +23,10 @@ _TEMPLATE = """\
 {%- else -%}
 {%- for part in content -%}
 {%- if part.type == "text" -%}{{ part.text }}
-{%- else -%}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{%- endif -%}
+{%- else -%}
+{%- set sense = "audio" if part.type == "audio" else "vision" -%}
+{{ "<|" + sense + "_start|><|" + part.type + "_pad|><|" + sense + "_end|>" }}
+{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
@@ -82,7 +85,7 @@ def write_tokenizer(directory: Path, more: Sequence[str] = (), chat: bool = Fals
 
 
 def _named(tokens: Sequence[str]) -> dict[str, str]:
-    """Names of ``tokens`` by which transformers' processors of Qwen3-Omni ask for them."""
+    """Names of ``tokens`` of media by which transformers' processor of Qwen3-Omni asks for them."""
     words = {"pad": "token", "start": "bos_token", "end": "eos_token"}
     parts = ((token, *token.strip("<|>").split("_")) for token in tokens)
     return {f"{sense}_{words[what]}": token for token, sense, what in parts}
