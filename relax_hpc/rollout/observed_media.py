@@ -22,6 +22,10 @@ class ObservedMedia:
         self._media, self._rules = media, rules
         self._encode = functools.partial(tokenizer.encode, special=False)
 
+    async def close(self) -> None:
+        """End the process that looks into what is shown."""
+        await asyncio.to_thread(self._rules.pool.close)
+
     async def placed(
         self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]
     ) -> tuple[list[int], tuple[PromptMedium, ...]]:

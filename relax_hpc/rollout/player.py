@@ -91,7 +91,13 @@ class OnEnvironments:
 
     def __init__(self, host: Host, rules: Rules) -> None:
         self._host, self._rules = host, rules
-        self.start, self.close = host.start, host.close
+        self.start = host.start
+
+    async def close(self) -> None:
+        """See `Stage.close`."""
+        await self._host.close()
+        if self._rules.media:
+            await self._rules.media.close()
 
     async def play(self, history: History, start: Start) -> Episode:
         """See `Stage.play`."""
