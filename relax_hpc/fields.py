@@ -96,7 +96,7 @@ _TABLE = (
     FieldSpec("returns", "token", "float32", "what the critic learns", by="advantages", loss=True, optional=True),
     FieldSpec("spans", "blob", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
     FieldSpec("media_tokens", "blob", "dict", "placeholders counted, by media id", by="rollout", optional=True),
-    FieldSpec("finish_reason", "row", "str", "reason of the end, `relax_hpc.engines.engine.Ended`; partial: of a segment, not last", by="rollout"),
+    FieldSpec("finish_reason", "row", "str", "how it ended, see `Ended` of engines; partial: not yet", by="rollout"),
     FieldSpec(
         "environment",
         "blob",
