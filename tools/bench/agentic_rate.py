@@ -184,7 +184,7 @@ def measure(folder: Path, rounds: int, episodes: int, at_once: int) -> Iterator[
     for name, what in (("episodes a second", "rate"), ("tokens from the cache", "cached")):
         shares = [getattr(ours, what) / getattr(bare, what) for ours, bare in found]
         enough = median(shares) >= _LEAST
-        yield Figure(f"{name}, of a bare client's", median(shares), "", f">= {_LEAST}", enough, shares)
+        yield Figure(f"{name}, of a bare client's", median(shares), "x", f">= {_LEAST}", enough, shares)
     yield _figure("episodes", "1/s", [ours.rate for ours, _ in found])
     yield _figure("tokens of requests from the cache", "%", [100 * ours.cached for ours, _ in found])
     for who, some in (("rollout", [ours for ours, _ in found]), ("client", [bare for _, bare in found])):
