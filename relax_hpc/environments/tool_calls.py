@@ -20,6 +20,15 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
 
+    @property
+    def text(self) -> str:
+        """Text of the call, as the policy writes it.
+
+        >>> calls_of(ToolCall("add", {"to": 1}).text)
+        [ToolCall(name='add', arguments={'to': 1})]
+        """
+        return f"{OPEN}\n{json.dumps({'name': self.name, 'arguments': self.arguments})}\n{CLOSE}"
+
 
 class ToolError(Exception):
     """Error of a call, in words that tell the policy what to do about it."""

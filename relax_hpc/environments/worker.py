@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,9 @@ from relax_hpc.workers.serving import bound_memory, requests, serve, write
 T = TypeVar("T")
 _SHOWN = 500
 """Characters of an error that are told."""
+_STACK_BYTES = 2 << 20
+"""Stack of an environment's thread. All stacks count against the process's memory, and the system's 8 MiB are too many
+where hundreds of environments live in one."""
 
 
 class Live:
@@ -173,6 +177,7 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
         write(answers, {"error": str(error)})
         return
     bound_memory(first["memory_mb"])
+    threading.stack_size(_STACK_BYTES)
     asyncio.run(host.serve(asked))
 
 

@@ -5,8 +5,6 @@ What the model answers with it has read; it is too small to know products of num
 
 from __future__ import annotations
 
-import json
-import operator
 import random
 import zlib
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.rewards.answers import answer_partial
 from relax_hpc.tasks.base import Task
 
@@ -23,39 +22,40 @@ if TYPE_CHECKING:
 
 _SIZES = {"train": 4096, "heldout": 256}
 _DEMONSTRATIONS = 4096
-_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Two numbers and what is done to them."""
+    """Two numbers to be multiplied."""
 
     one: int
-    sign: str
     other: int
 
     @classmethod
     def drawn(cls, name: str, digits: int) -> Problem:
-        """The problem called ``name``, of numbers of so many ``digits``: the same on every machine."""
+        """The problem called ``name``, of numbers of so many ``digits`` whose product has twice as many: the same on
+        every machine."""
         rng = random.Random(name)
-        one, other = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
-        return cls(one, rng.choice(list(_OPERATIONS)), other)
+        while True:
+            one, other = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+            if one * other >= 10 ** (2 * digits - 1):
+                return cls(one, other)
 
     @property
     def result(self) -> str:
         """The right answer.
 
-        >>> Problem(47, "*", 86).result
+        >>> Problem(47, 86).result
         '4042'
         """
-        return str(_OPERATIONS[self.sign](self.one, self.other))
+        return str(self.one * self.other)
 
     def __str__(self) -> str:
-        return f"{self.one}{self.sign}{self.other}"
+        return f"{self.one}*{self.other}"
 
 
 class Arithmetic(Task):
-    """Problems of numbers of `data.digits` digits, for the environment `tools` with its calculator; a fifth of all are
+    """Products of numbers of `data.digits` digits, for the environment `tools` with its calculator; a fifth of all are
     held out."""
 
     evaluations = ("heldout",)
@@ -76,7 +76,7 @@ class Arithmetic(Task):
             yield {
                 "messages": [
                     {"role": "user", "content": f"{problem}?"},
-                    {"role": "assistant", "content": _call(str(computed))},
+                    {"role": "assistant", "content": ToolCall("calculator", {"expression": str(computed)}).text},
                     {"role": "tool", "content": computed.result},
                     {"role": "assistant", "content": computed.result if answered else other.result},
                 ]
@@ -89,8 +89,3 @@ def problems(split: str, digits: int) -> Iterator[Problem]:
         problem = Problem.drawn(f"{split} {number}", digits)
         if (zlib.crc32(str(problem).encode()) % 5 == 0) == (split == "heldout"):
             yield problem
-
-
-def _call(expression: str) -> str:
-    call = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"

@@ -4,7 +4,6 @@ too fine to be seen from afar ("<image>which?" -> a call that zooms in -> "r")."
 from __future__ import annotations
 
 import io
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.rows import data_uri
+from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.rewards.answers import answer_exact
 from relax_hpc.tasks.base import Task
 
@@ -32,7 +32,8 @@ COLOURS = {
     "y": (255, 255, 0),
 }
 _STRIPE = 1
-"""Pixels of a stripe. The next one has the complementary colour, so that half as large all tiles are grey."""
+"""Pixels of a stripe. The next one has the complementary colour, so that half as large a tile is grey but for its
+edges."""
 _STEP, _LEAST, _MOST = 4, 44, 56
 """Pixels of which the sides and places of tiles are multiples, and how long their sides are."""
 _FRAME = 4
@@ -45,7 +46,7 @@ _DEMONSTRATIONS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image, where its tile is, and what is asked of it."""
+    """An image, the place of its tile, and what that is."""
 
     image: Image
     box: tuple[int, int, int, int]
@@ -108,7 +109,7 @@ class FineStripes(Task):
             yield {
                 "messages": [
                     {"role": "user", "content": "<image>which?"},
-                    {"role": "assistant", "content": _call(box)},
+                    {"role": "assistant", "content": ToolCall("image_zoom_in_tool", {"bbox_2d": list(box)}).text},
                     {"role": "tool", "content": "<image>"},
                     {"role": "assistant", "content": said},
                 ],
@@ -132,8 +133,3 @@ def _uri(image: Image) -> str:
     file = io.BytesIO()
     image.save(file, "PNG")
     return data_uri(file.getvalue(), "image/png")
-
-
-def _call(box: tuple[int, int, int, int]) -> str:
-    call = {"name": "image_zoom_in_tool", "arguments": {"bbox_2d": list(box)}}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
