@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.data.chat import ChatTemplate
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.turns import Start
 from relax_hpc.versions import Version

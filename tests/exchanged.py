@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from relax_hpc.config.schema import DataConfig
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn

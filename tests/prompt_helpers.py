@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
 from relax_hpc.data.rows import BadLine, read_rows
+from relax_hpc.data.tokenizer import Tokenizer
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, how: PromptRules) -> tuple[list[Prompt], list[BadLine]]:

@@ -25,8 +25,10 @@ from torch import Tensor
 
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.data.prompts import Prompt, PromptRules, load_tokenizer, prompt_at, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
 from relax_hpc.data.rows import read_rows
+from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.data.visits import prompt_at
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.models.hf_files import read_config

@@ -10,7 +10,8 @@ from typing import Any
 
 from relax_hpc.config.schema import Config, DataConfig, EnvironmentConfig
 from relax_hpc.data.media import MediaRules
-from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode
 from relax_hpc.environments.base import Environment, MediaPart, Observation, Response, Step
 from relax_hpc.rollout.bridge import Bridge

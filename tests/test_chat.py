@@ -14,7 +14,8 @@ from relax_hpc.config.load import load
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments.tools import tools_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model

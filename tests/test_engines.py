@@ -19,7 +19,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
-from relax_hpc.data.prompts import load_tokenizer  # noqa: E402
+from relax_hpc.data.tokenizer import load_tokenizer  # noqa: E402
 from relax_hpc.engines import make_engine  # noqa: E402
 from relax_hpc.engines.draws import cut  # noqa: E402
 from relax_hpc.engines.engine import (  # noqa: E402

@@ -14,8 +14,8 @@ from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.examples import Example, Learned, rules_of
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import Tokenizer, load_tokenizer
 from relax_hpc.data.rows import BadLine
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
 from tests.requirements import requires

@@ -19,7 +19,7 @@ from relax_hpc.checks.settings import check
 from relax_hpc.cli.program import main
 from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.tags import declared
 from relax_hpc.models.hf_files import read_config

@@ -19,7 +19,8 @@ requires("transformers", "torch")
 
 from relax_hpc.config.schema import DataConfig  # noqa: E402
 from relax_hpc.data.media import spans_of  # noqa: E402
-from relax_hpc.data.prompts import Prompt, PromptRules, load_tokenizer  # noqa: E402
+from relax_hpc.data.prompts import Prompt, PromptRules  # noqa: E402
+from relax_hpc.data.tokenizer import load_tokenizer  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.transformers_hook import install_transformers_hook  # noqa: E402
 from tests.media_files import PROCESSOR, avi, encoded, model_files, picture  # noqa: E402

@@ -18,7 +18,8 @@ from PIL import Image
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import PromptMedium
-from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.features import patches

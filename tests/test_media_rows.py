@@ -21,8 +21,9 @@ from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalC
 from relax_hpc.data.media import MediaRules, places_of, spans_of
 from relax_hpc.data.named_media import split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.rows import BadLine, data_uri
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.doctor.media import check_media
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium

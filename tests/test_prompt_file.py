@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data import prompt_file
 from relax_hpc.data.prompt_file import PromptFile, open_prompts
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.rows import BadLine, count_rows
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rollout.samples import PromptSource
@@ -273,7 +274,8 @@ import sys
 from pathlib import Path
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import PromptRules, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.rollout.samples import PromptSource
 
 def most():

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_tokenizer, prompt_at, prompts_of
+from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, prompts_of
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
+from relax_hpc.data.visits import prompt_at
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts as load

@@ -15,7 +15,7 @@ import pytest
 
 from relax_hpc.config import dump, load_resolved
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import prompt_at
+from relax_hpc.data.visits import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.lifecycle.establish import check_resumable
 from relax_hpc.rendezvous.exit_mark import leave_mark

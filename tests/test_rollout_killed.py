@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.config import dump, load_resolved
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import Generation
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, loss_fields

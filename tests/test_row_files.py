@@ -13,8 +13,9 @@ import pytest
 from relax_hpc.checks.files import read_prompts
 from relax_hpc.config.schema import Config, DataConfig
 from relax_hpc.data.prompt_file import check_same, open_prompts
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError
 from tests.media_prompts import IMAGE, png, seeing_model
 from tests.requirements import requires

@@ -14,7 +14,8 @@ from relax_hpc.cli import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, Sampling
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.gateway.serving import gateway

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config import dump
-from relax_hpc.data.prompts import load_tokenizer, prompt_at
+from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.data.visits import prompt_at
 from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout import segment_log
 from relax_hpc.rollout.attempt import Attempt

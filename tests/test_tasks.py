@@ -14,7 +14,8 @@ import pytest
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import check_resumable

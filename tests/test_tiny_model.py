@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model, parameter_shapes
 from relax_hpc.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import Config, load
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
 from relax_hpc.models.tiny_model import make_tiny_model

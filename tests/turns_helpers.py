@@ -14,7 +14,8 @@ from tokenizers.trainers import BpeTrainer
 
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling, checked
 from relax_hpc.environments.base import Beginning, Environment, EnvironmentFault, Message, Observation, Response, Step
 from relax_hpc.rollout.bridge import Bridge

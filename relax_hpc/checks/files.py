@@ -17,8 +17,9 @@ from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
 from relax_hpc.data.chat import find_template
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, Tally, prompts_of
 from relax_hpc.data.row_files import RowFiles, is_there
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import published_forms, stored_forms
 from relax_hpc.tasks import tools_of

@@ -18,7 +18,7 @@ from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stored_pieces import by_piece
 
 if TYPE_CHECKING:
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
 _INDEX = "model.safetensors.index.json"
@@ -108,7 +108,7 @@ def _look(path: Path, config: ModelConfig) -> Model:
 
 def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     if not (path / "tokenizer.json").is_file():
-        from relax_hpc.data.prompts import making
+        from relax_hpc.data.tokenizer import making
 
         raise ConfigError(f"found no tokenizer.json in {path}; {making(path)}")
     if "tokenizers" in unread():
@@ -125,7 +125,7 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
 @functools.lru_cache(maxsize=4)
 def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
     """Tokenizer of a directory, kept: large ones take a second, and several checks ask for them."""
-    from relax_hpc.data.prompts import load_tokenizer
+    from relax_hpc.data.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
 

@@ -173,7 +173,7 @@ def _export(run: RunDir, given: dict[str, Any]) -> int:
 
 def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:
     """Decoder of tokens by the run's own tokenizer, or why it cannot be had."""
-    from relax_hpc.data.prompts import load_tokenizer
+    from relax_hpc.data.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(run.model).decode, ""

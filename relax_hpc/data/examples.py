@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import BadRecord, PromptRules, Tokenizer, check_ids, id_of, is_chat, rendered
+from relax_hpc.data.prompts import BadRecord, PromptRules, check_ids, id_of, is_chat, rendered
 from relax_hpc.data.rows import BadLine, Record
+from relax_hpc.data.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 _ASSISTANT = "assistant"

@@ -27,7 +27,7 @@ from relax_hpc.multimodal.source import Source
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 """Maker of the tokens of a text, without any around it."""

@@ -20,9 +20,10 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
-from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer
+from relax_hpc.data.prompts import Prompt, PromptRules, Tally
 from relax_hpc.data.row_files import Places, RowFiles
 from relax_hpc.data.rows import BadLine, Line, Row, opened, read_lines, row_of
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.disk import patiently
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.multimodal.bad import BadMedium, Reason

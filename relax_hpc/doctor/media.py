@@ -11,9 +11,10 @@ from relax_hpc.checks.files import prompt_files
 from relax_hpc.checks.model_files import find_model
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer
+from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.row_files import Places, RowFiles
 from relax_hpc.data.rows import BadLine
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.doctor.finding import Finding, error, ok, warning
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium

@@ -16,7 +16,7 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import places_of
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.draws import keyed_uniform
 from relax_hpc.engines.engine import (

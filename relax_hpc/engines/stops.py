@@ -10,7 +10,7 @@ from relax_hpc.engines.engine import Sampling
 
 
 class Decoder(Protocol):
-    """Decoder of token ids, such as `relax_hpc.data.prompts.Tokenizer`."""
+    """Decoder of token ids, such as `relax_hpc.data.tokenizer.Tokenizer`."""
 
     def decode(self, ids: list[int]) -> str: ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.draws import keyed_uniform, sample_token
 from relax_hpc.engines.engine import (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import Episode, GenerateRequest, Sampling
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import numpy as np
 
 from relax_hpc.data.examples import Example
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.rollout.bad_lines import note_bad_lines
 from relax_hpc.rollout.samples import PromptSource

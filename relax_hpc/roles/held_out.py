@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.data import rows_of

@@ -42,7 +42,7 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
 def _prompts(run: RunDir, config: Config, model: Path) -> None:
     """Make the task's files, and the index of each. ConfigError now, before anything waits for a GPU, if a prompt file
     is of no use."""
-    from relax_hpc.data.prompts import load_tokenizer
+    from relax_hpc.data.tokenizer import load_tokenizer
     from relax_hpc.tasks.files import make_files, open_evals, open_train
 
     tokenizer = load_tokenizer(model)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.media import Place
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import EnvironmentFault, Message, Part, Role
 from relax_hpc.multimodal.medium import Kind
 

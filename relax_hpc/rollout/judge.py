@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
 from relax_hpc.reward_settings import RewardSettings

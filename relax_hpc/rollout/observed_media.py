@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from relax_hpc.data.media import MediaRules, PromptMedium
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import MediaPart
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.rollout.media import PromptMedia

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from relax_hpc.config.schema import Config
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.data.prompts import PromptRules, Tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.host import Environments

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.rollout.recording import recording_of
 from relax_hpc.rollout.sample_log import Sample

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from relax_hpc.config.schema import Config
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import Episode, GenerateRequest, Generation
 from relax_hpc.errors import ConfigError
 from relax_hpc.gateway.serving import gateway

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rollout.attempt import Made

@@ -10,7 +10,9 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import spans_of, tokens_by_id
-from relax_hpc.data.prompts import Prompt, Tokenizer, prompt_at
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
+from relax_hpc.data.visits import prompt_at
 from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput

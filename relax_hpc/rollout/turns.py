@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.media import PromptMedium
-from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended, Episode, GenerateRequest, Generation, Sampling
 from relax_hpc.environments.base import Beginning, Context, EnvironmentFault, MediaPart, Message, Response, Step
 from relax_hpc.errors import RefusedError

@@ -18,7 +18,7 @@ from relax_hpc.tasks.base import Task
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 _SIZES = {"train": 4096, "heldout": 256}
 _DEMONSTRATIONS = 4096

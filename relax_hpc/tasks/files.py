@@ -13,8 +13,8 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompt_file import PromptFile, check_same, open_prompts
-from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.data.row_files import RowFiles
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task, tools_of

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 SIDE, CELL = 128, 64
 """Pixels of an image and of each of the cells in it, either way; a tile is in one of them."""

@@ -15,7 +15,7 @@ from relax_hpc.tasks.moving_squares import MovingSquares
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 
 def _numbers() -> list[str]:

@@ -13,7 +13,7 @@ from relax_hpc.tasks.base import Task
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 _SIZES = {"train": 2048, "heldout": 256}
 

@@ -12,7 +12,7 @@ from relax_hpc.tasks.base import Task
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
-    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.data.tokenizer import Tokenizer
 
 
 def sort_answer(digits: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 from relax_hpc.data.examples import Learned, demonstration_of
 from relax_hpc.data.media import MediaRules, PromptMedium, spans_of
 from relax_hpc.data.named_media import Columns, with_parts
-from relax_hpc.data.prompts import BadRecord, PromptRules, Tokenizer
+from relax_hpc.data.prompts import BadRecord, PromptRules
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.medium import Kind, Medium

@@ -16,7 +16,8 @@ from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
 from relax_hpc.data.media import MediaRules
-from relax_hpc.data.prompts import PromptRules, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.errors import RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.multimodal.medium import Medium

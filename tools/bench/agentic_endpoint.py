@@ -22,7 +22,8 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.gateway import serving
 from relax_hpc.gateway.broker import message_of

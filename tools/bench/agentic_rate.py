@@ -21,7 +21,8 @@ from agentic_parts import CONTEXT, TURNS, make_model
 from figures import Figure
 
 from relax_hpc.config.schema import Config, EnvironmentConfig
-from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.engines.sglang.engine import SglangEngine
 from relax_hpc.models.tiny_tokenizer import CHARACTERS

@@ -24,7 +24,7 @@ from figures import Figure, print_figures
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from relax_hpc.data.media import spans_of
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.multimodal.medium import Kind, Medium

@@ -28,7 +28,7 @@ import yaml
 
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import Sampling
 from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.metrics.read import read_metrics

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import Engine, Sampling
 from relax_hpc.errors import RelaxError

@@ -21,7 +21,8 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import open_prompts
-from relax_hpc.data.prompts import PromptRules, load_tokenizer
+from relax_hpc.data.prompts import PromptRules
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.where import Rewards, make_rewards

@@ -18,7 +18,7 @@ import numpy as np
 from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples

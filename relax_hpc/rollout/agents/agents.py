@@ -15,7 +15,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.chat import template_of
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import Episode
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.gateway.broker import message_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import OPEN, ToolCall, calls_of
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, call_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relax_hpc.data.chat import ChatTemplate, TemplateError
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.rollout.agents.chat import Message
 
 Tools = Sequence[dict[str, Any]]

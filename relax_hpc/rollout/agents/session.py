@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relax_hpc.data.chat import TemplateError
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
