@@ -20,12 +20,12 @@ requires("mpi", "torch", "megatron")
 pytestmark = pytest.mark.run
 
 TOOLS = Path(__file__).parents[1] / "configs" / "runs" / "tools.yaml"
-STEPS = 16
+STEPS = 14
 SHORTER = {
     "steps": STEPS,
     "prompts_per_step": 8,
     "data": {"task": "tests.exchanged:FewProblems", "digits": 1},
-    "warm_start": {"steps": 200, "batch_size": 32, "noise": 0.3},
+    "warm_start": {"steps": 140, "batch_size": 32, "noise": 0.3},
     "actor": {"optimizer": {"warmup_steps": 2}},
     "queue": {"keep_steps": 1000},
     "checkpoint": {"every": STEPS},
@@ -41,11 +41,11 @@ def test_a_policy_learns_to_use_a_calculator(tmp_path: Path) -> None:
     with running(tmp_path, base=base) as live:
         live.finish(RUN_S)
     rewards = [row["reward/mean"] for row in trained_steps(live.run)]
-    assert mean(rewards[STEPS // 2 :]) > mean(rewards[:4]) + 0.03, rewards
+    assert mean(rewards[STEPS // 2 :]) > mean(rewards[:4]) + 0.1, rewards
     last = read_metrics(live.run.root)[-1]
-    # By what another episode was told, right by chance alone.
-    assert last["eval/exchanged/answer_exact"] < 0.15
-    assert last["eval/heldout/answer_exact"] > last["eval/exchanged/answer_exact"] + 0.1
+    # By what another episode was told the answer is right where both were asked the same.
+    assert last["eval/exchanged/answer_exact"] < 0.2
+    assert last["eval/heldout/answer_exact"] > last["eval/exchanged/answer_exact"] + 0.3
 
     rows = queue_rows(live.run).values()
     assert all(np.array_equal(row["loss_mask"] > 0, row["token_versions"] > 0) for row in rows)
