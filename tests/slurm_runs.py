@@ -426,7 +426,8 @@ def _call(sandbox: Sandbox, *words: str) -> str:
         [sys.executable, "-m", "relax_hpc", *words],
         capture_output=True,
         text=True,
-        timeout=90,
+        # More than any command waits by itself, so that it can say what for.
+        timeout=180,
         env=os.environ | sandbox.environment(),
         check=False,
     )

@@ -66,9 +66,17 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
 def kill_scheduler(live: Running) -> psutil.Process:
     """SIGKILL to the process of SGLang that holds the model."""
     (role,) = live.processes("rollout")
-    (scheduler,) = [child for child in role.children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
+    (scheduler,) = filter(is_scheduler, role.children(recursive=True))
     scheduler.kill()
     return scheduler
+
+
+def is_scheduler(process: psutil.Process) -> bool:
+    try:
+        return "scheduler" in " ".join(process.cmdline())
+    except psutil.Error:
+        # One that has just ended.
+        return False
 
 
 def exact_match(row: dict[str, Any]) -> float:
