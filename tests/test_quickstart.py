@@ -108,6 +108,7 @@ def assert_metrics_are_whole(live: Running) -> None:
     tags = {tag for line in lines for tag in line if "/" in tag}
     assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS} - {
         "algorithm",
+        "episodes",
         "experts",
         "preference",
         "r3",
