@@ -9,7 +9,7 @@ import pytest
 from relax_hpc.background import Background, in_thread
 from relax_hpc.errors import FencedError
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 def test_jobs_are_done_in_order() -> None:

@@ -62,7 +62,7 @@ def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path)
 def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
     """No polling quantum: with a controller that would sleep for an hour, the answer still comes at once."""
     run, config = make_run(tmp_path / "run"), small()
-    config.liveness.beat_s = 5.0
+    config.liveness.beat_s = 300.0
     with in_thread(run, config) as controller, Roles(run, config) as roles:
         controller._patience = lambda: 3600.0
         version = roles.start()
@@ -72,10 +72,10 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         roles["reference"].connection.call("status")
         started = time.monotonic()
         roles["rollout"].generated(rows_of(tickets, version))
-        assert waiting.result(timeout=2).tickets == (0, 1)
+        assert waiting.result(timeout=60).tickets == (0, 1)
         roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
-        assert news.result(timeout=2)["version"] == "i000001-v000001"
-        assert time.monotonic() - started < 2
+        assert news.result(timeout=60)["version"] == "i000001-v000001"
+        assert time.monotonic() - started < 60
 
 
 def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):

@@ -86,14 +86,14 @@ def test_status_says_why_nothing_is_generated(tmp_path):
         assert roles.waits("rollout: admit: serves no version of this lineage yet")
         version = roles.start()
         roles["rollout"].connection.call("serve", reader="rollout/0", version=str(version))
-        tickets = early.result(timeout=5)["tickets"]
+        tickets = early.result(timeout=60)["tickets"]
         roles["rollout"].generated(rows_of(tickets, version))
         assert hub.state.shards.untrained_bytes >= 1 << 10
         full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shards.untrained_bytes, 1 << 10)}")
         roles.learn(version)
         roles.train(0)
-        assert full.result(timeout=5)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"
+        assert full.result(timeout=60)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"
         stale = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         roles["rollout"].generated(rows_of([2, 3], version))
         assert roles.waits("rollout: admit: waits for version 1, newest is 1")
@@ -103,4 +103,4 @@ def test_status_says_why_nothing_is_generated(tmp_path):
             claim = roles[role].claim(role, 1 << 20)
             roles[role].put(learned(roles[role].rows(claim), version), fields, claim)
         roles.train(1)
-        assert stale.result(timeout=5)["tickets"] == [4, 5]
+        assert stale.result(timeout=60)["tickets"] == [4, 5]

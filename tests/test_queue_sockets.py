@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_sent_as_it_is_read(listener):
     listener.send(second, b"answer")
     assert next_payload(other) == b"answer"
     got: list[int] = []
-    slow.socket.settimeout(10.0)
+    slow.socket.settimeout(60.0)
 
     def read() -> None:
         while len(got) < len(sizes):

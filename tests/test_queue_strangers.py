@@ -142,7 +142,7 @@ def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
     """What follows is for whoever it turns out to be."""
     (one,) = strangers(1)
     turns(listener, lambda: listener.lobby.guests)
-    one.settimeout(5.0)
+    one.settimeout(60.0)
     one.sendall(Response(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
     turns(listener, lambda: listener._peers)
     (peer,) = listener._peers.values()
@@ -333,7 +333,7 @@ class Squatter:
         self.endpoint = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
 
     def serve_one(self) -> None:
-        self.server.settimeout(10.0)
+        self.server.settimeout(60.0)
         made, _ = self.server.accept()
         with made:
             made.settimeout(0.5)

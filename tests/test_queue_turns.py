@@ -39,16 +39,16 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
     assert roles.waits("waits for the actor to make room")
     roles.version = roles.start()
     roles["actor"].connection.call("end_turn")
-    engines.result(timeout=10)
+    engines.result(timeout=60)
     actor, generated = take(roles["actor"], "actor"), roles["rollout"].connection.submit("step_generated", step=0)
     assert roles.waits("waits for engines to make room: 0 of 2 have")
     assert roles.waits("waits for the rows of step 0")
     roles.generate(roles.version)
-    generated.result(timeout=10)
+    generated.result(timeout=60)
     rest(roles, 0, 0)
     assert roles.waits("1 of 2 have") and not actor.done()
     rest(roles, 1, 0)
-    actor.result(timeout=10)
+    actor.result(timeout=60)
     again = take(roles["rollout"], "engines")
     assert roles.waits("waits for the actor to make room") and not again.done()
 
@@ -63,7 +63,7 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     assert roles.waits("0 of 2 have") and not later.done()
     for number in range(2):
         rest(roles, number, 1)
-    later.result(timeout=10)
+    later.result(timeout=60)
     roles["actor"].connection.call("end_turn")
     roles["actor"].connection.call("resume", step=0)
     assert world.hub.state.device_turns.rested == {"rollout/0": 1, "rollout/1": 1}, (

@@ -31,7 +31,7 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
             seen.append(waiting(roles, "actor"))
             claim = roles[role].claim(role, BUDGET)
             roles[role].put(learned(rows_of(tickets, version), version), fields, claim)
-        claim, passed = work.result(timeout=10), time.monotonic() - since
+        claim, passed = work.result(timeout=60), time.monotonic() - since
     peers = ["rollout", *GIVES]
     assert seen == [[f"actor: claim: waits for rows of {peer}"] for peer in peers]
     assert [(peer, why) for peer, why, _ in claim.waited] == [(peer, f"rows of {peer}") for peer in peers]
@@ -64,7 +64,7 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
         roles["actor"].connection.call("publish", version=str(newer), digest="d")
         roles["rollout"].connection.call("serve", reader="rollout/0", version=str(newer))
         for future in asked:
-            ((peer, why, seconds),) = future.result(timeout=10)["waited"]
+            ((peer, why, seconds),) = future.result(timeout=60)["waited"]
             assert (peer, why) == ("actor", "tickets: a newer version") and seconds > 0
 
 

@@ -93,7 +93,7 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
         engine.server.session.leader.kill()
         await engine.wait_dead()
         in_time = asked.cancel()
-        await asyncio.wait([asked], timeout=10)
+        await asyncio.wait([asked], timeout=60)
         await engine.close()
         return in_time, asked.cancelled()
 
@@ -132,7 +132,7 @@ def test_a_server_dies_with_the_role_that_started_it() -> None:
     with process:
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
-        child.wait(timeout=5)
+        child.wait(timeout=60)
 
 
 def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> None:
@@ -144,12 +144,12 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
         parts = {process.cmdline()[0]: process for process in session_of(engine.server.session.leader.pid)}
         helper = os.pidfd_open(parts["helper"].pid)
         parts["helper"].kill()
-        assert select.select([helper], [], [], 5.0)[0]
+        assert select.select([helper], [], [], 60.0)[0]
         os.close(helper)
         await engine.generate(request(fake.GOOD))
         asked = asyncio.create_task(engine.generate(request(fake.HANG)))
         parts["sglang::part"].kill()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             said = await engine.wait_dead()
             with pytest.raises(EngineFault) as caught:
                 await asked
@@ -259,7 +259,7 @@ def test_memory_that_a_server_took_late_is_known_when_it_has_died() -> None:
             await leader.stdout.readexactly(6)
             leader.stdin.write(b"x")
             assert await session.ended == "the server ended with code 3"
-        _, alive = psutil.wait_procs(session.members(), timeout=10)
+        _, alive = psutil.wait_procs(session.members(), timeout=60)
         assert not alive
         return session.shared_memory()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.errors import DeadlineError
+from relax_hpc.processes import all_processes
 
 _POLL_S = 0.05
 
@@ -119,4 +120,4 @@ def alive(process: psutil.Process) -> bool:
 
 def _all() -> Iterator[psutil.Process]:
     """All processes, oldest first, zombies left out."""
-    return (process for process in psutil.process_iter() if alive(process))
+    return (process for process in all_processes() if alive(process))

@@ -12,6 +12,7 @@ import os
 
 import psutil
 
+from relax_hpc.processes import all_processes
 from relax_hpc.rundir import RunDir
 
 VARIABLE = "RELAX_INCARNATION"
@@ -25,7 +26,7 @@ def word(run: RunDir, group: str, incarnation: int) -> str:
 
 def end_leftovers(run: RunDir, group: str, last: int) -> None:
     """Kill what is there of incarnations of ``group`` up to ``last``, of this user's. Nothing of theirs may live."""
-    for process in psutil.process_iter():
+    for process in all_processes():
         # One that has ended meanwhile, or that nobody may look into; or a word that is none of ours.
         with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
             if process.uids().effective != os.geteuid() or process.pid == os.getpid():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from relax_hpc.processes import all_processes
+
 _PART = "sglang::"
 """Beginning of the titles of processes that SGLang cannot do without; compilers and the like come and go."""
 _LEFT_BEHIND = ("/dev/shm/sglang_", "/dev/shm/sgl_", "/dev/shm/psm_", "/dev/shm/nccl-")
@@ -82,7 +84,7 @@ class Session:
                 return os.getsid(process.pid) == self.leader.pid
             return False
 
-        return [process for process in psutil.process_iter() if belongs(process)]
+        return [process for process in all_processes() if belongs(process)]
 
     def shared_memory(self) -> set[Path]:
         """Files in memory that its processes have, or had when they were looked at, and that would outlive them."""
