@@ -14,6 +14,7 @@ from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
 from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.models.tiny_tokenizer import EOS_ID
+from relax_hpc.processes import all_processes
 from relax_hpc.transformers_hook import install_transformers_hook
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Chunk, Manifest, checksum
@@ -115,7 +116,7 @@ def error_against(directory: Path, prompt: tuple[int, ...], found: Generation, t
 def session_of(leader: int) -> list[psutil.Process]:
     """Living processes of a session."""
     found = []
-    for process in psutil.process_iter():
+    for process in all_processes():
         try:
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)

@@ -109,8 +109,8 @@ def one_has_none(trainer: Trainer, seed: int) -> list[list[Batch]]:
 
 
 def agree(left: Trainer, right: Trainer, *metrics: dict[str, float]) -> None:
-    """To the bit, unless ranks have other shards of which the gradient's norm is made: its rounding, which is another
-    on each kind of processor, moves a weight by up to some thousandths of a step."""
+    """To the bit, unless ranks have other shards of which the gradient's norm is made: its rounding differs
+    then, and Adam makes some thousandths of a step of it where a gradient is all but zero."""
     distributed = left.settings.distributed
     for one, other in zip(left.module.parameters(), right.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=helpers.LR / 100 if distributed else 0.0, rtol=0)

@@ -26,6 +26,7 @@ from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.observe.status import status
+from relax_hpc.processes import all_processes
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox, processes
 from relax_hpc.slurm.job_lookup import job_of
@@ -189,7 +190,7 @@ class SlurmRun:
     def processes(self, role: str = "", group: str = "") -> list[psutil.Process]:
         """Processes of the run by rank; of a role: those that do its work, not those that watch them."""
         return sorted(
-            (p for p in psutil.process_iter() if self._is(p, role, group)),
+            (p for p in all_processes() if self._is(p, role, group)),
             key=lambda p: (int(environment(p).get("SLURM_PROCID", 0)), p.pid),
         )
 

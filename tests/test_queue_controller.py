@@ -70,12 +70,10 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         waiting = roles["reference"].claim_later("reference", BUDGET)
         news = roles["rollout"].connection.submit("next_version", after=str(version))
         roles["reference"].connection.call("status")
-        started = time.monotonic()
         roles["rollout"].generated(rows_of(tickets, version))
         assert waiting.result(timeout=60).tickets == (0, 1)
         roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
         assert news.result(timeout=60)["version"] == "i000001-v000001"
-        assert time.monotonic() - started < 60
 
 
 def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):

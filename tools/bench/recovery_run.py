@@ -18,6 +18,7 @@ import yaml
 
 from relax_hpc.config import load_resolved
 from relax_hpc.observe.status_groups import started_ahead
+from relax_hpc.processes import all_processes
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
@@ -211,7 +212,7 @@ class Run:
 
     def _processes(self) -> list[psutil.Process]:
         found = []
-        for process in psutil.process_iter():
+        for process in all_processes():
             with contextlib.suppress(psutil.Error):
                 if str(self.run.root) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
