@@ -22,7 +22,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.features import patches
+from relax_hpc.multimodal.features import raw_features
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.observe.sample_page import page
@@ -164,9 +164,12 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
         with pytest.raises(BadMedium, match="missing_file"):
             stored.of_ticket(prompts[number])
     assert stored.of_ticket(prompts[0]).media[0].blob
-    stored.media.expect([PROMPT, prompts[0]])
-    stored.media.expect([])
-    stored.media.expect([])
+
+    async def give_up() -> None:
+        for expected in ([PROMPT, prompts[0]], [], []):
+            stored.media.expect(expected)
+
+    stored.runner.run(give_up())
     assert not ahead.bytes and not ahead._begun
 
 
@@ -178,7 +181,8 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     assert found
     ((media_id, one),) = found.inputs.items()
     assert one.tokens == 4 and one.grid == (1, 4, 4)
-    assert (one.values == patches(Medium.from_bytes(stored.store.read(media_id)), Rules.of(model))).all()
+    medium = Medium.from_bytes(stored.store.read(media_id))
+    assert (one.values == raw_features(medium, Rules.of(model))).all()
     heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
     expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
     assert found.positions(row).tolist() == expected

@@ -15,6 +15,7 @@ from relax_hpc.config.schema import GroupConfig
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.towers.media import TowerMedia
 from relax_hpc.models.towers.tower import Tower
+from relax_hpc.multimodal.rules import Rules
 from relax_hpc.plan import roles, tower_memory
 from tests.media_helpers import QWEN3_OMNI_THINKER
 from tests.test_tower_families import QWEN3_VL_2B
@@ -46,8 +47,9 @@ def media_of(tower: Tower) -> tuple[TowerMedia, int]:
     """Media, and their tokens."""
     nothing = torch.zeros(0, dtype=torch.int64)
     if tower.name == "audio":
-        return TowerMedia(torch.randn(400, tower.bins), torch.tensor([[1, 1, 400]]), nothing, nothing), 52
-    return TowerMedia(torch.randn(256, 96), torch.tensor([[1, 16, 16]]), nothing, nothing), 64
+        return TowerMedia(torch.randn(400, tower.bins), torch.tensor([[1, 1, 400]]), nothing, nothing, Rules()), 52
+    pixels = torch.randint(256, (256, 96), dtype=torch.uint8)
+    return TowerMedia(pixels, torch.tensor([[1, 16, 16]]), nothing, nothing, Rules()), 64
 
 
 @pytest.mark.parametrize("again", [False, True])

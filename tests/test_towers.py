@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.towers.media import RowMedia, TowerInput, TowerMedia
+from relax_hpc.models.towers.vision import normalised
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.features import patches, raw_features
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.routes import NAME
 from relax_hpc.training.batches import collate, idle
@@ -28,6 +31,8 @@ from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model, to
 from tests.media_helpers import (
+    GRIDS,
+    MEDIA,
     OMNI_MEDIA,
     OMNI_ROWS,
     OMNI_RULES,
@@ -37,6 +42,7 @@ from tests.media_helpers import (
     QWEN3_VL_MOE,
     ROW_MEDIA,
     ROWS,
+    RULES,
     transformers_logprobs,
     transformers_model,
 )
@@ -96,6 +102,15 @@ def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
     assert all(torch.equal(saved[name], value) for name, value in load_file(directory / "model.safetensors").items())
 
 
+@pytest.mark.parametrize("name", GRIDS)
+def test_pixels_become_the_numbers_of_processors_where_the_tower_is(name: str):
+    rules = replace(RULES, mean=(0.48, 0.46, 0.41), std=(0.27, 0.26, 0.28))
+    pixels = raw_features(MEDIA[name], rules)
+    assert pixels.dtype == np.uint8
+    found = normalised(torch.from_numpy(pixels).to(DEVICE), rules)
+    assert (found.cpu().numpy() == patches(MEDIA[name], rules)).all()
+
+
 @pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
 def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
     """Padding apart: transformers fills the last chunk of a sound."""
@@ -108,7 +123,8 @@ def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
         # Of other attention it counts nothing on a CPU.
         module.set_attn_implementation("eager")
         for one in (one for one in media if one.kind in tower.kinds):
-            given = TowerMedia(torch.from_numpy(one.values), torch.tensor([one.grid]), *[torch.empty(0)] * 2)
+            values, grid = torch.from_numpy(one.values), torch.tensor([one.grid])
+            given = TowerMedia(values, grid, *[torch.empty(0)] * 2, OMNI_RULES)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 tower.encode(module, given)
             assert counter.get_total_flops() == 2 * tower.multiplied(one.grid) > 0

@@ -28,16 +28,31 @@ def patches(medium: Medium, rules: Rules) -> np.ndarray:
 
     Rows go by time, then by squares that become a token, then by the patches of a square.
     """
+    return _repeated(_normalised(_pixels(medium, rules), rules), medium, rules)
+
+
+def raw_features(medium: Medium, rules: Rules) -> np.ndarray:
+    """As `features`, but patches are uint8, an eighth of an image's bytes: a tower's device makes numbers of them."""
+    if medium.kind is Kind.AUDIO:
+        return features(medium, rules)
+    return _repeated(_pixels(medium, rules), medium, rules)
+
+
+def _pixels(medium: Medium, rules: Rules) -> np.ndarray:
+    """Pixels of patches in the order of `patches`, uint8 [patches, channels, frames, patch, patch]; an image has one
+    frame."""
     frames = medium.data[None] if medium.kind is Kind.IMAGE else medium.data
     time, height, width = medium.grid
     patch, merge, channels = rules.patch, rules.merge, frames.shape[-1]
-    # An image is normalised once, and copied to all frames of its only patch in time.
     depth = 1 if medium.kind is Kind.IMAGE else rules.temporal
     frames = _filled(frames, time * depth)
     split = frames.reshape(time, depth, height // merge, merge, patch, width // merge, merge, patch, channels)
-    ordered = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
-    values = _normalised(ordered, rules)
-    return values.repeat(rules.temporal // depth, axis=2).reshape(math.prod(medium.grid), -1)
+    return split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
+
+
+def _repeated(values: np.ndarray, medium: Medium, rules: Rules) -> np.ndarray:
+    """``values`` in the shape of `_pixels` as rows, those of an image copied to all frames of a patch."""
+    return values.repeat(rules.temporal // values.shape[2], axis=2).reshape(math.prod(medium.grid), -1)
 
 
 def _filled(frames: np.ndarray, count: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from relax_hpc.models.towers.audio import AudioTower
 from relax_hpc.models.towers.vision import VisionTower
 from relax_hpc.models.upload import upload
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.features import features
+from relax_hpc.multimodal.features import raw_features
 from relax_hpc.multimodal.medium import Grid, Kind, Medium
 from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import Rules
@@ -31,7 +31,7 @@ class TowerInput:
 
     kind: Kind
     values: np.ndarray
-    """See `multimodal.features.features`."""
+    """See `multimodal.features.raw_features`."""
     grid: Grid
     tokens: int
     """Tokens in whose places its embeddings come."""
@@ -39,7 +39,7 @@ class TowerInput:
     @classmethod
     def of(cls, medium: Medium, rules: Rules) -> Self:
         """Build from a stored medium by the ``rules`` of the model's family."""
-        return cls(medium.kind, features(medium, rules), medium.grid, rules.tokens(medium))
+        return cls(medium.kind, raw_features(medium, rules), medium.grid, rules.tokens(medium))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class RowMedia:
     """Media by their ids."""
     positions: Callable[[Row], np.ndarray]
     """Position ids (time, height, width) of a row with media, [3, tokens]."""
+    rules: Rules
 
     @classmethod
     def of(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
@@ -58,7 +59,7 @@ class RowMedia:
         def of_row(row: Row) -> np.ndarray:
             return positions(len(row["token_ids"]), row["spans"], media, rules)
 
-        return cls({name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row)
+        return cls({name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class TowerMedia:
     """Tokens of this rank that get an embedding, [p] int64: their numbers among those that it has of the pack."""
     sources: Tensor
     """Number of the embedding that each gets, [p] int64, among those of all ``values``."""
+    rules: Rules
 
 
 MediaInputs = Mapping[str, TowerMedia]
@@ -116,7 +118,7 @@ def media_inputs(
                 found.setdefault(_TOWERS[one.kind], _Gathered()).add(name, one, at, first)
         if any(taken.values()):
             raise BadMedium(Reason.SPANS, "spans that leave tokens of a medium over")
-    return {name: gathered.media(device) for name, gathered in found.items()}
+    return {name: gathered.media(media.rules, device) for name, gathered in found.items()}
 
 
 @dataclass(slots=True)
@@ -141,11 +143,12 @@ class _Gathered:
         self.places.append(at[here])
         self.sources.append(self.begins[name] + first + here)
 
-    def media(self, device: str | torch.device) -> TowerMedia:
+    def media(self, rules: Rules, device: str | torch.device) -> TowerMedia:
         """Put them together."""
         return TowerMedia(
             upload(np.concatenate([one.values for one in self.inputs]), device),
             torch.tensor([one.grid for one in self.inputs], dtype=torch.int64),
             upload(np.concatenate(self.places), device),
             upload(np.concatenate(self.sources), device),
+            rules,
         )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import numpy as np
+
 from relax_hpc.models.rules import ANYWHERE, NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
 from relax_hpc.multimodal.medium import Grid, Kind
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_hpc.models.towers.media import TowerMedia
+    from relax_hpc.multimodal.rules import Rules
 
 _LEVELS = Rule(
     "a list of numbers of the tower's layers",
@@ -148,10 +151,10 @@ class VisionTower(Tower):
         return sizes | {"deepstack_visual_indexes": list(self.deep), "hidden_act": self.activation}
 
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
-        """See `Tower.encode`; the values of ``media`` are `multimodal.features.patches`, [patches, values]."""
+        """See `Tower.encode`; the values of ``media`` are pixels, uint8 [patches, values]."""
         import torch
 
-        found = module(media.values, grid_thw=media.grids, **self._placed(media))
+        found = module(normalised(media.values, media.rules), grid_thw=media.grids, **self._placed(media))
         return torch.stack([found.pooler_output, *found.deepstack_features])
 
     def _placed(self, media: TowerMedia) -> dict[str, Tensor]:
@@ -171,3 +174,14 @@ class VisionTower(Tower):
             # Of which the host alone makes use.
             "cu_seqlens": vision_utils.get_vision_cu_seqlens(media.grids),
         }
+
+
+def normalised(pixels: Tensor, rules: Rules) -> Tensor:
+    """uint8 ``pixels`` [patches, values] as float32, bit for bit what `multimodal.features.patches` makes of them."""
+    import torch
+
+    from relax_hpc.models.upload import upload
+
+    full = np.float32(255)
+    mean, std = (upload(np.array(each, np.float32)[:, None] * full, pixels.device) for each in (rules.mean, rules.std))
+    return pixels.unflatten(1, (len(rules.mean), -1)).to(torch.float32).sub_(mean).div_(std).flatten(1)
