@@ -154,9 +154,12 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
                 await asyncio.wait(ahead._working)
 
     stored.runner.run(expect(0, 1))
+    # Nobody has named them yet: they lie there for as long as a ticket may need to come.
+    assert len(stored.store.sizes()) == 2 and not stored.named
     for path in stored.folder.glob("*.png"):
         path.unlink()
     assert stored.of_ticket(prompts[1]).media[0].blob
+    assert len(stored.named) == 1
     # It is gone with who has taken it, and what is bad is so for who wants it.
     for number in (1, 2):
         stored.runner.run(expect(0, most=1))

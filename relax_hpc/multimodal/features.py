@@ -32,7 +32,8 @@ def patches(medium: Medium, rules: Rules) -> np.ndarray:
 
 
 def raw_features(medium: Medium, rules: Rules) -> np.ndarray:
-    """As `features`, but patches are uint8, an eighth of an image's bytes: a tower's device makes numbers of them."""
+    """Rows of `features` whose patches are pixels still, uint8: a quarter of the bytes on their way to a tower, whose
+    device makes numbers of them."""
     if medium.kind is Kind.AUDIO:
         return features(medium, rules)
     return _repeated(_pixels(medium, rules), medium, rules)

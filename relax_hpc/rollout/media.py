@@ -35,7 +35,7 @@ class PromptMedia:
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
         self._rules = rules = Rules.of(model, settings) if places_of(model) else None
-        self._ahead = MediaAhead(rules, settings) if rules else None
+        self._ahead = MediaAhead(rules, settings, self._store_ahead) if rules else None
 
     async def close(self) -> None:
         """End its processes."""
@@ -52,11 +52,15 @@ class PromptMedia:
         """Whether it is of use to say what is expected."""
         return bool(self._ahead and self._ahead.most_bytes)
 
+    def _store_ahead(self, loaded: Loaded) -> None:
+        """Store what no ticket names yet; named by none, it goes when its grace is over."""
+        if self._client:
+            self._client.media.put(loaded.blob, loaded.media_id)
+
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
         """``prompt`` with its media in the queue's store, where they stay as long as rows of ``ticket`` name them.
 
         BadMedium, BadMedia: one of them is of no use."""
-
         client = self._client
         assert client, "there are evaluations alone"
 

@@ -1,10 +1,11 @@
-"""Media of prompts that will be drawn soon, decoded while nobody waits for others: they are there when they are wanted,
-and no place of an engine stays empty for them."""
+"""Media of prompts that will be drawn soon, decoded and stored while nobody waits for others: they are there when they
+are wanted, and no place of an engine stays empty for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium
@@ -20,7 +21,9 @@ Key = tuple[Kind, Source]
 class MediaAhead:
     """Media by a pool of workers, some of them ahead; for one event loop."""
 
-    def __init__(self, rules: Rules, settings: MultimodalConfig) -> None:
+    def __init__(self, rules: Rules, settings: MultimodalConfig, store: Callable[[Loaded], object]) -> None:
+        """``store``: where a medium will be looked for, before anybody has asked for it; called in a thread."""
+        self._store = store
         self._workers, self.most_bytes = settings.mm_processor_pool_size, settings.ahead_mb * 1_000_000
         self._pool = MediaPool(rules, Limits.of(settings), self._workers)
         self._former: frozenset[Key] = frozenset()
@@ -76,9 +79,16 @@ class MediaAhead:
             if self.bytes >= self.most_bytes:
                 return
             key = self._expected.pop(0)
-            self._begun[key] = asyncio.create_task(self._pool.load(*key))
+            self._begun[key] = asyncio.create_task(self._made(*key))
             self._begun[key].add_done_callback(self._left)
             self._working.add(self._begun[key])
+
+    async def _made(self, kind: Kind, source: Source) -> Loaded:
+        found = await self._pool.load(kind, source)
+        # Too large, or a full disk: whoever wants it stores it again, and is told.
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._store, found)
+        return found
 
     def _left(self, task: asyncio.Task[Loaded]) -> None:
         self._working.discard(task)

@@ -90,6 +90,8 @@ class MediaStore:
         if not self._is_there(media_id):
             path, tail = self.folder / media_id, _checksum(blob)
             patiently(path, lambda: write_atomic(path, blob, sync=self.durable, tail=tail))
+            with contextlib.suppress(FileNotFoundError):
+                self._remember(media_id, _identity(path.stat()))
         return media_id
 
     def _is_there(self, media_id: str) -> bool:
@@ -120,7 +122,8 @@ class MediaStore:
     def read(self, media_id: str, verify: bool = True) -> memoryview:
         """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not what was put.
 
-        This store compares the bytes of a file with their checksum once, and again when the file has changed.
+        This store compares the bytes of a file that it has not written with their checksum once, and again when a file
+        has changed.
         """
         path = self.folder / check_id(media_id)
         try:
