@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 """Maker of the tokens of a text, without any around it."""
+Look = Callable[[Kind, Source], Header]
+"""Reader of the header of a medium. BadMedium: it cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +133,18 @@ class MediaRules:
         return {kind: deque(value if isinstance(value, list) else [value]) for kind, value in named}
 
     def placed(
-        self, ids: Sequence[int], sources: Mapping[Kind, Sequence[Any]], encode: Encode
+        self,
+        ids: Sequence[int],
+        sources: Mapping[Kind, Sequence[Any]],
+        encode: Encode,
+        header: Look | None = None,
     ) -> tuple[list[int], list[PromptMedium]]:
         """``ids`` with as many placeholders for each medium as it has tokens, and the media in their order.
 
-        ``encode``: makes tokens of the time stamps between those of a video. BadMedium: there are not as many
-        ``sources`` of a kind as ``ids`` have places, or one is of no use.
+        ``encode``: makes tokens of the time stamps between those of a video. ``header``: None: the pool's. BadMedium:
+        there are not as many ``sources`` of a kind as ``ids`` have places, or one is of no use.
         """
-        places = dict(self.places)
+        places, look = dict(self.places), header or self.pool.header
         kinds = {place.placeholder: kind for kind, place in self.places}
         for kind in sources.keys() - kinds.values():
             raise not_taken(kind)
@@ -155,19 +161,19 @@ class MediaRules:
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
             spans: dict[Kind, list[tuple[int, int]]] = {}
-            for before, (seen, count), after in self._runs(self._headers(kind, source), encode):
+            for before, (seen, count), after in self._runs(self._headers(kind, source, look), encode):
                 expanded += before
                 spans.setdefault(seen, []).append((len(expanded), count))
                 expanded += [places[seen].placeholder] * count + [*after]
             media += [PromptMedium(seen, source, tuple(some)) for seen, some in spans.items()]
         return expanded, media
 
-    def _headers(self, kind: Kind, source: Source) -> list[Header]:
+    def _headers(self, kind: Kind, source: Source, header: Look) -> list[Header]:
         """Header of a medium, and of the sound of a video that is heard too, if it has any."""
-        found = [self.pool.header(kind, source)]
+        found = [header(kind, source)]
         if kind is Kind.VIDEO and self.with_sound:
             try:
-                found.append(self.pool.header(Kind.AUDIO, source))
+                found.append(header(Kind.AUDIO, source))
             except BadMedium as bad:
                 if bad.reason is not Reason.NO_STREAM:
                     raise

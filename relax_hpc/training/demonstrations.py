@@ -18,7 +18,9 @@ from relax_hpc.data.prompts import BadRecord, PromptRules
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.medium import Kind, Medium
+from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.pool import Loaded
+from relax_hpc.multimodal.source import Source
 from relax_hpc.transfer_queue.row_schema import Row
 
 
@@ -68,19 +70,25 @@ class _Reading:
         """The same with as many placeholders for each medium as it has tokens: piece by piece, as none is learned."""
         tokens, mask, media = list[int](), list[int](), list[PromptMedium]()
         encode, waiting = functools.partial(self.tokenizer.encode, special=False), _in_turn(columns)
+        decoded: dict[tuple[Kind, Source], Loaded] = {}
+
+        def header(kind: Kind, source: Source) -> Header:
+            # All of it is wanted next.
+            loaded = decoded[kind, source] = rules.pool.load(kind, source)
+            return loaded.header
+
         for is_learned, piece in groupby(zip(learned.loss_mask, learned.token_ids, strict=True), itemgetter(0)):
             ids = [token for _, token in piece]
             sources = {kind: list(islice(waiting[kind], ids.count(place.placeholder))) for kind, place in rules.places}
-            ids, placed = rules.placed(ids, sources, encode)
-            media += [self._stored(one.behind(len(tokens)), rules) for one in placed]
+            ids, placed = rules.placed(ids, sources, encode, header)
+            media += [self._stored(one.behind(len(tokens)), decoded[one.kind, one.source]) for one in placed]
             tokens += ids
             mask += [is_learned] * len(ids)
         if left := sum(len(list(some)) for some in waiting.values()):
             raise BadMedium(Reason.SPANS, f"{left} media named that there is no place for")
         return {"token_ids": tokens, "loss_mask": mask, "spans": spans_of(media)}
 
-    def _stored(self, medium: PromptMedium, rules: MediaRules) -> PromptMedium:
-        loaded = rules.pool.load(medium.kind, medium.source)
+    def _stored(self, medium: PromptMedium, loaded: Loaded) -> PromptMedium:
         # A copy: a process may have so many maps of memory, and no more.
         self.media[loaded.media_id] = Medium.from_bytes(bytes(loaded.blob))
         return replace(medium, blob=Path(loaded.media_id))
