@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from relax_hpc.multimodal.source import Source, opened, path_of
 
 if TYPE_CHECKING:
     from decord import VideoReader
+    from decord.ndarray import NDArray
 
 _MOST_BYTES = 1 << 28
 """Bytes of frames in memory before they are resized: in one call decord decodes them faster than in several."""
@@ -45,8 +46,21 @@ def _frames(reader: VideoReader, first: np.ndarray, taken: np.ndarray, size: Siz
     at_a_time = max(1, _MOST_BYTES // first.nbytes)
     for begin in range(1, len(taken), at_a_time):
         numbers = taken[begin : begin + at_a_time].tolist()
-        _fill(found[begin : begin + at_a_time], reader.get_batch(numbers).asnumpy())
+        _fill(found[begin : begin + at_a_time], np.from_dlpack(_Shared(reader.get_batch(numbers))))
     return found
+
+
+class _Shared:
+    """Frames of decord for numpy, over the memory that they are in: many megabytes, which `asnumpy` would copy."""
+
+    def __init__(self, frames: NDArray) -> None:
+        self._frames = frames
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._frames.to_dlpack()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # memory of the CPU
 
 
 def _fill(into: np.ndarray, decoded: np.ndarray) -> None:
