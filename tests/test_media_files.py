@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,13 @@ from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.sizes import Budget
 from tests.effort import effort
 from tests.media_files import avi, clip, encoded, model_files, picture, sound, tone
+from tests.videos import make as videos
 
 IMAGE, VIDEO, AUDIO = Kind
 SMALL = Rules(image=Budget(1024, 1 << 20), rate=16000)
 PNG, JPEG = encoded(picture(64, 96)), encoded(picture(64, 96), "JPEG")
 WAV = sound(tone(1.0))
+VIDEOS = Path(videos.__file__).parent
 MOVIE = avi(clip(20, 64, 96), 10, tone(2.0))
 
 
@@ -123,6 +126,42 @@ def test_a_file_that_is_not_there_or_named_as_another_kind_is_refused(tmp_path: 
     # As on the web, where many a JPEG is called a PNG.
     (tmp_path / "picture.png").write_bytes(JPEG)
     assert load(IMAGE, tmp_path / "picture.png", SMALL).grid == (1, 4, 6)
+
+
+@pytest.mark.parametrize("fps", [2.0, 3.0, 7.0, 10.0])
+@pytest.mark.parametrize("name", ["h264.mp4", "hevc.mkv", "vp9.webm"])
+def test_frames_of_a_compressed_video_are_those_that_were_asked_for(name: str, fps: float) -> None:
+    rules = replace(SMALL, fps=fps, clip=Budget(1024, 1 << 24))
+    for source in (VIDEOS / name, (VIDEOS / name).read_bytes()):
+        found = load(VIDEO, source, rules)
+        taken = rules.frames(videos.FRAMES, videos.FPS)
+        assert len(found.data) == len(taken)
+        for number, frame in zip(taken, found.data, strict=True):
+            # Apart from what compression costs; the next frame's grey is ten away.
+            assert np.abs(frame[:, :8].astype(int) - videos.frame(number)[:, :8]).mean() < 2, f"frame {number}"
+
+
+@pytest.mark.parametrize("name", videos.FILES)
+def test_the_sound_of_a_compressed_video_is_heard(name: str) -> None:
+    samples = load(AUDIO, VIDEOS / name, SMALL).data
+    spectrum = np.abs(np.fft.rfft(samples.astype(float)))
+    assert spectrum.argmax() / len(samples) * SMALL.rate == pytest.approx(440, abs=1)
+    assert len(samples) / SMALL.rate == pytest.approx(videos.FRAMES / videos.FPS, abs=0.15)
+
+
+def test_a_video_that_decord_does_not_decode_is_refused_by_what_it_does() -> None:
+    with pytest.raises(BadMedium, match=r"no_stream.*H\.264.*AV1 it does not"):
+        load(VIDEO, VIDEOS / "av1.mp4", SMALL)
+
+
+@pytest.mark.parametrize("frames", [0, 5])
+def test_a_video_of_fewer_frames_than_its_index_is_cut_short(frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import decord
+
+    real, left = decord.VideoReader.next, iter(range(frames))
+    monkeypatch.setattr(decord.VideoReader, "next", lambda reader: (next(left), real(reader))[1])
+    with pytest.raises(BadMedium, match=f"truncated: {frames} frames, its index says 20"):
+        load(VIDEO, VIDEOS / "h264.mp4", SMALL)
 
 
 def test_a_model_without_ears_says_so() -> None:

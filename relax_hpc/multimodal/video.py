@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 28
 """Bytes of frames in memory before they are resized: in one call decord decodes them faster than in several."""
 
+_NO_STREAM = "no video that decord decodes (H.264, HEVC, VP9, MPEG-4, MJPEG; AV1 it does not)"
+
 
 def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
     """Header of a video; its first frame is decoded. BadMedium: it is none, or over a limit."""
@@ -43,11 +45,37 @@ def _frames(reader: VideoReader, first: np.ndarray, taken: np.ndarray, size: Siz
     """The frames of those numbers in ``size``, uint8 [frames, height, width, 3]; the ``first`` of all is among them."""
     found = np.empty((len(taken), *size, 3), np.uint8)
     _fill(found[:1], first[None])
+    if len(taken) > 1 and len(reader.get_key_indices()) < len(reader):
+        for number, decoded in enumerate(_in_turn(reader, taken[1:].tolist()), start=1):
+            _fill(found[number : number + 1], decoded[None])
+        return found
     at_a_time = max(1, _MOST_BYTES // first.nbytes)
     for begin in range(1, len(taken), at_a_time):
         numbers = taken[begin : begin + at_a_time].tolist()
         _fill(found[begin : begin + at_a_time], np.from_dlpack(_Shared(reader.get_batch(numbers))))
     return found
+
+
+def _in_turn(reader: VideoReader, numbers: list[int]) -> Iterator[np.ndarray]:
+    """Frames of these ``numbers``, ascending, of a ``reader`` that has decoded frame 0.
+
+    Every frame before them is decoded. decord takes the place of a key frame in the file for its place in time: where
+    frames that are shown before a key frame come behind it (open groups of pictures, which x265 makes unless it is told
+    not to), it finds others than it looks for, and says nothing.
+    """
+    wanted = set(numbers)
+    for number in range(1, numbers[-1] + 1):
+        frame = _next(reader, number)
+        if number in wanted:
+            yield frame
+
+
+def _next(reader: VideoReader, number: int) -> np.ndarray:
+    """The next frame of ``reader``, its ``number``. BadMedium: there is none."""
+    try:
+        return np.from_dlpack(_Shared(reader.next()))
+    except StopIteration:
+        raise BadMedium(Reason.TRUNCATED, f"{number} frames, its index says {len(reader)}") from None
 
 
 class _Shared:
@@ -84,12 +112,13 @@ def _opened(source: Source, rules: Rules, limits: Limits) -> Iterator[tuple[Vide
             reader = decord.VideoReader(path, num_threads=1)
             _check_length(reader, limits)
             # Decoded once: decord would begin anew each time.
-            first = reader[0].asnumpy()
+            first = _next(reader, 0)
             _check_size(first.shape[:2], limits)
             yield reader, first, rules.video_header(len(reader), reader.get_avg_fps(), first.shape[:2])
         except (RuntimeError, decord.DECORDError, IndexError) as error:
-            reason = Reason.NO_STREAM if "cannot find video stream" in str(error) else Reason.CORRUPTED
-            raise BadMedium(reason, str(error).strip().splitlines()[0][-200:]) from error
+            if "cannot find video stream" in str(error):
+                raise BadMedium(Reason.NO_STREAM, _NO_STREAM) from error
+            raise BadMedium(Reason.CORRUPTED, str(error).strip().splitlines()[0][-200:]) from error
 
 
 def _check_length(reader: VideoReader, limits: Limits) -> None:
