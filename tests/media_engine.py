@@ -70,10 +70,10 @@ class MediaEngine:
             yield cls(engine, runner, models, MediaStore(folder / "media", durable=False))
             runner.run(engine.close())
 
-    def asked(self, *media: bytes | tuple[Kind, bytes], sample: int = 0) -> GenerateRequest:
-        """A request with media, which are images unless it is said."""
+    def asked(self, *media: bytes | tuple[Kind, bytes], sample: int = 0, heard: bool = False) -> GenerateRequest:
+        """A request with media, which are images unless it is said; ``heard``: see `placed`."""
         named = [one if isinstance(one, tuple) else (Kind.IMAGE, one) for one in media]
-        ids, media = placed(self.models[0], self.store, *named)
+        ids, media = placed(self.models[0], self.store, *named, heard=heard)
         return GenerateRequest((*ids, 8 + sample), "p", sample, SAMPLING, TOKENS, media)
 
     def answers(self, *requests: GenerateRequest) -> list[Generation]:
@@ -114,9 +114,9 @@ def _transformers(model: Path) -> Any:
 
 
 @torch.inference_mode()
-def error(model: Path, request: GenerateRequest, found: Generation) -> float:
+def error(model: Path, request: GenerateRequest, found: Generation, heard: bool = False) -> float:
     """Largest difference of log-probabilities to those of transformers, which has no placeholders to choose from."""
-    logits = _logits(model, request, found)
+    logits = _logits(model, request, found, heard)
     logits[:, [*placeholders_of(model).values()]] = -torch.inf
     drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
     return (drawn[:, 0] - torch.tensor(found.logprobs)).abs().max().item()
@@ -142,13 +142,13 @@ def own_routes(model: Path, request: GenerateRequest, found: Generation, shape: 
     return routes()
 
 
-def _logits(model: Path, request: GenerateRequest, found: Generation) -> torch.Tensor:
+def _logits(model: Path, request: GenerateRequest, found: Generation, heard: bool = False) -> torch.Tensor:
     """Logits [tokens, vocabulary] of prompt and response by transformers."""
     ids = torch.tensor([[*request.prompt_ids, *found.token_ids]])
     media, rules, theirs = [stored(medium) for medium in request.media], Rules.of(model), _transformers(model)
     given = _given(media, rules, ids)
     if rules.rate:
-        given["position_ids"] = _positions(theirs, ids, len(request.prompt_ids), given)
+        given["position_ids"] = _positions(theirs, ids, len(request.prompt_ids), given, heard)
     return theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].clone()
 
 
@@ -169,11 +169,11 @@ def _given(media: list[Medium], rules: Rules, ids: torch.Tensor) -> dict[str, An
     return given | {"video_second_per_grid": torch.tensor([medium.seconds[1] for medium in videos])}
 
 
-def _positions(model: Any, ids: torch.Tensor, prompt: int, given: dict[str, Any]) -> torch.Tensor:
+def _positions(model: Any, ids: torch.Tensor, prompt: int, given: dict[str, Any], heard: bool) -> torch.Tensor:
     """Transformers' positions of a prompt, and those behind it: it would take each token that begins a sound, sampled
     ones too, for one."""
     mask = given.get("feature_attention_mask")
-    about = given.get("image_grid_thw"), given.get("video_grid_thw"), torch.ones(1, prompt, dtype=torch.long), False
+    about = given.get("image_grid_thw"), given.get("video_grid_thw"), torch.ones(1, prompt, dtype=torch.long), heard
     lengths = None if mask is None else mask.sum(1)
     found, _ = model.get_rope_index(ids[:, :prompt], *about, lengths, given["video_second_per_grid"])
     behind = found.max() + 1 + torch.arange(ids.shape[1] - prompt)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from relax_hpc.config.schema import DataConfig, TinyModelConfig
+from relax_hpc.config.schema import DataConfig, MultimodalConfig, TinyModelConfig
 from relax_hpc.data.media import MediaRules, PromptMedium
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.rows import data_uri
@@ -53,9 +53,13 @@ def png(height: int = 64, width: int = 64, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def placed(model: Path, store: MediaStore, *media: tuple[Kind, bytes]) -> tuple[list[int], tuple[PromptMedium, ...]]:
-    """A prompt with a place for each of some media, which are stored, and text around them."""
-    tokenizer, rules = load_tokenizer(model), MediaRules.of(DataConfig(), model, Path())
+def placed(
+    model: Path, store: MediaStore, *media: tuple[Kind, bytes], heard: bool = False
+) -> tuple[list[int], tuple[PromptMedium, ...]]:
+    """A prompt with a place for each of some media, which are stored, and text around them; ``heard``: whether videos
+    are heard, too."""
+    data = DataConfig(multimodal=MultimodalConfig(use_audio_in_video=heard))
+    tokenizer, rules = load_tokenizer(model), MediaRules.of(data, model, Path())
     assert rules
     sources: Columns = {kind: deque(data_uri(one) for found, one in media if found is kind) for kind in Kind}
     text = "a" + "".join(f"<{kind}>b" for kind, _ in media)

@@ -22,6 +22,7 @@ from relax_hpc.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
 from relax_hpc.models.families import spec_of  # noqa: E402
 from relax_hpc.models.hf_files import read_config  # noqa: E402
 from relax_hpc.models.stored_pieces import by_piece  # noqa: E402
+from relax_hpc.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.rollout.samples import rows_of  # noqa: E402
 from relax_hpc.routes import NAME, RouteShape  # noqa: E402
 from relax_hpc.transfer_queue.storage.media import check_media, placeholders_of  # noqa: E402
@@ -40,6 +41,7 @@ from tests.media_engine import (  # noqa: E402
 )
 from tests.media_prompts import END, HEARING, IMAGE, START, png  # noqa: E402
 from tests.showing_environments import Showing, Torn, shown  # noqa: E402
+from tests.videos.make import VIDEOS  # noqa: E402
 
 pytestmark = pytest.mark.run
 
@@ -69,6 +71,14 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
         asked = [hearing.asked(*media, sample=number) for number, media in enumerate(named)]
         answers = hearing.answers(*asked)
         assert [error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)] == [True] * 8
+        # A video that is heard as well: its frames and its sound are there by turns.
+        talking = Kind.VIDEO, (VIDEOS / "h264.mp4").read_bytes()
+        heard = [hearing.asked(*media, heard=True) for media in ((talking,), (png(seed=2), talking, noise(1.2, 6)))]
+        answers_heard = hearing.answers(*heard, asked[6])
+        for request, answer in zip(heard, answers_heard, strict=False):
+            kinds = [medium.kind for medium in request.media]
+            assert kinds.count(Kind.AUDIO) == 1 + kinds.count(Kind.IMAGE)
+            assert error(hearing.models[0], request, answer, heard=True) < CLOSE
         other = replace(asked[2], media=hearing.asked(noise(2.3, 7)).media)
         assert error(hearing.models[0], other, answers[2]) > 1000 * CLOSE
         hearing.runner.run(hearing.engine.update_weights(speaking(hearing.models[1]), Version(1, 1)))

@@ -32,7 +32,6 @@ IMAGE, VIDEO, AUDIO = Kind
 SMALL = Rules(image=Budget(1024, 1 << 20), rate=16000)
 PNG, JPEG = encoded(picture(64, 96)), encoded(picture(64, 96), "JPEG")
 WAV = sound(tone(1.0))
-VIDEOS = Path(videos.__file__).parent
 MOVIE = avi(clip(20, 64, 96), 10, tone(2.0))
 
 
@@ -132,7 +131,7 @@ def test_a_file_that_is_not_there_or_named_as_another_kind_is_refused(tmp_path: 
 @pytest.mark.parametrize("name", ["h264.mp4", "hevc.mkv", "vp9.webm"])
 def test_frames_of_a_compressed_video_are_those_that_were_asked_for(name: str, fps: float) -> None:
     rules = replace(SMALL, fps=fps, clip=Budget(1024, 1 << 24))
-    for source in (VIDEOS / name, (VIDEOS / name).read_bytes()):
+    for source in (videos.VIDEOS / name, (videos.VIDEOS / name).read_bytes()):
         found = load(VIDEO, source, rules)
         taken = rules.frames(videos.FRAMES, videos.FPS)
         assert len(found.data) == len(taken)
@@ -143,7 +142,7 @@ def test_frames_of_a_compressed_video_are_those_that_were_asked_for(name: str, f
 
 @pytest.mark.parametrize("name", videos.FILES)
 def test_the_sound_of_a_compressed_video_is_heard(name: str) -> None:
-    samples = load(AUDIO, VIDEOS / name, SMALL).data
+    samples = load(AUDIO, videos.VIDEOS / name, SMALL).data
     spectrum = np.abs(np.fft.rfft(samples.astype(float)))
     assert spectrum.argmax() / len(samples) * SMALL.rate == pytest.approx(440, abs=1)
     assert len(samples) / SMALL.rate == pytest.approx(videos.FRAMES / videos.FPS, abs=0.15)
@@ -151,7 +150,7 @@ def test_the_sound_of_a_compressed_video_is_heard(name: str) -> None:
 
 def test_a_video_that_decord_does_not_decode_is_refused_by_what_it_does() -> None:
     with pytest.raises(BadMedium, match=r"no_stream.*H\.264.*AV1 it does not"):
-        load(VIDEO, VIDEOS / "av1.mp4", SMALL)
+        load(VIDEO, videos.VIDEOS / "av1.mp4", SMALL)
 
 
 @pytest.mark.parametrize("frames", [0, 5])
@@ -161,7 +160,7 @@ def test_a_video_of_fewer_frames_than_its_index_is_cut_short(frames: int, monkey
     real, left = decord.VideoReader.next, iter(range(frames))
     monkeypatch.setattr(decord.VideoReader, "next", lambda reader: (next(left), real(reader))[1])
     with pytest.raises(BadMedium, match=f"truncated: {frames} frames, its index says 20"):
-        load(VIDEO, VIDEOS / "h264.mp4", SMALL)
+        load(VIDEO, videos.VIDEOS / "h264.mp4", SMALL)
 
 
 def test_a_model_without_ears_says_so() -> None:

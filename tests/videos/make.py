@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+VIDEOS = Path(__file__).parent
 FRAMES, SIDE, FPS, RATE = 20, 64, 10, 44100
 H264 = ("-c:v", "libx264", "-crf", "18", "-g", "12", "-bf", "3")
 # Left to itself, x265 has frames that are shown before a key frame behind it.
@@ -39,7 +40,7 @@ def main() -> None:
         seen = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{SIDE}x{SIDE}", "-r", str(FPS), "-i", str(pixels)]
         heard = ["-f", "s16le", "-ar", str(RATE), "-ac", "1", "-i", str(samples)]
         for file, how in FILES.items():
-            target = Path(__file__).with_name(file)
+            target = VIDEOS / file
             bare = ["-pix_fmt", "yuv420p", "-fflags", "+bitexact", "-map_metadata", "-1"]
             subprocess.run(["ffmpeg", "-y", "-loglevel", "error", *seen, *heard, *how, *bare, str(target)], check=True)
 

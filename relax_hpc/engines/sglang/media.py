@@ -81,7 +81,9 @@ def _hear_alone(module: ModuleType) -> None:
 
         tower = self.audio_tower
         first = next(tower.parameters())
-        sounds = [item.feature[0][:, item.feature_attention_mask[0].bool()].to(first) for item in items]
+        # An item has several sounds where one of them, a video's own, lies in several places.
+        padded = [pair for item in items for pair in zip(item.feature, item.feature_attention_mask, strict=True)]
+        sounds = [sound[:, mask.bool()].to(first) for sound, mask in padded]
         lengths = [sound.shape[1] for sound in sounds]
 
         def encode(some: list[int]) -> torch.Tensor:
