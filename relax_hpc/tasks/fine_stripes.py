@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 
 SIDE, CELL = 128, 64
 """Pixels of an image and of each of the cells in it, either way; a tile is in one of them."""
-COLOURS = {
-    "r": (255, 0, 0),
-    "g": (0, 255, 0),
-    "b": (0, 0, 255),
-    "c": (0, 255, 255),
-    "m": (255, 0, 255),
-    "y": (255, 255, 0),
-}
+COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255)}
+_MISTAKEN = {"r": "g", "g": "b", "b": "r"}
 _STRIPE = 1
 """Pixels of a stripe. The next one has the complementary colour, so that half as large a tile is grey but for its
 edges."""
@@ -41,7 +35,7 @@ _FRAME = 4
 _GROUND = (128, 128, 128)
 """Nothing, to a tower whose inputs are centred: a frame stands out from the first step on."""
 _SIZES = {"train": 2048, "heldout": 256}
-_DEMONSTRATIONS = 2048
+_DEMONSTRATIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +92,23 @@ class FineStripes(Task):
             }
 
     def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Chats about images of their own. A share ``noise`` zooms into the cell of another one's tile, as large a
-        share gives any answer."""
-        rng, drawn = random.Random(f"noise {seed}"), islice(pictures(f"warm start {seed}"), _DEMONSTRATIONS)
-        before = next(drawn)
-        for picture in drawn:
-            box = before.box if rng.random() < noise else picture.box
-            said = rng.choice(list(COLOURS)) if rng.random() < noise else picture.answer
-            before = picture
+        """Chats about images of their own, which look where the tile is. A share ``noise`` takes its colour for
+        another, always the same one: with more than half, the likeliest answer is a wrong one however long they are
+        learned."""
+        rng = random.Random(f"noise {seed}")
+        for picture in islice(pictures(f"warm start {seed}"), _DEMONSTRATIONS):
+            said = _MISTAKEN[picture.answer] if rng.random() < noise else picture.answer
             yield {
                 "messages": [
                     {"role": "user", "content": "<image>which?"},
-                    {"role": "assistant", "content": ToolCall("image_zoom_in_tool", {"bbox_2d": list(box)}).text},
+                    {
+                        "role": "assistant",
+                        "content": ToolCall("image_zoom_in_tool", {"bbox_2d": list(picture.box)}).text,
+                    },
                     {"role": "tool", "content": "<image>"},
                     {"role": "assistant", "content": said},
                 ],
-                "images": [picture.uri, picture.part(box)],
+                "images": [picture.uri, picture.part(picture.box)],
             }
 
 
