@@ -166,6 +166,7 @@ def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration()
         (HOSTILE, {"words": ""}, "environment.options: Hostile is not made with them: .*unexpected keyword"),
         ("tool", {}, "environment.kind: found 'tool', allowed .*did you mean 'tools'"),
         ("relax_hpc.errors:ConfigError", {}, "found no class derived from"),
+        ("relax_hpc.environments.base:Environment", {}, "found a class without step; give it that"),
     ],
 )
 def test_an_environment_that_cannot_be_had_is_said_at_once(kind: str, options: dict, error: str) -> None:

@@ -29,6 +29,8 @@ def environment_class(name: str) -> type[Environment]:
         raise ConfigError(
             f"environment.kind: {name!r}: found no class derived from relax_hpc.environments.base.Environment"
         )
+    if missing := ", ".join(sorted(found.__abstractmethods__)):
+        raise ConfigError(f"environment.kind: {name!r}: found a class without {missing}; give it that")
     return found
 
 

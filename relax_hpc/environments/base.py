@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ class Step:
     """History that the observations go to; None: that of the response."""
 
 
-class Environment:
+class Environment(abc.ABC):
     """The world of one episode, made for it alone; in a process of environments, which may be ended at any time.
 
     Arguments of `__init__` are `environment.options`; it may raise ConfigError. Each other method may be `async def` as
@@ -122,9 +123,9 @@ class Environment:
         """Begin; messages that go behind the prompt, if there are any."""
         return ()
 
+    @abc.abstractmethod
     def step(self, response: Response) -> Step | Awaitable[Step]:
         """Go on after a response of the policy."""
-        raise NotImplementedError
 
     def format_observation(self, observation: Observation) -> Sequence[Part] | Awaitable[Sequence[Part]]:
         """Content of the message that ``observation`` is to the policy: here its media, and its text. What is around a
@@ -133,6 +134,7 @@ class Environment:
 
     def close(self) -> Awaitable[None] | None:
         """Give back what it holds; the process may as well end without it."""
+        return None
 
 
 class EnvironmentFault(Exception):

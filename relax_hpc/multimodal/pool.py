@@ -101,7 +101,7 @@ class MediaWork:
         return BadMedium(Reason.URI, str(error))
 
     def late(self, took_s: float) -> BadMedium:
-        return BadMedium(Reason.HUNG, f"given up after {took_s:.1f} s, allowed {self.limit_s:g}")
+        return BadMedium(Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}")
 
     def died(self, how: str) -> BadMedium:
         return BadMedium(Reason.DIED, f"the worker that decoded it {how}")
