@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +97,16 @@ folder = next(word for word in sys.argv if word.startswith("--bind=") and word.e
 asked = json.loads(words[-1]) | {{"folder": folder}}
 os.execv({python!r}, [{python!r}, *words[1:-1], json.dumps(asked | {{"words": [{python!r}, *asked["words"][1:]]}})])
 """
+
+
+@pytest.mark.parametrize("below", ["/tmp", "/dev/shm"])
+def test_an_interpreter_may_lie_where_programs_have_folders_of_their_own(below: str) -> None:
+    with tempfile.TemporaryDirectory(dir=below) as folder:
+        Path(folder).chmod(0o755)
+        venv.create(folder, symlinks=True)
+        own = dataclasses.replace(SETTINGS, python=f"{folder}/bin/python")
+        prints = "import sys; open('/tmp/a', 'w').close(); print(sys.prefix, open('/dev/null').read())"
+        assert Jail(own).run(prints, "", 60.0).output.split() == [folder]
 
 
 def test_apptainer_is_asked_to_keep_it_apart_where_an_image_is_named(tmp_path: Path) -> None:

@@ -122,12 +122,13 @@ def _make_root(asked: dict) -> None:
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={asked['disk_mb']}m,nr_inodes=4096,mode=755")
     for path in map(Path, asked["show"]):
         _show(path, root / path.relative_to("/"))
-    (root / "dev").mkdir()
+    # There already if the interpreter lies below them.
+    for name in ("dev", "box", "tmp"):
+        (root / name).mkdir(exist_ok=True)
     for name in _DEVICES:
         (root / "dev" / name).touch()
         _mount(f"/dev/{name}", root / "dev" / name, None, _BIND)
     for name in ("box", "tmp"):
-        (root / name).mkdir()
         (root / name).chmod(0o777)
     (root / "box" / "main.py").write_bytes(program)
     os.chdir(root)
