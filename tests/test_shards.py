@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.plan import GENERATED
+from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.versions import Version
@@ -56,6 +59,15 @@ def test_mapped_rows_cannot_be_written(tmp_path):
 def test_a_cut_record_is_refused_by_name(size):
     with pytest.raises(ShardError, match="cut"):
         unpack(packed(rows_of([0], Version(1, 0)))[:size], "cut")
+
+
+@pytest.mark.parametrize("size", range(24))
+def test_a_shard_of_few_bytes_is_refused_by_name(size: int, tmp_path: Path) -> None:
+    """As a power loss or a full disk leaves it: its rows are then generated again."""
+    path = tmp_path / "rollout-i000001-1-00000000-000001.shard"
+    path.write_bytes((b"RLXSHARD" + bytes(16))[:size])
+    with pytest.raises(ShardError, match=path.name):
+        record_file.read(path)
 
 
 @pytest.mark.parametrize("name", ["../token", "/etc/passwd", "a/b", ".hidden", "", "a\0b", 7])

@@ -58,6 +58,8 @@ def read(path: Path) -> dict[str, Row]:
     whole = hdf5.mapped(path)
     if not is_record(whole):
         return hdf5.read(path)
+    if len(whole) < _END.size:
+        raise ShardError(f"{path}: {len(whole)} bytes, too few for a shard: truncated")
     record, (mark, digest) = whole[: -_END.size], _END.unpack(whole[-_END.size :])
     if mark != _MARK:
         raise ShardError(f"{path}: {len(whole)} bytes without the mark of its end: truncated or overwritten")
@@ -65,7 +67,7 @@ def read(path: Path) -> dict[str, Row]:
         raise ShardError(f"{path}: checksum does not match")
     try:
         return unpack(record, str(path))
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, struct.error) as error:
         if isinstance(error, ShardError):
             raise
         raise ShardError(f"{path}: not laid out as a shard: {error}") from error
