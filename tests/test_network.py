@@ -90,6 +90,17 @@ def test_without_an_interface_the_hosts_name_counts_unless_it_is_loopback(monkey
         own_address(het(), "hub")
 
 
+def test_a_host_with_ipv6_alone_is_told_that_ipv4_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_ipv4(name: str) -> str:
+        raise socket.gaierror(socket.EAI_NODATA, "no address")
+
+    six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::7", 0, 0, 0))]
+    monkeypatch.setattr(socket, "gethostbyname", no_ipv4)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: six)
+    with pytest.raises(ConfigError, match="resolves to the IPv6 address fd00::7 alone; IPv4 is needed"):
+        own_address(Config(layout="het"), "rollout")
+
+
 def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
     config = het(interface="ib0")
     found = library_environment(config, "actor")

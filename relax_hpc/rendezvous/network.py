@@ -38,17 +38,39 @@ def own_address(config: Config, group: str) -> str:
     if interface := _interface(config, group):
         return interface_address(interface)
     host = socket.gethostname()
+    address = _ipv4_of(host)
+    if address and not ipaddress.ip_address(address).is_loopback:
+        return address
+    addresses = _addresses()
+    if address:
+        why = f"resolves to {address}, which other hosts cannot reach"
+    elif six := _ipv6_of(host):
+        why = f"resolves to the IPv6 address {six} alone; IPv4 is needed, IPv6 is not supported"
+    else:
+        why = "does not resolve"
+    outside = [name for name, own in addresses.items() if not ipaddress.ip_address(own).is_loopback]
+    if outside:
+        advice = f"set it to the network between the nodes, here one of: {_listed(addresses)}"
+    else:
+        advice = "no interface of this host has an IPv4 address; give the nodes a network with IPv4"
+    raise ConfigError(f"site.interface: found none, and the name of host {host} {why}; {advice}")
+
+
+def _ipv4_of(host: str) -> str:
+    """IPv4 address of ``host``; empty: it has none."""
     try:
-        address = socket.gethostbyname(host)
+        return socket.gethostbyname(host)
     except OSError:
-        address = ""
-    if not address or ipaddress.ip_address(address).is_loopback:
-        found = f"resolves to {address}, which other hosts cannot reach" if address else "does not resolve"
-        raise ConfigError(
-            f"site.interface: found none, and the name of host {host} {found}; "
-            f"set it to the network between the nodes, here one of: {_listed(_addresses())}"
-        )
-    return address
+        return ""
+
+
+def _ipv6_of(host: str) -> str:
+    """IPv6 address of ``host``; empty: it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET6)
+    except OSError:
+        return ""
+    return str(found[0][4][0]) if found else ""
 
 
 def peer_user(connection: socket.socket) -> int:
