@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.config import Config, load
+from relax_hpc.config import Config, load, resolve, to_dict
 from relax_hpc.errors import ConfigError
+from relax_hpc.lifecycle.submit import cost_line
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.container import container_command, container_srun_options, mounts, role_python
 from relax_hpc.slurm.layout import component, components, gpu_hours, node_hours, seconds
@@ -76,6 +77,34 @@ def test_local_is_one_node_that_holds_all() -> None:
     assert components(config)[0].options == {"constraint": "h100"}
     with pytest.raises(ConfigError, match=r"groups.actor.resources.nodes: found 3, allowed with layout local: 1"):
         components(make(layout="local"))
+
+
+def test_options_of_gpus_are_those_of_allocations_with_gpus_and_null_takes_one_off() -> None:
+    site = {"site.options": {"reservation": "r"}, "site.gpu_options": {"constraint": "a100"}, "site.cpu_nodes": True}
+    config = make(**site)
+    assert component(config, "hub").options == {"reservation": "r"}
+    assert component(config, "rollout").options == {"reservation": "r", "constraint": "a100"}
+    config = make(
+        **site, **{"groups.rollout.resources.options": {"constraint": None, "reservation": None, "nice": "5"}}
+    )
+    assert component(config, "rollout").options == {"nice": "5"}
+    assert load([], to_dict(config)).groups["rollout"].resources.options["constraint"] is None, "kept when it is stored"
+
+
+def test_an_option_without_a_value_is_refused_unless_it_is_a_flag() -> None:
+    config = make(**{"groups.hub.resources.options": {"constraint": ""}})
+    with pytest.raises(ConfigError, match=r"options\.constraint: found nothing, allowed: a value; null in a group's"):
+        render(resolve(config))
+    assert "#SBATCH --exclusive\n" in render(resolve(make(**{"site.options": {"exclusive": ""}})))["run.sbatch"]
+
+
+def test_the_cost_of_a_run_counts_the_jobs_that_may_follow() -> None:
+    assert cost_line(make()) == (
+        "asks for 400.0 GPU-hours (80.0 node-hours) at most in one job; up to 20 jobs follow until the run is "
+        "finished (slurm.successors): 8400.0 GPU-hours (1680.0 node-hours) at most"
+    )
+    assert cost_line(make(**{"slurm.successors": 0})).endswith("node-hours) at most")
+    assert cost_line(make(layout="jobs")).endswith("the jobs are then requeued until the run is finished")
 
 
 def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:

@@ -67,6 +67,8 @@ class Cleaner:
         """`value` of the type `hint` within the bounds of `metadata`, without what is wrong in it; or `DROPPED`."""
         if dataclasses.is_dataclass(hint):
             return self._section(hint, value, key)
+        if type(None) in get_args(hint) and get_origin(hint) is not Literal:
+            hint = next(choice for choice in get_args(hint) if choice is not type(None))
         origin = get_origin(hint)
         if origin is dict:
             return self._map(get_args(hint)[1], value, key)

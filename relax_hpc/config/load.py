@@ -208,7 +208,8 @@ def merge(hint: Any, base: Any, layer: Any) -> Any:
         key: merge(item, base.get(key, {}), value) if dataclasses.is_dataclass(item) and value is not None else value
         for key, value in layer.items()
     }
-    return merged if item is Any else {key: value for key, value in merged.items() if value is not None}
+    keeps_null = item is Any or type(None) in get_args(item)
+    return merged if keeps_null else {key: value for key, value in merged.items() if value is not None}
 
 
 def build(hint: Any, tree: Any) -> Any:

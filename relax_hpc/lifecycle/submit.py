@@ -95,10 +95,28 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
             yield Entry(slurm.submit(spare, "--hold"), "spare", name, attempt=attempt)
 
 
+def successors(config: Config) -> int:
+    """Jobs that may follow the run's own if it is not finished at the time limit."""
+    return config.slurm.successors if config.layout == "het" else 0
+
+
+def cost_line(config: Config) -> str:
+    """Line about the hours that a run asks for until the first time limit, and about what may follow."""
+    gpus, nodes, more = gpu_hours(config), node_hours(config), successors(config)
+    line = f"asks for {gpus:.1f} GPU-hours ({nodes:.1f} node-hours) at most"
+    if config.layout == "jobs":
+        return f"{line} until the first time limit; the jobs are then requeued until the run is finished"
+    if not more:
+        return line
+    total = f"{gpus * (more + 1):.1f} GPU-hours ({nodes * (more + 1):.1f} node-hours)"
+    return f"{line} in one job; up to {more} jobs follow until the run is finished (slurm.successors): {total} at most"
+
+
 def _tell(run: RunDir, config: Config, entries: list[Entry], form: str) -> None:
-    asked = {"gpu_hours": round(gpu_hours(config), 1), "node_hours": round(node_hours(config), 1)}
+    hours = {"gpu_hours": round(gpu_hours(config), 1), "node_hours": round(node_hours(config), 1)}
     if form == "json":
-        print(json.dumps({"run_dir": str(run.root), **asked, "jobs": [asdict(entry) for entry in entries]}))
+        counts = {"successors": successors(config)}
+        print(json.dumps({"run_dir": str(run.root), **hours, **counts, "jobs": [asdict(entry) for entry in entries]}))
         return
     if form == "parsable":
         print("\n".join(entry.job for entry in entries))
@@ -106,7 +124,7 @@ def _tell(run: RunDir, config: Config, entries: list[Entry], form: str) -> None:
     for part in components(config):
         gpus = f"{part.gpus_per_node} GPUs" if part.gpus_per_node else "CPU"
         print(f"{' + '.join(part.groups):<20} {part.nodes:>4} nodes  {gpus:<7} {part.time}")
-    print(f"asks for {asked['gpu_hours']} GPU-hours ({asked['node_hours']} node-hours) at most")
+    print(cost_line(config))
     for entry in entries:
         print(f"submitted job {entry.job} ({entry.group or entry.kind})")
     print(f"run directory {run.root}" + ("" if entries else " (dry run: nothing submitted)"))

@@ -386,4 +386,4 @@ def submit_group(
 
 
 def _excluded_by_user(config: Config, name: str) -> str:
-    return (config.site.options | group_of(config, name).resources.options).get("exclude", "")
+    return (config.site.options | group_of(config, name).resources.options).get("exclude") or ""

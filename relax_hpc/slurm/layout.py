@@ -9,6 +9,7 @@ job of one node that holds all groups.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_hpc.config.groups import group_of, ranks_of, roles_of
@@ -180,19 +181,17 @@ def _local(config: Config) -> list[Component]:
     mistakes.refuse()
     # The hub's own options and memory are those of CPU nodes.
     resources = [group.resources for name, group in config.groups.items() if name != HUB]
-    options = _places(config) | config.site.options
-    for group in resources:
-        options |= group.options
+    gpus = sum(group.resources.gpus_per_node for group in config.groups.values())
     part = Component(
         groups=(HUB, *(name for name in config.groups if name != HUB)),
         nodes=1,
         # One task with all CPUs: the roles are started by the batch script itself, not as steps.
         tasks_per_node=1,
         cpus_per_task=cpus,
-        gpus_per_node=sum(group.resources.gpus_per_node for group in config.groups.values()),
+        gpus_per_node=gpus,
         memory=_memory(config, *(group.memory for group in resources)),
         time=config.slurm.time,
-        options=options,
+        options=_stated_options(config, gpus, [group.options for group in resources]),
     )
     return [part]
 
@@ -213,8 +212,21 @@ def _component(config: Config, name: str, nodes: int, time: str = "", riders: tu
         gpus_per_node=_gpus(config, name),
         memory=_memory(config, resources.memory),
         time=time or config.slurm.time,
-        options=_places(config, hub=name == HUB) | config.site.options | resources.options,
+        options=_stated_options(config, _gpus(config, name), [resources.options], hub=name == HUB),
     )
+
+
+def _stated_options(
+    config: Config, gpus: int, groups: Sequence[Mapping[str, str | None]], hub: bool = False
+) -> dict[str, str]:
+    """sbatch options of an allocation with so many ``gpus`` a node: the site's, then those of its
+    ``groups``, of which a null takes an option off."""
+    options: dict[str, str | None] = {**_places(config, hub), **config.site.options}
+    if gpus:
+        options |= config.site.gpu_options
+    for group in groups:
+        options |= group
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _places(config: Config, hub: bool = False) -> dict[str, str]:

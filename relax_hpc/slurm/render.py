@@ -43,6 +43,26 @@ OWN_OPTIONS = {
     "wrap": "",
 }
 """sbatch options that are made from other settings -> what to set instead, empty if there is nothing."""
+FLAGS = frozenset(
+    (
+        "contiguous",
+        "exclusive",
+        "get-user-env",
+        "hold",
+        "ignore-pbs",
+        "nice",
+        "overcommit",
+        "oversubscribe",
+        "propagate",
+        "reboot",
+        "spread-job",
+        "stepmgr",
+        "use-min-nodes",
+        "verbose",
+        "x11",
+    )
+)
+"""sbatch options that may stand without a value, in Slurm 22.05 to 25.05."""
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -101,6 +121,11 @@ def directive(name: str, value: str) -> str:
     """
     if not _LONG_NAME.fullmatch(name):
         raise ConfigError(f"options: found {name!r}, allowed: the long name of an sbatch option, without dashes before")
+    if not value and name not in FLAGS:
+        raise ConfigError(
+            f"options.{name}: found nothing, allowed: a value; null in a group's options takes off what the "
+            "site's options set"
+        )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
 

@@ -21,8 +21,9 @@ class ResourcesConfig:
     """Memory of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
     time: str = ""
     """Time limit of the group's own job in the `jobs` layout; empty: slurm.time."""
-    options: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`."""
+    options: dict[str, str | None] = field(default_factory=dict)
+    """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`. null
+    takes off an option that `site.options` or `site.gpu_options` sets."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +107,8 @@ class SiteConfig:
     groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
+    gpu_options: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options of the allocations with GPUs alone, such as `{constraint: a100}`."""
     srun_options: dict[str, str] = field(default_factory=dict)
     """Further srun options of every role by their long names, such as `{cpu-freq: high, mem-bind: local}`. With
     `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near its GPU. Slurm leaves `hint` out
