@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import FAMILIES, problems, spec_of, understood
+from relax_hpc.models.families import FAMILIES, HARMLESS, problems, spec_of, understood
 from relax_hpc.transformers_hook import install_transformers_hook
+from tests.effort import effort
+from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -306,3 +310,39 @@ def test_transformers_takes_type_for_rope_type():
 def test_every_rule_is_of_a_key_that_is_used():
     for family in FAMILIES.values():
         assert {*family.needed} <= {*family.rules()}
+
+
+@pytest.mark.parametrize("number", range(effort(2, 6)))
+def test_a_null_that_transformers_does_not_load_is_refused_by_name(number: int, tmp_path: Path) -> None:
+    """Of every key that its sections know, also where the published file has no such key."""
+    install_transformers_hook()
+    from transformers import AutoConfig
+
+    config = (QWEN3_8B, LLAMA_3_2_1B, QWEN3_30B_A3B, QWEN3_VL, QWEN3_VL_MOE, SPEAKING)[number]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    AutoConfig.from_pretrained(tmp_path)
+    silent = []
+    for place, section in FAMILIES[config["model_type"]].sections().items():
+        for key in {*section.rules, *HARMLESS}:
+            changed = deepcopy(config)
+            mapping = changed
+            for name in place.split(".")[:-1]:
+                mapping = mapping[name]
+            if "." in key:
+                continue
+            mapping[key] = None
+            if not any(line.startswith(f"{place}{key} is") for line in problems(changed)):
+                (tmp_path / "config.json").write_text(json.dumps(changed))
+                silent += [] if loads(tmp_path) else [f"{place}{key}"]
+    assert not silent
+
+
+def loads(directory: Path) -> bool:
+    """Whether transformers loads the config.json in ``directory``."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except Exception:  # its validators raise several types
+        return False
+    return True

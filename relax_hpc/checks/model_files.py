@@ -16,12 +16,12 @@ from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.hf_mapping import check_names
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stored_pieces import by_piece
+from relax_hpc.weight_files import Stored, check_tied, stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from relax_hpc.data.tokenizer import Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,8 +82,8 @@ def spec_at(config: ModelConfig) -> ModelSpec:
 
 
 def unread() -> list[str]:
-    """Packages that are not installed here, without which tokenizers and headers of weights are not looked at."""
-    return [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]
+    """Packages that are not installed here, without which tokenizers are not read."""
+    return [name for name in ("tokenizers",) if find_spec(name) is None]
 
 
 def _look(path: Path, config: ModelConfig) -> Model:
@@ -141,41 +141,28 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 def _weights(path: Path, model: Model) -> Iterator[str]:
     """Mistakes in the weights, by their names and headers; with the tensors if the model is known."""
-    # A pipe of that name would be waited for.
-    files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
-    if (path / _INDEX).is_file():
-        try:
-            named = _read_json(path / _INDEX).get("weight_map")
-        except ConfigError as error:
-            yield str(error)
-            return
-        names = sorted({str(name) for name in named.values()}) if isinstance(named, dict) else []
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            yield f"found no {', '.join(missing[:4])} in {path}, which its index names; download it again"
-            return
-    if not files:
-        yield f"found no *.safetensors in {path}; convert the weights, pickled ones are not read"
-    elif "safetensors" not in unread():
-        yield from _headers(path, files, model)
+    try:
+        files = weight_files(path)
+        tensors = _stored_tensors(path, tuple(map(stamp, files)))
+        model.shapes |= {name: stored.shape for name, (_, stored) in tensors.items()}
+        if model.spec:
+            check_names(model.spec, by_piece(model.spec, model.shapes, model.shapes)[1], str(path))
+            if model.spec.tied:
+                _check_tied(path, tuple(map(stamp, files)), model.spec.output, model.spec.embedding)
+    except ConfigError as error:
+        yield str(error)
 
 
-def _headers(path: Path, files: list[Path], model: Model) -> Iterator[str]:
-    from safetensors import SafetensorError, safe_open
+@functools.lru_cache(maxsize=8)
+def _stored_tensors(path: Path, _: tuple[tuple[int, ...], ...]) -> dict[str, tuple[Path, Stored]]:
+    """Tensors of a directory, kept while its files are the same: several checks ask for them."""
+    return stored_tensors(path)
 
-    shapes, whole = model.shapes, True
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            whole = False
-            yield f"{file}: not a whole safetensors file ({error}); download it again"
-    if model.spec and whole:
-        try:
-            check_names(model.spec, by_piece(model.spec, shapes, shapes)[1], str(path))
-        except ConfigError as error:
-            yield str(error)
+
+@functools.lru_cache(maxsize=8)
+def _check_tied(path: Path, stamps: tuple[tuple[int, ...], ...], output: str, embedding: str) -> None:
+    """See `check_tied`, which reads two large tensors; repeated if the files change."""
+    check_tied(_stored_tensors(path, stamps), output, embedding)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from relax_hpc.checkpoint.store import MARKER
 from relax_hpc.convert import verify
-from relax_hpc.convert.hf_tensors import HfTensors, read_header
+from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
@@ -24,6 +24,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.weight_files import read_header, weight_files
 from relax_hpc.weights.version_files import check_listed, check_unchanged
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -159,7 +160,7 @@ def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
         return model, None
     if model == kept:
         return model, _kept_headers(kept / HEADERS)
-    files = sorted(model.glob("*.safetensors"))
+    files = weight_files(model) if any(model.glob("*.safetensors")) else []
     return model, {file.name: read_header(file).text for file in files} or None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +13,11 @@ from torch import Tensor
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import Forms, Piece, StoredForm, all_pieces, form_of, stored_forms
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.weight_files import Stored, check_tied, read_header, stored_tensors, weight_files
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that weights may have, by their names in files."""
 TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000
-"""Bytes of a header at most, which is the safetensors library's own limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a file; `start` in bytes from the beginning of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,45 +29,6 @@ class Place:
     """The piece, or the block turned around that it is a part of."""
     rows: slice | None = None
     """Rows that it has of the block; None: it is no part of one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Header of a file: its text, byte for byte, and its tensors in the order of their bytes."""
-
-    text: str
-    tensors: dict[str, Stored]
-
-
-def read_header(path: Path) -> Header:
-    """The header of a whole file. ConfigError says what is wrong with it."""
-    try:
-        with path.open("rb") as file:
-            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            text = file.read(length).decode()
-        return Header(text, _tensors(text, 8 + length, size))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download it again") from error
-
-
-def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
-    found = json.loads(text)
-    found.pop("__metadata__", None)
-    tensors, at = {}, begin
-    for name, about in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
-        if about["dtype"] not in DTYPES:
-            raise ValueError(f"tensor {name} is of type {about['dtype']}, allowed: {', '.join(DTYPES)}")
-        one = Stored(about["dtype"], tuple(about["shape"]), at)
-        if any(type(length) is not int or length < 0 for length in one.shape):
-            raise ValueError(f"tensor {name} has shape {about['shape']}")
-        if about["data_offsets"] != [at - begin, at - begin + one.bytes]:
-            raise ValueError(f"tensor {name} lies at {about['data_offsets']}, expected {at - begin} on")
-        tensors[name], at = one, at + one.bytes
-    if at != size:
-        raise ValueError(f"{size} bytes, expected {at}")
-    return tensors
 
 
 def write_tensors(file: Any, text: str, tensors: Iterable[Tensor]) -> None:
@@ -107,9 +51,7 @@ class HfTensors:
     """
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
+        paths = weight_files(directory)
         self.directory = directory
         self.headers = {path.name: read_header(path) for path in paths}
         """Header of each file, by name."""
@@ -120,6 +62,8 @@ class HfTensors:
                 if not spec.carries(name):
                     self._add(path, name, stored, forms.get(name, ()), spec)
         self._check_complete(spec)
+        if spec.tied:
+            check_tied(stored_tensors(directory), spec.output, spec.embedding)
 
     def _add(self, path: Path, name: str, stored: Stored, forms: Forms, spec: ModelSpec) -> None:
         if not forms:
@@ -141,12 +85,6 @@ class HfTensors:
             if name not in self._place:
                 where = f"{self.directory}: tensor {name}"
                 raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
-        copied = spec.tied and spec.output in self._place
-        if copied and not torch.equal(self.read(spec.output), self.read(spec.embedding)):
-            raise ConfigError(
-                f"{self._place[spec.output].path}: tensor {spec.output} differs from {spec.embedding}, and config.json "
-                "has tie_word_embeddings true; one of the two is wrong"
-            )
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_hpc.convert.hf_tensors import DTYPES, Place, read_header, read_place, write_tensors
+from relax_hpc.convert.hf_tensors import DTYPES, Place, read_place, write_tensors
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.weight_files import read_header
 from relax_hpc.weights.tensors import header_text
 
 FILE = "passengers.safetensors"
@@ -27,6 +28,7 @@ class Passengers:
     @classmethod
     def of(cls, directory: Path, spec: ModelSpec) -> Passengers:
         """Find those of ``directory``; there may be none. ConfigError names a file that is broken."""
+        # A converted checkpoint keeps the model's index, and of its files those of these tensors alone.
         paths = sorted(directory.glob("*.safetensors")) if spec.passengers else []
         found = ((path, read_header(path).tensors.items()) for path in paths)
         return cls({name: Place(path, one) for path, tensors in found for name, one in tensors if spec.carries(name)})

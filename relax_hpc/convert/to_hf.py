@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_hpc.convert.hf_tensors import DTYPES, INDEX, TYPE_NAMES, write_tensors
+from relax_hpc.convert.hf_tensors import DTYPES, TYPE_NAMES, write_tensors
 from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
@@ -33,6 +33,7 @@ from relax_hpc.models.hf_mapping import (
     stored_forms,
 )
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.weight_files import INDEX
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
 

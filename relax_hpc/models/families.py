@@ -2,7 +2,8 @@
 
 A key of config.json is understood (its value is checked, and used), harmless (nothing that is trained depends on it),
 or refused by name: a key that nobody here knows may change the arithmetic, and then the trained model is silently
-another one than the engine serves. `model.ignore_keys` overrules. Null counts as absent, as in transformers.
+another one than the engine serves. `model.ignore_keys` overrules. Null counts as absent where transformers
+takes it so; where it does not load such a file, null is refused.
 """
 
 from __future__ import annotations
@@ -64,6 +65,26 @@ _HARMLESS = {
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
 """Keys that any config.json may have, whatever their values, unless a family has a rule for one."""
 
+_NOT_NULL_KEYS = """
+    activation_dropout activation_function assistant_token_id attention_bias attention_dropout
+    audio_start_token_id audio_token_id chunk_size_feed_forward conv_chunksize d_model
+    decoder_sparse_step deepstack_visual_indexes depth downsample_hidden_size dropout
+    enable_audio_output encoder_attention_heads encoder_ffn_dim encoder_layers hidden_act
+    hidden_size im_end_token_id im_start_token_id image_token_id in_channels initializer_range
+    intermediate_size is_encoder_decoder max_position_embeddings max_source_positions
+    max_window_layers mlp_bias moe_intermediate_size n_window n_window_infer norm_topk_prob
+    num_attention_heads num_experts num_experts_per_tok num_heads num_mel_bins
+    num_position_embeddings out_hidden_size output_dim output_router_logits patch_size
+    position_id_per_seconds rms_norm_eps router_aux_loss_coef scale_embedding spatial_merge_size
+    system_token_id temporal_patch_size tie_word_embeddings tts_bos_token_id tts_eos_token_id
+    tts_pad_token_id use_cache use_sliding_window user_token_id video_token_id vision_end_token_id
+    vision_start_token_id vocab_size"""
+_NOT_NULL = frozenset(_NOT_NULL_KEYS.split())
+"""Keys whose null transformers 5.12 does not load in one family or more, as the type of its field is
+not optional."""
+_NOT_NULL_IN = {"qwen3": frozenset(["head_dim"]), "qwen3_vl": frozenset(["head_dim"])}
+"""Further such keys by `model_type`; others load them."""
+
 
 def understood(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> dict[str, Any]:
     """The content of config.json without what is null or to be ignored. ConfigError naming all that is not known."""
@@ -98,7 +119,8 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
     with_nulls = _without(hf_config, ignore_keys, nulls=True)
     for place, section in FAMILIES[kind].sections().items():
         if found := _at(known, place):
-            for line in (*_mistakes(section, kind, found, use), *_null_base(_at(with_nulls, place))):
+            whole = _at(with_nulls, place)
+            for line in (*_nulls(kind, whole), *_mistakes(section, kind, found, use), *_null_base(whole)):
                 yield f"{place}{line}"
 
 
@@ -126,6 +148,14 @@ def _mistakes(section: Section, kind: str, known: Mapping[str, Any], use: Use) -
         elif not rule.fits(value):
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
     yield from section.contradictions(known)
+
+
+def _nulls(kind: str, whole: Mapping[str, Any]) -> Iterator[str]:
+    """Mistakes in the nulls of one mapping of the config.json of a model of ``kind``."""
+    not_null = _NOT_NULL | _NOT_NULL_IN.get(kind, frozenset())
+    for key, value in whole.items():
+        if value is None and key in not_null:
+            yield f"{key} is null, which transformers 5 does not load; give the published value, or remove the key"
 
 
 def _null_base(whole: Mapping[str, Any]) -> Iterator[str]:

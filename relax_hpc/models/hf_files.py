@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.weight_files import weight_files
 
 if TYPE_CHECKING:
     from relax_hpc.models.spec import ModelSpec
@@ -30,9 +31,7 @@ class SafetensorFiles(Mapping[str, Any]):
     """
 
     def __init__(self, directory: Path) -> None:
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
+        paths = weight_files(directory)
         self._stack = ExitStack()
         self._owner: dict[str, Any] = {}
         for path in paths:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.weight_files import weight_files
 from relax_hpc.weights.manifest import FileSums, WeightsError
 from relax_hpc.weights.tensors import ITEM_BYTES
 from relax_hpc.weights.version_files import write_summed
@@ -43,7 +44,7 @@ class Untrained:
     """
 
     def __init__(self, model: Path, beginnings: Sequence[str], path: Path) -> None:
-        paths = sorted(model.glob("*.safetensors")) if beginnings else []
+        paths = weight_files(model) if beginnings else []
         found = [one for file in paths for one in _tensors(file, tuple(beginnings))]
         # Wide types come first, so that all are aligned.
         found.sort(key=lambda item: (-ITEM_BYTES.get(item[1].about["dtype"], 1), item[0]))
