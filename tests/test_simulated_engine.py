@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.schema import Config, TinyModelConfig
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.engines.simulated_engine import SimulatedEngine
+from relax_hpc.engines.stops import Stops, with_stops
 from relax_hpc.engines.together import DrawsTogether
 from relax_hpc.versions import Version
 from tests.requirements import requires
@@ -208,3 +210,14 @@ def test_who_gives_up_several_leaves_all_their_places(model: Path) -> None:
 
     count, ended = run_on_a_clock(left())
     assert ended == pytest.approx(10.0 + 3200.0 * count / 40)
+
+
+def test_the_name_of_a_special_token_ends_a_response_where_it_is_drawn(model: Path) -> None:
+    """Responses are decoded without special tokens, so that its text is never found."""
+    tokenizer = load_tokenizer(model)
+    sampling = with_stops(replace(SAMPLING, stop=("a",), stop_token_ids=(2,)), ["<pad>", "b"], tokenizer)
+    assert (sampling.stop_token_ids, sampling.stop) == ((2, 0), ("a", "b"))
+    pad = tokenizer.encode("ab<pad>", special=False, special_tokens=True)
+    for texts, ends in ((("<pad>",), True), (("b",), False), (("ab",), False)):
+        assert Stops(frozenset(), texts, tokenizer).met(pad[-1:]) is ends
+    assert Stops(frozenset(), ("ab",), tokenizer).met(pad[:2])

@@ -13,6 +13,7 @@ from typing import Any
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
+from relax_hpc.engines.stops import with_stops
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.models.families import routes_of
@@ -53,11 +54,11 @@ class Rollout:
         self.eval_sets = open_evals(context.run, config, self.tokenizer)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
-        texts, ev = tuple(shape.stop), config.eval
-        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, texts, shape.top_k, shape.min_p)
-        self.eval_sampling = Sampling(
-            ev.temperature, ev.top_p, stops, config.seed, texts, ev.top_k, ev.min_p, is_trained=False
-        )
+        ev = config.eval
+        sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, (), shape.top_k, shape.min_p)
+        evaluated = Sampling(ev.temperature, ev.top_p, stops, config.seed, (), ev.top_k, ev.min_p, is_trained=False)
+        self.sampling = with_stops(sampling, shape.stop, self.tokenizer)
+        self.eval_sampling = with_stops(evaluated, shape.stop, self.tokenizer)
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()

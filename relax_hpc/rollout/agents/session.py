@@ -13,11 +13,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
+from relax_hpc.engines.stops import with_stops
 from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer
@@ -190,7 +191,7 @@ class Session:
     async def _draw(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
         """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then. BadAnswer, Repeat."""
         sampling = self._start.request.sampling
-        answer = await self._start.drawn(row, budget, replace(sampling, stop=(*sampling.stop, *stop)))
+        answer = await self._start.drawn(row, budget, with_stops(sampling, stop, self._tokenizer))
         if answer.finish_reason == "abort":
             raise BadAnswer("dead", "the engine gave an answer up")
         row.draft = Draft.after(answer)
