@@ -13,7 +13,7 @@ VENV=$(realpath -m "${RELAX_VENV:-.venv}")
 export PATH="$VENV/bin:$PATH"
 # Tests start a thousand processes, which read this where the environment forbids them to write it.
 python -m compileall -q relax_hpc tests || true
-INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,math_verify,triton,gymnasium
+INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,math_verify,triton,gymnasium,datasets,qwen_vl_utils
 # The Slurm that setup.sh installs on a Debian machine for root.
 if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
     INSTALLED+=,slurm

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
+from relax_hpc.data.row_files import DataSet
 from relax_hpc.data.rows import BadLine, read_rows
 from relax_hpc.data.tokenizer import Tokenizer
 
@@ -28,3 +29,8 @@ def load_prompts(
         found = list(made), made.bad
         assert (again[:], again.bad) == found == read_prompts(path, tokenizer, how)
     return found
+
+
+def row_set(path: Path | str) -> DataSet:
+    """The rows at ``path``, as a set that a configuration names."""
+    return DataSet("data.train", "train", str(path))

@@ -46,6 +46,8 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "math_verify": (lambda: _has_module("math_verify"), "package math-verify (env/setup.sh)"),
     "gymnasium": (lambda: _has_module("gymnasium"), "package gymnasium (env/setup.sh dev)"),
     "reasoning_gym": (lambda: _has_module("reasoning_gym"), "package reasoning_gym (pip install reasoning_gym)"),
+    "qwen_vl_utils": (lambda: _has_module("qwen_vl_utils"), "package qwen-vl-utils (env/setup.sh dev)"),
+    "datasets": (lambda: _has_module("datasets"), "package datasets (env/setup.sh dev)"),
     "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
 }
 

@@ -26,6 +26,8 @@ from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.models.tiny_tokenizer import EOS_ID
+from relax_hpc.observe.status import status
+from relax_hpc.observe.status_view import lines as status_lines
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import Reward, RewardInput
@@ -170,6 +172,9 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
         live.finish(WAIT_S)
     named = {event["id"]: event["reason"] for event in read_events(live.run) if event["what"] == "bad_prompt"}
     assert named == {f"line {line}": reason for line, reason in enumerate(REASONS, start=41)}
+    note = "note: train: 4 of 44 rows are left out: 1 "
+    assert note in live.output.read_text()
+    assert "rows left out: " in "\n".join(status_lines(status(live.run)))
     last = trained_steps(live.run)[-1]
     assert [last[f"queue/bad_prompt_{reason}"] for reason in REASONS] == [1, 1, 1, 1]
     result = audit(live.run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from contextlib import closing
 from pathlib import Path
 
@@ -128,14 +130,42 @@ def test_a_template_can_do_nothing_but_render(template: str, says: str) -> None:
         made.render(MESSAGES)
 
 
-def test_a_template_that_never_ends_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import signal\nreal = signal.alarm\nsignal.alarm = lambda s: real(bool(s))\n"
+ENDLESS = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}\
+{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_text_that_takes_too_long_is_refused_and_the_next_one_is_rendered(monkeypatch, tmp_path) -> None:
+    _limit_cpu_time(monkeypatch, tmp_path)
+    with closing(ChatTemplate(ENDLESS, {})) as template:
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+        with pytest.raises(TemplateError, match="the template's process ended by signal 27"):
+            template.render([{"role": "user", "content": "loop"}])
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_a_template_that_never_renders_stops_the_run(monkeypatch, tmp_path) -> None:
+    _limit_cpu_time(monkeypatch, tmp_path)
+    with closing(ChatTemplate(ENDLESS, {})) as template:
+        for _ in range(2):
+            with pytest.raises(TemplateError):
+                template.render([{"role": "user", "content": "loop"}])
+        with pytest.raises(ConfigError, match=r"data\.chat_template: .* 3 texts, none rendered"):
+            template.render([{"role": "user", "content": "loop"}])
+
+
+def test_a_template_process_that_was_killed_is_started_again() -> None:
+    with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+        os.kill(template._child.pid, signal.SIGKILL)
+        assert template.render([{"role": "user", "content": "again"}]) == "again"
+
+
+def _limit_cpu_time(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Give processes of templates a second for each text, so that the test does not last long."""
+    (folder / "sitecustomize.py").write_text(
+        "import signal\nreal = signal.setitimer\nsignal.setitimer = lambda which, s: real(which, 0.3 * bool(s))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"data\.chat_template: the template's process ended by signal 14"):
-        ChatTemplate(endless, {}, "").render(MESSAGES)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[1]}")
 
 
 def test_a_template_that_is_none_stops_before_anything_starts() -> None:

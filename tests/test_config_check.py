@@ -16,9 +16,13 @@ from relax_hpc.checks import files
 from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.data import row_files
 from relax_hpc.engines.sglang import flags
+from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.models.tiny_model import make_tiny_model
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
@@ -66,7 +70,7 @@ FINDINGS = [
     ),
     (
         {"data.train": "/nowhere.jsonl"},
-        ["data.train: found '/nowhere.jsonl' beside data.task", "data.train: found '/nowhere.jsonl', which is not"],
+        ["data.train: found '/nowhere.jsonl' with data.task", "data.train: found '/nowhere.jsonl', which is not"],
     ),
     ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
     ({"actor.parallel.tensor": 4}, ["actor.parallel.tensor: found 4, allowed: a divisor of the model's num_attention"]),
@@ -343,10 +347,14 @@ def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
     model_directory(tmp_path / "model")
     path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(1500)]
     path.write_text("\n".join([*good, "", "{", *["{}"] * 300]))
-    says = f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line 1503: no id, no prompt"
+    says = f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line 1503: no prompt"
     mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.1})
     assert len(mistakes) == 1 and mistakes[0].startswith(says) and notes == []
-    assert prompt_findings(path, **{"data.max_bad_share": 0.2}) == ([], [])
+    mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.2})
+    assert mistakes == [] and len(notes) == 1
+    assert notes[0].startswith(
+        "data.train: 301 of 1801 rows are left out: 300 missing_field (first line 1503: no prompt"
+    )
 
 
 def test_a_long_file_of_prompts_is_read_in_part_and_that_is_said(
@@ -537,3 +545,81 @@ def test_a_hub_with_a_gateway_needs_no_gpu(tmp_path: Path) -> None:
     config = load([QUICKSTART, cluster], {"run_dir": str(tmp_path / "run"), "site.interface": "lo"} | over)
     assert config.groups["hub"].roles == ["advantages", "gateway"]
     assert not [finding for finding in check(config) if finding.startswith("groups.")]
+
+
+def weight_findings(directory: Path, **over: Any) -> list[str]:
+    """What `check` says of the model in ``directory``, and `convert` too, in the same words."""
+    config = load([], {"model.path": str(directory), "data.task": "sort_digits", "data.max_prompt_tokens": 32, **over})
+    return [line.partition(": ")[2] for line in files.check_files(config) if line.startswith("model.path")]
+
+
+def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "m", TinyModelConfig(), 0)
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    for other, findings in ((embedding.copy(), 0), (embedding + 1, 1), (embedding[:8], 1)):
+        save_file(weights | {"lm_head.weight": other}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+        found = weight_findings(tmp_path / "m")
+        assert len(found) == findings and all("lm_head.weight" in line for line in found)
+        spec = spec_of(json.loads((tmp_path / "m" / "config.json").read_text()))
+        if found and other.shape == embedding.shape:
+            with pytest.raises(ConfigError) as caught:
+                HfTensors(tmp_path / "m", spec)
+            assert str(caught.value) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "model.safetensors",
+            "found model.safetensors in {}, which its index does not name; remove the file",
+        ),
+        ("old.safetensors", "found old.safetensors in {}, which its index does not name"),
+        ("consolidated.safetensors", ""),
+    ],
+)
+def test_a_file_of_weights_that_the_index_does_not_name_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    """Programs differ in which of them they read. Those of a publisher's own format are read by none."""
+    make_tiny_model(directory := tmp_path / "m", TinyModelConfig(), 0)
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_findings(directory) == []
+    save_file(weights, directory / name, metadata={"format": "pt"})
+    found = weight_findings(directory)
+    assert [line.startswith(says.format(directory)) for line in found] == ([True] if says else [])
+    if says:
+        with pytest.raises(ConfigError, match="which its index does not name"):
+            SafetensorFiles(directory)
+    (directory / "model-00001-of-00001.safetensors").unlink()
+    assert weight_findings(directory)[0].startswith("found no model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize("field", ["reference_path", "teacher_path", "critic_path"])
+def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(field: str, tmp_path: Path) -> None:
+    for name in ("policy", "other"):
+        make_tiny_model(tmp_path / name, TinyModelConfig(), 0)
+    path = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(content))
+    over = {
+        "model.path": str(tmp_path / "policy"),
+        f"model.{field}": str(tmp_path / "other"),
+        "data.task": "sort_digits",
+    }
+    found = list(files.check_files(load([], over)))
+    assert any(f"model.{field}: found" in line and "whose tokenizer gives other ids" in line for line in found), found
+
+
+def test_a_stop_text_may_be_a_special_token_and_not_have_one_in_it(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "m", TinyModelConfig(chat=True), 0)
+    over = {"model.path": str(tmp_path / "m"), "data.task": "sort_digits", "rollout.stop": ["<|im_start|>", "a<pad>"]}
+    found = [line for line in files.check_files(load([], over)) if line.startswith("rollout.stop")]
+    assert found == [
+        "rollout.stop: found 'a<pad>', allowed: texts without special tokens, or one special token alone, "
+        "such as '<pad>'"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from relax_hpc.algorithms import Dpo, Sft
@@ -38,7 +40,7 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import SMALL, Running, running
+from tests.run_helpers import SMALL, Running, queue_rows, running
 
 requires("torch", "megatron", "transformers")
 
@@ -253,3 +255,51 @@ def test_a_run_of_pairs_comes_to_prefer_what_is_chosen(tmp_path: Path) -> None:
     assert not audit(live.run).problems
     tags = {tag for row in rows for tag in row if "/" in tag}
     assert not any(tag.startswith(("reward/", "staleness/")) or not declared(tag) for tag in tags)
+
+
+COLOURS = {"r": (250, 20, 20), "g": (20, 250, 20)}
+
+
+def picture(folder: Path, number: int, colour: str) -> str:
+    """Name of a picture of one colour, its shade by ``number``."""
+    shade = tuple(max(0, value - 3 * number) for value in COLOURS[colour])
+    Image.new("RGB", (64, 64), shade).save(folder / f"{colour}{number}.png")
+    return f"{colour}{number}.png"
+
+
+def picture_rows(folder: Path, numbers: range) -> list[dict[str, Any]]:
+    """Rows that ask for the colour of a picture, in the two ways in which rows name one."""
+    rows: list[dict[str, Any]] = []
+    for number, colour in itertools.product(numbers, COLOURS):
+        name = picture(folder, number, colour)
+        parts = [{"type": "image", "image": name}, {"type": "text", "text": "colour?"}]
+        rows.append({"messages": [{"role": "user", "content": parts}], "answer": colour})
+        rows.append({"prompt": "<image>colour?", "image": name, "answer": colour})
+    return rows
+
+
+@pytest.mark.run
+def test_demonstrations_with_pictures_are_learned_from_what_the_pictures_show(tmp_path: Path) -> None:
+    """Without them the loss of an answer, one of two colours and its end, cannot fall below ln(2) / 2."""
+    make_tiny_model(tmp_path / "model", TinyModelConfig(vision_layers=2, chat=True), seed=3)
+    sets = {"train": range(8), "heldout_prompts": range(8, 11)}
+    for split, numbers in sets.items():
+        lines = [json.dumps(row) + "\n" for row in picture_rows(tmp_path, numbers)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    held_out = {"heldout_prompts": str(tmp_path / "heldout_prompts.jsonl")}
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": held_out}
+    over = BASE | {
+        "algorithm": {"name": "sft"},
+        "model": {"path": str(tmp_path / "model")},
+        "data": data | {"chat_template": "model", "max_row_tokens": 64},
+        "steps": 24,
+        "eval": {"every": 12, "samples": 40},
+        "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2, "clip_grad": 1.0}},
+    }
+    with running(tmp_path, over, {}) as live:
+        live.finish(RUN_S)
+    losses = evaluations(live.run, "loss")
+    assert losses[24] < 0.6 * np.log(2) / 2, losses
+    assert not audit(live.run).problems
+    rows = list(queue_rows(live.run).values())
+    assert rows and all(row["spans"] and row["media_tokens"] for row in rows)

@@ -61,7 +61,7 @@ def test_good_lines(tmp_path, tokenizer):
         ({"id": "b", "prompt": "1 \ud83d", "answer": "1"}, "broken_json"),
         ({"id": "b", "prompt": "1?", "answer": "1", "more": {"\udfff": 1}}, "broken_json"),
         ({"id": "b", "prompt": "1?"}, "missing_field"),
-        ({"prompt": "1?", "answer": "1"}, "missing_field"),
+        ({"prompt": "1?", "answr": "1"}, "missing_field"),
         ({"id": "b", "answer": "1"}, "missing_field"),
         ({"id": "b", "prompt": 3, "answer": "1"}, "wrong_type"),
         ({"id": "b", "prompt": "1?", "answer": None}, "wrong_type"),

@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 import psutil
 import pytest
 
-from relax_hpc.config import dump, load_resolved
+from relax_hpc.config import dump, load, load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.visits import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.lifecycle.establish import check_resumable
+from relax_hpc.lifecycle.establish import check_resumable, keep_date
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
@@ -144,6 +145,23 @@ def assert_finished_run_says_so(tmp_path: Path) -> None:
     refused = command(tmp_path)
     assert refused.returncode == EXIT_CONFIG and refused.stderr.count("\n") == 1
     assert "already holds a run" in refused.stderr and "--resume" in refused.stderr
+
+
+def test_a_run_keeps_the_date_that_its_chat_templates_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    began, plain = load([], {"data.chat_template": "model"}), Config()
+    for config in (began, plain):
+        keep_date(run, config)
+    assert began.data.template_date == str(date.today()) and plain.data.template_date == ""
+    began.data.template_date = "2026-01-31"
+    dump(began, run.config)
+    resumed = load([], {"data.chat_template": "model"})
+    keep_date(run, resumed)
+    assert resumed.data.template_date == "2026-01-31"
+    chosen = load([], {"data.chat_template": "model", "data.template_date": "2025-12-24"})
+    keep_date(run, chosen)
+    assert chosen.data.template_date == "2025-12-24"
 
 
 def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -> None:

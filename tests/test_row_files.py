@@ -18,6 +18,7 @@ from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError
 from tests.media_prompts import IMAGE, png, seeing_model
+from tests.prompt_helpers import row_set
 from tests.requirements import requires
 
 SAVED = Path(__file__).parent / "golden" / "saved_dataset"
@@ -116,7 +117,7 @@ def test_bad_rows_of_several_files_are_named_by_file_and_line(tokenizer: Tokeniz
     # By an index that is there, too.
     again = open_prompts(named, where, tokenizer, PromptRules(64), 0.5)
     assert again[:] == found[:] and again.place_of(6) == "b.jsonl, line 3"
-    tally = read_prompts(named, tokenizer, Config(data=DATA)).tally
+    tally = read_prompts(row_set(named), tokenizer, Config(data=DATA)).tally
     assert "1 duplicate_id (first b.jsonl, line 3: id 1)" in tally.problem(0.0, 6)
     with pytest.raises(ConfigError, match=r"1 broken_json \(first a\.jsonl, line 3: "):
         open_prompts(named, tmp_path / "other", tokenizer, PromptRules(64), 0.0)
@@ -129,7 +130,7 @@ def test_media_of_a_folder_are_relative_to_that_of_its_files(tokenizer: Tokenize
     (folder / "train" / "one.png").write_bytes(png())
     data = DataConfig(max_prompt_tokens=64, multimodal_keys={"image": "file_name"})
     for split, share in (("train", 0.0), ("test", 1.0)):
-        reading = read_prompts(f"{folder}#{split}", tokenizer, Config(data=data))
+        reading = read_prompts(row_set(f"{folder}#{split}"), tokenizer, Config(data=data))
         assert reading.tally.counts == ({"missing_file": 1} if share else {})
 
 
@@ -161,7 +162,7 @@ def test_folders_without_rows_are_named(files: dict[str, list[object]], says: st
     folder.mkdir()
     write(folder, files)
     with pytest.raises(ConfigError, match=says):
-        read_prompts(str(folder), None, Config(data=DATA))
+        read_prompts(row_set(folder), None, Config(data=DATA))
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
@@ -170,4 +171,4 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     (shard,) = (tmp_path / "d").glob("*.arrow")
     shard.write_bytes(shard.read_bytes()[:900])
     with pytest.raises(ConfigError, match=rf"{shard.name}: no arrow file that can be read: "):
-        read_prompts(str(tmp_path / "d"), None, Config(data=DATA))
+        read_prompts(row_set(tmp_path / "d"), None, Config(data=DATA))

@@ -24,7 +24,7 @@ from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, eval_reward, files, get_task, train_reward
-from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_file
+from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_files
 from relax_hpc.tasks.sort_digits import sets_of, sort_answer
 from tests.prompt_helpers import load_prompts
 
@@ -149,7 +149,7 @@ def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, toke
     config = config_of("tests.test_tasks:TwoTurns")
     run = made(tmp_path / "one", tokenizer, config)
     assert {name: path.name for name, path in eval_files(run, config).items()} == {"held_out": "held_out.jsonl"}
-    for path in (train_file(run, config), *eval_files(run, config).values()):
+    for path in (train_files(run, config)["train"], *eval_files(run, config).values()):
         assert [row["id"] for row in map(json.loads, path.open())] == [f"{path.stem}-{n}" for n in range(3)]
     named = config_of("tests.test_tasks:TwoTurns", **{"data.eval.mine": "/my.jsonl"})
     run = made(tmp_path / "two", tokenizer, named)
@@ -167,7 +167,7 @@ def test_rows_whose_source_does_not_answer_are_asked_for_again_and_are_no_mistak
     monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
     config = config_of("tests.test_tasks:Flaky")
     monkeypatch.setattr(Flaky, "left", 2)
-    assert len(train_file(made(tmp_path / "one", tokenizer, config), config).read_text().splitlines()) == 2
+    assert len(train_files(made(tmp_path / "one", tokenizer, config), config)["train"].read_text().splitlines()) == 2
     monkeypatch.setattr(Flaky, "left", 3)
     with pytest.raises(RelaxError, match=r"Flaky: row 2 of train: ConnectionResetError: reset .*again") as found:
         made(tmp_path / "two", tokenizer, config)
@@ -196,7 +196,7 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
             {"data.task": "relax_hpc.tasks:Task"},
             "data.train: found nothing, and data.task 'relax_hpc",
         ),
-        ({"data.train": "x.jsonl"}, "data.train: found 'x.jsonl' beside data.task 'tests.test_tasks:TwoTurns'"),
+        ({"data.train": "x.jsonl"}, "data.train: found 'x.jsonl' with data.task 'tests.test_tasks:TwoTurns'"),
         ({"data.task": "tests.test_tasks:Needs"}, "data.task: 'tests.test_tasks:Needs': cannot be made: TypeError"),
         (
             {"data.task": "tests.test_tasks:Misspelled"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.data.chat import find_template
+from relax_hpc.data.template_files import find_templates
 from relax_hpc.errors import ConfigError
 from relax_hpc.rollout.agents.options import AgentOptions
 
@@ -33,7 +33,7 @@ def check_agents(config: Config) -> Iterator[str]:
     try:
         options = AgentOptions.of(config.environment.options)
         if options.chat_template != "model" or config.model.path:
-            find_template(options.chat_template, Path(config.model.path))
+            find_templates(options.chat_template, Path(config.model.path))
     except ConfigError as error:
         yield str(error).replace("data.chat_template", "environment.options.chat_template")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import time
@@ -14,11 +15,11 @@ from pathlib import Path
 from relax_hpc.checks.model_files import Model, find_model, stamp, unread
 from relax_hpc.config.groups import group_with
 from relax_hpc.config.roles import RANKED
-from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
-from relax_hpc.data.chat import find_template
+from relax_hpc.config.schema import Config, DataConfig, ModelConfig, ParallelConfig
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, prompts_of
-from relax_hpc.data.row_files import RowFiles, is_there
+from relax_hpc.data.row_files import DataSet, RowFiles, data_sets, is_there
+from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import published_forms, stored_forms
@@ -42,21 +43,24 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _lengths(config, policy)
             yield from _replay(config, policy)
             yield from _frozen(config, policy)
+            yield from _stops(config, policy)
             yield from _tied(config, policy)
             yield from _turned(config, policy)
             for group, parallel in _parallels(config):
                 own = f"{group}_path"
                 yield from _split(group, parallel, find_model(model, own) if getattr(model, own, "") else policy)
-    if model.reference_path:
-        yield from find_model(model, "reference_path").problems
+    yield from _other_models(config, policy)
     yield from _teacher(config, policy)
     yield from _critic(config, policy)
     yield from _judge(config)
-    for key, path in prompt_files(config).items():
-        if not is_there(path):
-            yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file, or a folder of them"
+    for rows in data_sets(config.data):
+        if not is_there(rows.path):
+            yield (
+                f"{rows.setting}: found {rows.path!r}, which is not a file; name a jsonl or parquet file, or a "
+                "folder of them"
+            )
         else:
-            yield from _prompts(key, path, policy.tokenizer, config)
+            yield from _prompts(rows, policy.tokenizer, config)
 
 
 def _teacher(config: Config, policy: Model) -> Iterator[str]:
@@ -65,7 +69,6 @@ def _teacher(config: Config, policy: Model) -> Iterator[str]:
     if role != bool(path):
         found = "a role teacher and no directory; name one" if role else f"{path!r}, and no algorithm that needs it"
         yield f"model.teacher_path: found {found}"
-    yield from _other("teacher_path", config, policy)
     if policy.spec and (found := config.algorithm.teacher_top_k) > policy.spec.vocab:
         yield f"algorithm.teacher_top_k: found {found}, allowed: at most {policy.spec.vocab}, the policy's vocabulary"
 
@@ -74,20 +77,21 @@ def _critic(config: Config, policy: Model) -> Iterator[str]:
     """Whether a critic of its own is wanted, and reads what the policy writes."""
     if (path := config.model.critic_path) and not group_with(config, "critic"):
         yield f"model.critic_path: found {path!r}, and no algorithm that has a critic; name ppo, or leave it out"
-    yield from _other("critic_path", config, policy)
 
 
-def _other(key: str, config: Config, policy: Model) -> Iterator[str]:
-    """Mistakes in a model, if there is one, that reads what the policy writes."""
-    if not (path := getattr(config.model, key)):
-        return
-    found = find_model(config.model, key)
-    yield from found.problems
-    if found.tokenizer and policy.tokenizer and not found.tokenizer.has_ids_of(policy.tokenizer):
-        yield (
-            f"model.{key}: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a model with "
-            "the policy's tokenizer, as it is asked of the policy's tokens"
-        )
+def _other_models(config: Config, policy: Model) -> Iterator[str]:
+    """Mistakes in every model that scores the policy's tokens: reference, teacher, critic."""
+    for field in dataclasses.fields(ModelConfig):
+        path = getattr(config.model, field.name)
+        if not field.name.endswith("_path") or not path:
+            continue
+        model = find_model(config.model, field.name)
+        yield from model.problems
+        if model.tokenizer and policy.tokenizer and not model.tokenizer.has_ids_of(policy.tokenizer):
+            yield (
+                f"model.{field.name}: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a "
+                "model with the policy's tokenizer, as it is asked of the policy's tokens"
+            )
 
 
 def _judge(config: Config) -> Iterator[str]:
@@ -109,36 +113,30 @@ _JUDGES = ("config.json", "tokenizer*", "*.safetensors")
 
 def _has_template(path: str) -> bool:
     with suppress(ConfigError):
-        return bool(find_template("model", Path(path)))
+        return bool(find_templates("model", Path(path)))
     return False
 
 
-def prompt_files(config: Config) -> dict[str, str]:
-    """Names of files, or folders, of prompts by the settings that name them."""
-    train = {"data.train": config.data.train} if config.data.train else {}
-    return train | {f"data.eval.{name}": path for name, path in config.data.eval.items()}
-
-
-def _prompts(key: str, path: str, tokenizer: Tokenizer | None, config: Config) -> Iterator[str]:
+def _prompts(rows: DataSet, tokenizer: Tokenizer | None, config: Config) -> Iterator[str]:
     try:
-        problem = read_prompts(path, tokenizer, config).problem(config.data)
+        problem = read_prompts(rows, tokenizer, config).problem(config.data)
     except ConfigError as error:
-        yield f"{key}: {error}"
+        yield f"{rows.setting}: {error}"
         return
     if problem:
-        yield f"{key}: {path}: {problem}"
+        yield f"{rows.setting}: {rows.path}: {problem}"
 
 
 def notes(config: Config) -> Iterator[str]:
     """Notes on what is no mistake, but may not be meant, or was not looked at."""
     if missing := unread():
-        yield f"model.path: tokenizer and weights were not looked at, for want of {', '.join(missing)} here"
+        yield f"model.path: the tokenizer was not read, for want of {', '.join(missing)} here"
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
-    for key, path in prompt_files(config).items():
-        # What cannot be read is a mistake, and was said.
+    for rows in data_sets(config.data):
+        # A set that cannot be read is a mistake, which `check_files` reports.
         with suppress(ConfigError):
-            if is_there(path):
-                yield from _prompt_notes(key, read_prompts(path, tokenizer, config), config.data)
+            if is_there(rows.path):
+                yield from _prompt_notes(rows.setting, read_prompts(rows, tokenizer, config), config.data)
 
 
 def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
@@ -147,6 +145,8 @@ def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
             f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, {found.tally.bad} of them bad; "
             "all of them are read when the run begins"
         )
+    elif found.tally.bad and not found.problem(data):
+        yield f"{key}: {found.tally.bad} of {found.total} rows are left out: {found.tally.reasons}"
     if found.named and "prompt" not in data.special_tokens and not data.chat_template:
         yield (
             f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, such as "
@@ -176,11 +176,11 @@ class Reading:
         return self.tally.problem(data.max_bad_share, self.total)
 
 
-def read_prompts(path: str, tokenizer: Tokenizer | None, config: Config) -> Reading:
-    """All rows of files, or those of the first READ_S seconds; once, as long as these do not change. ConfigError: one
-    cannot be read."""
-    files = RowFiles.of(path)
-    how = rules_of(config, tokenizer, files.folder, tools_of(config))
+def read_prompts(rows: DataSet, tokenizer: Tokenizer | None, config: Config) -> Reading:
+    """All rows of a set, or those of the first READ_S seconds; once, as long as its files do not change.
+    ConfigError: one cannot be read."""
+    files = rows.files()
+    how = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
     return _read(files, tuple(map(stamp, files.paths)), tokenizer, how, READ_S)
 
 
@@ -238,6 +238,18 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
 def _frozen(config: Config, model: Model) -> Iterator[str]:
     found = model.spec.frozen_misfits(config.model.frozen_towers) if model.spec else ()
     yield from (f"model.{misfit}" for misfit in found)
+
+
+def _stops(config: Config, model: Model) -> Iterator[str]:
+    """Stop texts that can never be found, as responses are decoded without special tokens."""
+    names = model.tokenizer.special_names if model.tokenizer else ()
+    for text in config.rollout.stop:
+        name = next((name for name in names if name in text and name != text), "")
+        if name:
+            yield (
+                f"rollout.stop: found {text!r}, allowed: texts without special tokens, or one special token alone, "
+                f"such as {name!r}"
+            )
 
 
 def _tied(config: Config, model: Model) -> Iterator[str]:

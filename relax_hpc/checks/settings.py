@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from relax_hpc.checks.data import check_data
 from relax_hpc.checks.environment import check_environment
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
 from relax_hpc.config.roles import ON_CPUS, ROLES
@@ -123,11 +124,14 @@ def _data(config: Config) -> Findings:
         yield f"data.task: {str(error).partition(': ')[2]}"
         return
     yield from (f"data.task: {data.task}.{finding}" for finding in misfits(task))
-    if task.makes("rows") and data.train:
-        yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
-    if not task.makes("rows") and not data.train:
+    has_files = bool(data.train or data.train_sets)
+    if task.makes("rows") and has_files:
+        key, named = ("data.train", data.train) if data.train else ("data.train_sets", data.train_sets)
+        yield f"{key}: found {named!r} with data.task {data.task!r}, which makes its own; remove one"
+    if not task.makes("rows") and not has_files:
         found = f"data.task {data.task!r} without `rows`" if data.task else "no data.task"
         yield f"data.train: found nothing, and {found}; name a jsonl file, or set data.task: sort_digits"
+    yield from check_data(data)
     if data.system and not data.chat_template:
         yield (
             f"data.system: found {data.system[:40]!r} without data.chat_template, which would place it; set "

@@ -133,7 +133,8 @@ def resolve(config: Config) -> Config:
         section[field] = _absolute(section[field])
     if (template := tree["data"]["chat_template"]) != "model":
         tree["data"]["chat_template"] = _absolute(template)
-    tree["data"]["eval"] = {name: _absolute(path) for name, path in tree["data"]["eval"].items()}
+    for key in ("train_sets", "eval"):
+        tree["data"][key] = {name: _absolute(path) for name, path in tree["data"][key].items()}
     return build(Config, tree)
 
 

@@ -15,12 +15,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.data.named_media import Columns, source_of, split_at_marks
+from relax_hpc.data.named_media import Columns, reference_to, source_of, split_at_marks
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.blocking import BlockingMediaPool
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Header, Kind
+from relax_hpc.multimodal.options import NO_OPTIONS, MediumOptions, with_options
 from relax_hpc.multimodal.placeholders import Run, runs_with_sound, stamped_runs
 from relax_hpc.multimodal.rules import TAKEN, Rules
 from relax_hpc.multimodal.source import Source
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 """Maker of the tokens of a text, without any around it."""
-Look = Callable[[Kind, Source], Header]
+ReadHeader = Callable[[Kind, Source, MediumOptions], Header]
 """Reader of the header of a medium. BadMedium: it cannot be used."""
 
 
@@ -45,6 +46,7 @@ class PromptMedium:
     """Places in the prompt: (start, length) of each run of placeholders."""
     blob: Path | None = None
     """File of its blob in a media store, by the name of its id; None: it was not stored yet."""
+    options: MediumOptions = NO_OPTIONS
 
     @property
     def tokens(self) -> int:
@@ -128,16 +130,25 @@ class MediaRules:
         return [repr(self.rules), self.columns, repr(self.places), self.with_sound]
 
     def taken(self, record: dict[str, Any]) -> Columns:
-        """Media that the columns of ``record`` name, which are taken out of it."""
-        named = ((kind, record.pop(column)) for kind, column in self.columns if column in record)
-        return {kind: deque(value if isinstance(value, list) else [value]) for kind, value in named}
+        """Media that the columns of ``record`` name, which are taken out of it. BadMedium: two
+        columns name media of one kind."""
+        media: Columns = {}
+        for kind, column in self.columns:
+            value = record.pop(column, None)
+            # A null is no medium, as in rows of a table, where fields that are null are left out.
+            if value is None:
+                continue
+            if media.get(kind):
+                raise BadMedium(Reason.SPANS, f"found {kind}s in two columns, allowed: one")
+            media[kind] = deque(value if isinstance(value, list) else [value])
+        return media
 
     def placed(
         self,
         ids: Sequence[int],
         sources: Mapping[Kind, Sequence[Any]],
         encode: Encode,
-        header: Look | None = None,
+        header: ReadHeader | None = None,
     ) -> tuple[list[int], list[PromptMedium]]:
         """``ids`` with as many placeholders for each medium as it has tokens, and the media in their order.
 
@@ -159,39 +170,49 @@ class MediaRules:
                 expanded.append(token)
                 continue
             kind = kinds[token]
-            source = source_of(waiting[kind].popleft(), self.folder)
+            reference = reference_to(kind, waiting[kind].popleft())
+            source, options = source_of(reference.value, self.folder), reference.options
+            headers = self._headers(kind, source, options, look)
+            rules = with_options(self.rules, options)
             spans: dict[Kind, list[tuple[int, int]]] = {}
-            for before, (seen, count), after in self._runs(self._headers(kind, source, look), encode):
+            for before, (seen, count), after in self._runs(headers, rules, encode):
                 expanded += before
                 spans.setdefault(seen, []).append((len(expanded), count))
                 expanded += [places[seen].placeholder] * count + [*after]
-            media += [PromptMedium(seen, source, tuple(some)) for seen, some in spans.items()]
+            for seen, runs in spans.items():
+                # The sound of a video is whole, whatever its frames are.
+                own = options if seen is kind else NO_OPTIONS
+                media.append(PromptMedium(seen, source, tuple(runs), options=own))
         return expanded, media
 
-    def _headers(self, kind: Kind, source: Source, header: Look) -> list[Header]:
+    def _headers(self, kind: Kind, source: Source, options: MediumOptions, header: ReadHeader) -> list[Header]:
         """Header of a medium, and of the sound of a video that is heard too, if it has any."""
-        found = [header(kind, source)]
+        found = [header(kind, source, options)]
         if kind is Kind.VIDEO and self.with_sound:
+            if options.video_start is not None or options.video_end is not None:
+                raise BadMedium(Reason.OPTION, "video_start, video_end: not with data.multimodal.use_audio_in_video")
             try:
-                found.append(header(Kind.AUDIO, source))
+                found.append(header(Kind.AUDIO, source, NO_OPTIONS))
             except BadMedium as bad:
                 if bad.reason is not Reason.NO_STREAM:
                     raise
         return found
 
-    def _runs(self, headers: Sequence[Header], encode: Encode) -> Iterator[tuple[Sequence[int], Run, Sequence[int]]]:
+    def _runs(
+        self, headers: Sequence[Header], rules: Rules, encode: Encode
+    ) -> Iterator[tuple[Sequence[int], Run, Sequence[int]]]:
         """Runs of placeholders of a medium, or a video and its sound, each with the tokens before and after it."""
         about, places = headers[0], dict(self.places)
         if len(headers) > 1:
-            sound, runs = places[Kind.AUDIO], runs_with_sound(*headers, self.rules)
+            sound, runs = places[Kind.AUDIO], runs_with_sound(*headers, rules)
             for number, run in enumerate(runs):
                 yield sound.before if not number else (), run, sound.after if number == len(runs) - 1 else ()
-        elif about.seconds and self.rules.stamped:
+        elif about.seconds and rules.stamped:
             place = places[about.kind]
-            for stamp, run in stamped_runs(about, self.rules):
+            for stamp, run in stamped_runs(about, rules):
                 yield [*encode(stamp), *place.before], run, place.after
         else:
-            yield (), (about.kind, self.rules.tokens(about)), ()
+            yield (), (about.kind, rules.tokens(about)), ()
 
     def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
         """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""
@@ -206,8 +227,13 @@ class MediaRules:
 
 
 def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
-    """Kinds of media, and the column that names those of a row."""
-    return ((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in Kind)
+    """Kinds of media, and the columns that name those of a row: the one of `data.multimodal_keys`,
+    else the kind in the plural or the singular. An empty name there: none."""
+    for kind in Kind:
+        named = data.multimodal_keys.get(str(kind))
+        for column in (f"{kind}s", str(kind)) if named is None else (named,):
+            if column:
+                yield kind, column
 
 
 def not_taken(kind: Kind) -> BadMedium:

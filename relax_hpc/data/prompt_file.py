@@ -7,13 +7,16 @@ tickets would have other prompts. The rows of tables, and of several files, are 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
@@ -29,7 +32,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.rundir import write_atomic
 
-FORMAT = 2
+FORMAT = 3
 ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
 """Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
@@ -83,6 +86,8 @@ class Index:
     bad: list[BadLine] = field(default_factory=list)
     entries: np.ndarray = field(default_factory=lambda: np.zeros(0, ENTRY))
     places: Places = field(default_factory=Places)
+    order: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Values of the column `data.order_by`, float64, one for each entry."""
 
 
 class PromptFile(Sequence[Prompt]):
@@ -107,6 +112,21 @@ class PromptFile(Sequence[Prompt]):
         """Place of a line in the files, in words."""
         return self.index.places.of(line)
 
+    def bad_rows(self) -> Iterator[tuple[str, str]]:
+        """Place and reason of the first rows that cannot be used."""
+        return ((self.place_of(line.line), line.reason) for line in self.bad)
+
+    def left_out(self) -> str:
+        """Note on the rows that cannot be used; empty if there are none."""
+        index = self.index
+        tally = Tally(index.rows, index.counts, index.bad, index.places)
+        return f"{tally.bad} of {tally.rows} rows are left out: {tally.reasons}" if tally.bad else ""
+
+    @property
+    def order(self) -> np.ndarray:
+        """Values of the column `data.order_by`, float64 [rows]."""
+        return self.index.order
+
     def __len__(self) -> int:
         return len(self.index.entries)
 
@@ -128,7 +148,7 @@ class PromptFile(Sequence[Prompt]):
         record = row_of(Line(number, start, data))
         made = record if isinstance(record, BadLine) else self._how.read(number, record[1], self._tokenizer)
         if isinstance(made, BadLine) and made.reason in set(Reason):
-            return Prompt(str(record[1]["id"]), (), "", "", fault=BadMedium(Reason(made.reason), made.detail))
+            return self._how.unusable(number, record[1], BadMedium(Reason(made.reason), made.detail))
         if isinstance(made, BadLine):
             raise RelaxError(
                 f"{self._lines}: {self.place_of(number)} was a prompt when it was indexed: {made.reason}: {made.detail}"
@@ -136,8 +156,41 @@ class PromptFile(Sequence[Prompt]):
         return made
 
 
+class PromptSets(Sequence[Prompt]):
+    """The prompts of several sets, numbered through."""
+
+    def __init__(self, sets: Mapping[str, PromptFile]) -> None:
+        self.sets = dict(sets)
+        self._starts = [0, *accumulate(map(len, self.sets.values()))]
+        self._files = list(self.sets.values())
+
+    @property
+    def order(self) -> np.ndarray:
+        """Values of the column `data.order_by`, float64 [rows]."""
+        return np.concatenate([file.order for file in self._files])
+
+    def bad_rows(self) -> Iterator[tuple[str, str]]:
+        """See `PromptFile`."""
+        for name, file in self.sets.items():
+            yield from ((f"{name}: {place}", reason) for place, reason in file.bad_rows())
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, number: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Prompt]: ...
+    def __getitem__(self, number: int | slice) -> Prompt | list[Prompt]:
+        """See `PromptFile`."""
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        chosen = bisect.bisect_right(self._starts, number) - 1
+        return self._files[chosen][number - self._starts[chosen]]
+
+
 def open_prompts(
-    named: Path | str, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
+    named: Path | str | RowFiles, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
 ) -> PromptFile:
     """The prompts of the files that are ``named``, see `RowFiles`, whose index is at ``where``; it is made if it is not
     there, or of other files or rules.
@@ -145,7 +198,7 @@ def open_prompts(
     ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the files are not
     what they were when the index was made.
     """
-    files = RowFiles.of(named)
+    files = named if isinstance(named, RowFiles) else RowFiles.of(named)
     index, key, lines = _index_of(files, where), rules_key(tokenizer, how), _lines_of(files, where)
     if not (index and index.rules == key and lines.is_file()):
         with how.rendering():
@@ -153,13 +206,13 @@ def open_prompts(
     tally = Tally(index.rows, index.counts, index.bad, index.places)
     if problem := tally.problem(max_bad_share, index.rows):
         where.unlink(missing_ok=True)
-        raise ConfigError(f"{named}: {problem}")
+        raise ConfigError(f"{files.named}: {problem}")
     return PromptFile(lines, index, where, tokenizer, how)
 
 
-def check_same(named: Path | str, where: Path) -> None:
+def check_same(named: Path | str | RowFiles, where: Path) -> None:
     """ConfigError: the files that are ``named`` are not what they were when the index at ``where`` was made."""
-    _index_of(RowFiles.of(named), where)
+    _index_of(named if isinstance(named, RowFiles) else RowFiles.of(named), where)
 
 
 def _index_of(files: RowFiles, where: Path) -> Index | None:
@@ -218,7 +271,7 @@ class _Scan:
     def __init__(self, tokenizer: Tokenizer, how: PromptRules) -> None:
         self._tokenizer, self._how = tokenizer, how
         self._tally = Tally()
-        self._entries, self._ids = bytearray(), bytearray()
+        self._entries, self._ids, self._order = bytearray(), bytearray(), array("d")
         self._bad: list[BadLine] = []
 
     def add(self, line: Line, row: Row) -> None:
@@ -230,17 +283,25 @@ class _Scan:
                 self._bad.append(found)
             return
         self._entries += _ENTRY.pack(line.start, len(line.data), zlib.crc32(line.data), line.number)
+        self._order.append(found.order)
         self._ids += hashlib.blake2b(found.prompt_id.encode(), digest_size=16).digest()
 
     def index(self, stamp: Stamp, key: str, lines: Path, places: Places) -> Index:
-        entries = np.frombuffer(bytes(self._entries), ENTRY)
+        entries, order = np.frombuffer(bytes(self._entries), ENTRY), np.array(self._order)
         again = _repeated(np.frombuffer(bytes(self._ids), "<u8").reshape(-1, 2))
         for entry in entries[again]:
-            bad = BadLine(int(entry["line"]), "duplicate_id", f"id {_id_at(lines, entry)}")
+            bad = BadLine(int(entry["line"]), "duplicate_id", f"id {self._id_at(lines, entry)}")
             self._tally.count(bad)
             self._bad.append(bad)
         self._bad = sorted(self._bad, key=lambda bad: bad.line)[:KEPT_BAD]
-        return Index(stamp, key, self._tally.rows, dict(self._tally.counts), self._bad, entries[~again], places)
+        counts = dict(self._tally.counts)
+        return Index(stamp, key, self._tally.rows, counts, self._bad, entries[~again], places, order[~again])
+
+    def _id_at(self, lines: Path, entry: np.void) -> str:
+        with lines.open("rb") as file:
+            file.seek(int(entry["start"]))
+            record = json.loads(file.read(int(entry["size"])))
+        return self._how.columns.id_of(self._how.columns.renamed(record), int(entry["line"]))
 
 
 def _repeated(ids: np.ndarray) -> np.ndarray:
@@ -249,12 +310,6 @@ def _repeated(ids: np.ndarray) -> np.ndarray:
     again = np.zeros(len(ids), bool)
     again[order[1:]] = (ids[order[1:]] == ids[order[:-1]]).all(axis=1)
     return again
-
-
-def _id_at(lines: Path, entry: np.void) -> str:
-    with lines.open("rb") as file:
-        file.seek(int(entry["start"]))
-        return str(json.loads(file.read(int(entry["size"])))["id"])
 
 
 def _lines_of(files: RowFiles, where: Path) -> Path:
@@ -288,7 +343,8 @@ def _save(index: Index, where: Path) -> None:
     about |= {"format": FORMAT, "prompts": len(index.entries), "bad": [astuple(bad) for bad in index.bad]}
     about["begins"] = index.places.begins
     head = json.dumps(about).encode() + b"\n"
-    patiently(where, lambda: write_atomic(where, head, tail=index.entries.tobytes()))
+    tail = index.entries.tobytes() + index.order.tobytes()
+    patiently(where, lambda: write_atomic(where, head, tail=tail))
 
 
 def load(where: Path) -> Index | None:
@@ -296,12 +352,17 @@ def load(where: Path) -> Index | None:
     try:
         with where.open("rb") as file:
             about: dict[str, Any] = json.loads(file.readline())
+            if about["format"] != FORMAT:
+                return None
             # Not mapped: what a shared filesystem cannot read is an error then, and no signal.
-            entries = np.frombuffer(file.read(), ENTRY)
-        if about["format"] != FORMAT or len(entries) != about["prompts"]:
+            count = about["prompts"]
+            entries = np.frombuffer(file.read(count * ENTRY.itemsize), ENTRY)
+            order = np.frombuffer(file.read())
+        if len(entries) != count or len(order) != count:
             return None
         bad = [BadLine(*each) for each in about["bad"]]
         places = Places([(begin, str(name)) for begin, name in about["begins"]])
-        return Index(Stamp(**about["stamp"]), about["rules"], about["rows"], about["counts"], bad, entries, places)
+        stamp, rules = Stamp(**about["stamp"]), about["rules"]
+        return Index(stamp, rules, about["rows"], about["counts"], bad, entries, places, order)
     except (OSError, ValueError, TypeError, LookupError):
         return None

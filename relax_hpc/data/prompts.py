@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from relax_hpc.config.schema import DataConfig
-from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
+from relax_hpc.data.chat import ChatTemplate, TemplateError, template_for
+from relax_hpc.data.columns import NO_COLUMNS, ColumnRules
 from relax_hpc.data.media import MediaRules, PromptMedium, columns_of, not_taken, places_of
-from relax_hpc.data.named_media import Columns, with_parts
+from relax_hpc.data.messages import (
+    ASSISTANT,
+    Message,
+    check_messages,
+    left_out_message,
+    without_null_fields,
+)
+from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
 from relax_hpc.data.row_files import Places
-from relax_hpc.data.rows import BadLine, Record, Row
+from relax_hpc.data.rows import BadLine, BadRecord, Record, Row
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.medium import Kind
@@ -34,6 +42,8 @@ class Prompt:
     """Fields of the line besides these."""
     media: tuple[PromptMedium, ...] = ()
     """Media that the prompt has places for, in their order."""
+    order: float = 0.0
+    """Value of the column `data.order_by`."""
     fault: BadMedium | None = None
     """Reason why its media are of no use any more, though they were when its file was indexed; the rest is not known
     then."""
@@ -56,39 +66,60 @@ class PromptRules:
     """Kinds of media that the model does not take, and the columns that would name them."""
     tools: str = ""
     """Signatures of the tools that a template shows, as JSON."""
+    columns: ColumnRules = NO_COLUMNS
+    """Columns of the rows, and ids of rows that have none."""
 
     @classmethod
-    def of(cls, data: DataConfig, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
-        """Rules that a configuration says for the files of ``folder``. ConfigError: there is no such template."""
-        template = None
-        if data.chat_template and tokenizer:
-            names = tuple(sorted(tokenizer.named.items()))
-            about = tokenizer.directory, data.system, data.enable_thinking, names
-            template = template_of(data.chat_template, *about)
+    def of(
+        cls,
+        data: DataConfig,
+        tokenizer: Tokenizer | None,
+        folder: Path = Path(),
+        set_name: str = "train",
+    ) -> PromptRules:
+        """Rules of a configuration for the files of ``folder``, which are the set ``set_name``.
+        ConfigError: there is no such template."""
+        template = template_for(data, tokenizer) if data.chat_template and tokenizer else None
         media = MediaRules.of(data, tokenizer.directory, folder) if tokenizer else None
         taken = places_of(tokenizer.directory) if tokenizer else [*Kind]
-        never = tuple((kind, column) for kind, column in columns_of(data) if kind not in taken)
-        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left", media, never)
+        refused = tuple((kind, column) for kind, column in columns_of(data) if kind not in taken)
+        return cls(
+            data.max_prompt_tokens,
+            tuple(data.special_tokens),
+            template,
+            keeps_end=data.truncate == "left",
+            media=media,
+            not_taken=refused,
+            columns=ColumnRules.from_config(data, set_name),
+        )
 
     def about(self) -> list[Any]:
         """All that decides what rows become, but for the tokenizer."""
         template = self.template.key if self.template else ""
         media = self.media.key if self.media else []
         kinds, shown = map(list, self.not_taken), filter(None, [self.tools])
-        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *kinds, *shown]
+        columns = self.columns.key
+        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *kinds, *shown, columns]
 
     def with_tools(self, record: Record) -> Self:
-        """The rules for one row, of whose column `tools` a template is told. BadRecord: there is something else."""
+        """The rules for one row, whose column `tools` the template shows. BadRecord: it is no list
+        of signatures."""
         tools = record.get("tools") or []
         if not self.template or not tools:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise BadRecord("wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's")
-        return replace(self, tools=json.dumps(tools))
+        if not self.template.mentions("tools"):
+            raise BadRecord("chat_template", "the chat template shows no tools, and the row has some")
+        return replace(self, tools=json.dumps(without_null_fields(tools)))
 
     def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
         """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
         return prompt_of(number, record, tokenizer, self, tokens)
+
+    def unusable(self, number: int, record: Record, fault: BadMedium) -> Any:
+        """The prompt of a row whose media could be used when its file was indexed, and cannot now."""
+        return Prompt(self.columns.id_of(self.columns.renamed(record), number), (), "", "", fault=fault)
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
@@ -106,7 +137,8 @@ def prompts_of(
 ) -> Iterator[Prompt | BadLine]:
     """The prompt of each row, or why it has none; of one id the first counts.
 
-    A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; the rest becomes metadata.
+    A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; other
+    columns become metadata, and a row without "id" gets one of its set and number.
     Without a tokenizer texts get no tokens, and no length is judged; without ``tokens`` only those whose length cannot
     be judged otherwise.
     """
@@ -126,7 +158,7 @@ def prompt_of(
 ) -> Prompt | BadLine:
     """The prompt of the row in line ``number``, or why it has none; see `prompts_of`."""
     try:
-        return _prompt(record, tokenizer, how, tokens)
+        return _prompt(number, record, tokenizer, how, tokens)
     except BadRecord as bad:
         return BadLine(number, *bad.args)
 
@@ -164,42 +196,37 @@ class Tally:
         self.counts[bad.reason] += 1
         self._first.setdefault(bad.reason, bad)
 
+    @property
+    def reasons(self) -> str:
+        """Number of bad rows by reason, each with the first row and why it is bad."""
+        return "; ".join(
+            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: {self._first[reason].detail})"
+            for reason, count in self.counts.most_common()
+        )
+
     def problem(self, max_bad_share: float, total: int) -> str:
         """Problem of a file of ``total`` rows of which so many are bad; empty if it will do."""
         if not total:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'
         if self.bad < total and self.bad <= max_bad_share * total:
             return ""
-        reasons = "; ".join(
-            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: {self._first[reason].detail})"
-            for reason, count in self.counts.most_common()
-        )
         cure = "raise that limit, or " if "over_long" in self.counts else ""
         return (
-            f"{self.bad} of {total} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
-            "raise data.max_bad_share"
+            f"{self.bad} of {total} lines are bad: {self.reasons}; allowed share {max_bad_share}; "
+            f"{cure}mend the file, or raise data.max_bad_share"
         )
 
 
-class BadRecord(Exception):
-    """Reason and detail of a row that is of no use."""
-
-
-def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:
-    source = next((name for name in ("token_ids", "messages") if name in record), "prompt")
-    if missing := [name for name in ("id", source, "answer") if name not in record]:
-        raise BadRecord("missing_field", f"no {', no '.join(missing)}")
-    rest = dict(record)
-    prompt_id = id_of(rest)
+def _prompt(number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:
+    rest = how.columns.read(number, record, has_template=how.template is not None)
+    source = next((name for name in ("token_ids", "messages") if name in rest), "prompt")
+    if missing := [name for name in (source, "answer") if name not in rest]:
+        raise BadRecord("missing_field", how.columns.missing(missing))
+    prompt_id, order = rest.pop("id"), how.columns.order(rest)
     answer, given = rest.pop("answer"), rest.pop(source)
     if not isinstance(answer, str | int | float):
         raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
-    del rest["id"]
-    for kind, column in how.not_taken:
-        if rest.get(column):
-            bad = not_taken(kind)
-            raise BadRecord(bad.reason, bad.detail)
-    sources = how.media.taken(rest) if how.media else {}
+    sources = columns_in(rest, how)
     if source != "token_ids":
         text, ids, sources = _encoded(given, source, sources, tokenizer, how.with_tools(rest), tokens)
     else:
@@ -213,7 +240,45 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
         if not how.keeps_end or media:
             raise BadRecord("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
         ids = ids[-how.max_tokens :]
-    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest, tuple(media))
+    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest, tuple(media), order)
+
+
+def columns_in(record: Record, how: PromptRules) -> Columns:
+    """Media that the columns of ``record`` name, which are taken out of it. BadRecord: the model
+    takes none of a kind."""
+    for kind, column in how.not_taken:
+        if record.get(column):
+            bad = not_taken(kind)
+            hint = f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is something else"
+            raise BadRecord(bad.reason, f"{bad.detail}; {hint}")
+    try:
+        return how.media.taken(record) if how.media else {}
+    except BadMedium as bad:
+        raise BadRecord(bad.reason, bad.detail) from None
+
+
+def chat_in(messages: list[Message], columns: Columns, how: PromptRules) -> tuple[list[Message], Columns]:
+    """``messages`` as the template takes them, and the media that they and ``columns`` name.
+    BadRecord: a message cannot be used."""
+    assert how.template
+    checked = check_messages(messages, how.template.mentions, how.columns.ignored)
+    try:
+        if how.media:
+            return with_parts(checked, columns)
+        for kind in _media_kinds(checked):
+            raise not_taken(kind)
+    except BadMedium as bad:
+        raise BadRecord(bad.reason, bad.detail) from None
+    return checked, columns
+
+
+def _media_kinds(messages: list[Message]) -> Iterator[Kind]:
+    """Kinds of the media in ``messages``. BadMedium: a part is none."""
+    for message in messages:
+        parts = message["content"] if isinstance(message["content"], list) else []
+        for part in parts:
+            if part.get("type") != "text":
+                yield kind_of_part(part)
 
 
 def _with_media(
@@ -226,15 +291,6 @@ def _with_media(
         return how.media.placed(ids, sources, functools.partial(tokenizer.encode, special=False))
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
-
-
-def id_of(record: Record) -> str:
-    """Id of a row. BadRecord: it has none."""
-    if "id" not in record:
-        raise BadRecord("missing_field", "no id")
-    if not isinstance(record["id"], str | int):
-        raise BadRecord("wrong_type", f"id is {_kind(record['id'])}")
-    return str(record["id"])
 
 
 def is_chat(given: Any) -> bool:
@@ -250,6 +306,12 @@ def _encoded(
     chat = is_chat(given)
     if not (chat or (isinstance(given, str) and source == "prompt")):
         raise BadRecord("wrong_type", f"{source} is {_kind(given)}")
+    if chat and given[-1]["role"] == ASSISTANT:
+        raise BadRecord(
+            "answer_in_prompt",
+            "the last message is the assistant's, which the policy would only have to repeat; remove "
+            "it, or learn from it with algorithm.name sft",
+        )
     if not tokenizer:
         return (given if isinstance(given, str) else json.dumps(given)), None, columns
     as_tokens = "prompt" in how.special_tokens
@@ -259,9 +321,9 @@ def _encoded(
         return given, [], columns
     text = given
     if how.template:
-        messages = given if chat else [{"role": "user", "content": given}]
-        if how.media:
-            messages, columns = with_parts(messages, columns)
+        messages, columns = chat_in(given if chat else [{"role": "user", "content": given}], columns, how)
+        if not any(message["content"] for message in messages):
+            raise BadRecord("empty_prompt", f"{source} has messages without content")
         text = rendered(messages, tokenizer, how, as_tokens)
     looks = tokens or how.media or not text.strip()
     if not looks and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
@@ -285,9 +347,13 @@ def rendered(
         raise BadRecord("special_token", f"a message has {found[0]} in it, which would be a token")
     assert how.template
     try:
-        return how.template.render(messages, whole, tools)
+        text = how.template.render(messages, whole, tools)
     except TemplateError as error:
         raise BadRecord("chat_template", str(error)) from None
+    if (number := left_out_message(messages, text)) is not None:
+        role = messages[number]["role"]
+        raise BadRecord("chat_template", f"the chat template leaves out message {number} (role {role!r})")
+    return text
 
 
 def check_ids(given: Any, vocab: int | None) -> None:

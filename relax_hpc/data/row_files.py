@@ -18,12 +18,17 @@ from typing import Any
 
 import yaml
 
+from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
 from relax_hpc.errors import ConfigError
 
 Splits = dict[str, list[Path]]
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 """Names of files in a folder that have rows end so."""
+_OTHER_FORMATS = (".json", ".csv", ".tsv", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".csv.gz")
+"""Ends of names of files whose rows `datasets` reads, and this module does not."""
+_ABOUT_SETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that describe data sets."""
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -45,18 +50,29 @@ class RowFiles:
     """Folder that paths of media are relative to."""
 
     @classmethod
-    def of(cls, named: str | Path) -> RowFiles:
-        """Files that ``named`` means: a file, a folder, or a folder with a split, as `prompts#test`. ConfigError: there
-        are none, or it is not said of which split."""
+    def of(cls, named: str | Path, expected: str = "") -> RowFiles:
+        """Files that ``named`` means: a file, a folder, or a folder with a split, as `prompts#test`.
+        ``expected``: the split that a folder without a named split must have; empty: any. ConfigError:
+        there are none, or the split is not clear."""
         folder, split = folder_and_split(named)
         if not folder.is_dir():
             return cls(str(named), (folder,), folder.parent)
-        splits = _splits(folder)
+        splits, unread = _splits(folder)
         allowed = ", ".join(f"{folder}#{name}" for name in splits)
         if split and split not in splits:
             raise ConfigError(f"{named}: found no such split, allowed: {allowed}")
         if not split and len(splits) > 1:
             raise ConfigError(f"{named}: found a folder of several splits, allowed: {allowed}")
+        if not split and unread:
+            raise ConfigError(
+                f"{named}: found {unread[0].relative_to(folder)}, which would not be read; move such files "
+                f"away, or name a split: {allowed}"
+            )
+        if not split and expected and expected not in splits:
+            raise ConfigError(
+                f"{named}: found split {next(iter(splits))!r} alone, expected {expected!r}; if it is meant, "
+                f"name it: {allowed}"
+            )
         paths = splits[split or next(iter(splits))]
         return cls(str(named), tuple(paths), Path(os.path.commonpath([path.parent for path in paths])))
 
@@ -110,21 +126,51 @@ def folder_and_split(named: str | Path) -> tuple[Path, str]:
     return (Path(path), split) if mark and path and not whole.exists() else (whole, "")
 
 
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A set of rows that a configuration names."""
+
+    setting: str
+    """Setting that names it, such as `data.eval.test`."""
+    name: str
+    path: str
+    """A file, a folder, or a folder with a split."""
+    split: str = ""
+    """Split that a folder must have; empty: any."""
+
+    def files(self) -> RowFiles:
+        """Files of the set. ConfigError: see `RowFiles.of`."""
+        return RowFiles.of(self.path, self.split)
+
+
+def data_sets(data: DataConfig) -> list[DataSet]:
+    """Sets of training rows, and of evaluations, that a configuration names files of."""
+    sets = [DataSet("data.train", "train", data.train, "train")] if data.train else []
+    for name, path in data.train_sets.items():
+        sets.append(DataSet(f"data.train_sets.{name}", name, path, "train"))
+    for name, path in data.eval.items():
+        sets.append(DataSet(f"data.eval.{name}", name, path))
+    return sets
+
+
 def is_there(named: str | Path) -> bool:
     """Whether there is such a file, or folder."""
     path, _ = folder_and_split(named)
     return path.is_file() or path.is_dir()
 
 
-def _splits(folder: Path) -> Splits:
-    """Files of each split of ``folder``, at least one of one. ConfigError: there are none."""
-    found = _saved(folder) or _described(folder) or _by_names(folder)
-    if not found:
+def _splits(folder: Path) -> tuple[Splits, list[Path]]:
+    """Files of each split of ``folder``, at least one of one, and files of rows that are of none.
+    ConfigError: there are no rows."""
+    splits, unread = _saved(folder) or _described(folder), list[Path]()
+    if not splits:
+        splits, unread = _by_names(folder)
+    if not splits:
         raise ConfigError(
             f"{folder}: found a folder without rows, allowed: files whose names end with {', '.join(SUFFIXES)}, or "
             "what save_to_disk of `datasets` has written"
         )
-    return found
+    return splits, unread
 
 
 def _saved(folder: Path) -> Splits:
@@ -172,16 +218,24 @@ def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
             yield str(entry.get("split", "train")), [patterns] if isinstance(patterns, str) else patterns
 
 
-def _by_names(folder: Path) -> Splits:
-    """Files by what their names, or those of their folders, say of their splits; `train` where none says anything."""
-    found: Splits = defaultdict(list)
+def _by_names(folder: Path) -> tuple[Splits, list[Path]]:
+    """Files by the splits in their names, or in those of their folders; `train` if no name has a split.
+    And files that would not be read: those without a split beside those with one, and other formats."""
+    splits: Splits = defaultdict(list)
+    others = []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         hidden = any(part.startswith((".", "__")) for part in inside.parts)
-        if path.suffix in SUFFIXES and path.is_file() and not hidden:
-            found[_split_of(inside)].append(path)
-    unnamed = found.pop("", [])
-    return dict(found) or ({"train": unnamed} if unnamed else {})
+        if hidden or not path.is_file():
+            continue
+        if path.suffix in SUFFIXES:
+            splits[_split_of(inside)].append(path)
+        elif path.name.endswith(_OTHER_FORMATS) and path.name not in _ABOUT_SETS:
+            others.append(path)
+    unnamed = splits.pop("", [])
+    if splits:
+        return dict(splits), [*unnamed, *others]
+    return ({"train": unnamed} if unnamed else {}), others
 
 
 def _split_of(path: Path) -> str:

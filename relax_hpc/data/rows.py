@@ -41,9 +41,14 @@ class BadLine:
     line: int
     """Number of the line, counted from 1, through all files."""
     reason: str
-    """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long | special_token |
-    chat_template | media_mismatch, or why a medium is of no use; of examples also empty_answer | no_preference"""
+    """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
+    answer_in_prompt | over_long | special_token | chat_template | media_mismatch, or a reason of
+    `relax_hpc.multimodal.bad`; of examples also empty_answer | no_preference."""
     detail: str = field(default="", compare=False)
+
+
+class BadRecord(Exception):
+    """A row that cannot be used: its reason, see `BadLine.reason`, and the detail."""
 
 
 Record = dict[str, Any]
@@ -116,14 +121,28 @@ def _form(path: Path | str) -> str:
 
 
 def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
-    """Rows of a parquet or arrow file, as `read_rows`. A field that is null is left out; times and decimals become
-    texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
+    """Rows of a parquet or arrow file, as `read_rows`. Fields that are null are left out; times and
+    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
     number, default = 0, _text_or_uri if with_media else _text
     with _table(path) as batches:
         for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
             for record in batch.to_pylist():
                 number += 1
-                yield _as_json(number, {name: value for name, value in record.items() if value is not None}, default)
+                yield _as_json(number, without_nulls(record), default)
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` without fields that are null, at any depth. Arrow gives all structs of a column the
+    same fields, so that those which a row does not have are null.
+
+    >>> without_nulls({"a": None, "b": [{"c": 1, "d": None}, None]})
+    {'b': [{'c': 1}, None]}
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    return value
 
 
 def count_rows(path: Path | str) -> int:

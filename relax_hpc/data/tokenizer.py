@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.data.tokenizer_settings import add_tokens, read_object, read_settings
 from relax_hpc.errors import ConfigError
 
 
@@ -92,48 +93,50 @@ def making(directory: Path) -> str:
 
 def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is not usable."""
-    from tokenizers import Tokenizer as Backend
-
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
+    backend, settings = _load_backend(path), read_settings(directory)
+    add_tokens(backend, settings, path)
+
+    def id_named(name: str) -> int | None:
+        text = settings.named.get(name)
+        return None if text is None else backend.token_to_id(text)
+
+    configs = [read_object(directory / name) for name in ("generation_config.json", "config.json")]
+    eos_ids = _end_tokens(id_named("eos_token"), configs)
+    if not eos_ids:
+        raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")
+    pads = [id_named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
+    pad_id = next(number for number in pads if number is not None)
+    tokenizer = Tokenizer(backend, id_named("bos_token"), settings.add_bos, eos_ids, pad_id)
+    tokenizer.named = settings.named
+    tokenizer.directory = directory
+    return tokenizer
+
+
+def _load_backend(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` in the file ``path``. ConfigError: it is none."""
+    from tokenizers import Tokenizer as Backend
+
     if not path.is_file():
         raise ConfigError(
-            f"{path}: missing; model.path must name a Hugging Face directory with one: {making(directory)}"
+            f"{path}: missing; model.path must name a Hugging Face directory with one: {making(path.parent)}"
         )
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path}: not a tokenizer: {error}; download it again") from error
-    settings = _read_json(directory / "tokenizer_config.json")
-    configs = [_read_json(directory / name) for name in ("generation_config.json", "config.json")]
-
-    def named(key: str) -> int | None:
-        token = settings.get(key)
-        return backend.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
-
-    numbered = [config.get("eos_token_id") for config in configs]
-    eos = [named("eos_token"), *(i for found in numbered for i in (found if isinstance(found, list) else [found]))]
-    eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
-    if not eos_ids:
-        raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")
-    pads = [named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
-    bos_id = named("bos_token")
-    add_bos = bool(settings.get("add_bos_token")) and bos_id is not None
-    found = Tokenizer(backend, bos_id, add_bos, eos_ids, next(i for i in pads if i is not None))
-    texts = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    found.named = {key: token["content"] if isinstance(token, dict) else token for key, token in texts.items() if token}
-    found.directory = directory
-    return found
+    # A file that was saved after training keeps the length that batches were cut or padded to.
+    # transformers and SGLang reset both for each call.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} if there is no such file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}; download it again") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: no JSON object; download it again")
-    return found
+def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's ``own`` one, then `eos_token_id` of ``configs``."""
+    numbers = [own]
+    for config in configs:
+        value = config.get("eos_token_id")
+        numbers += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(number for number in numbers if number is not None))

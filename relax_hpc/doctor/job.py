@@ -13,7 +13,7 @@ from pathlib import Path
 import relax_hpc
 from relax_hpc.checks.programs import programs_of
 from relax_hpc.config.schema import Config
-from relax_hpc.data.row_files import folder_and_split
+from relax_hpc.data.row_files import data_sets, folder_and_split
 from relax_hpc.doctor.probe import TOKEN
 from relax_hpc.environments.tools import options_of
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
@@ -136,7 +136,7 @@ def _paths(config: Config) -> dict[str, str]:
         "model.teacher_path": config.model.teacher_path,
         "model.critic_path": config.model.critic_path,
         "genrm.path": config.genrm.path,
-        "data.train": config.data.train and str(folder_and_split(config.data.train)[0]),
+        **{rows.setting: str(folder_and_split(rows.path)[0]) for rows in data_sets(config.data)},
         "environment.options.tools.search.corpus": search.get("corpus", ""),
         "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from relax_hpc.checks.files import prompt_files
 from relax_hpc.checks.model_files import find_model
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules
-from relax_hpc.data.row_files import Places, RowFiles
+from relax_hpc.data.row_files import Places, RowFiles, data_sets
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.doctor.finding import Finding, error, ok, warning
@@ -40,13 +39,13 @@ class _Tried:
 def check_media(config: Config) -> Iterator[Finding]:
     """Findings on the media of each file of prompts; none where the model takes text alone."""
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
-    for key, named in prompt_files(config).items():
-        # What cannot be read is a mistake, and was said.
+    for rows in data_sets(config.data):
+        # A set that cannot be read is a mistake, which `check_files` reports.
         with suppress(ConfigError):
-            files = RowFiles.of(named)
-            how = rules_of(config, tokenizer, files.folder, tools_of(config))
+            files = rows.files()
+            how = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
             if tokenizer and how.media:
-                yield _finding(key, _tried(files, tokenizer, how), config.data.max_bad_share)
+                yield _finding(rows.setting, _tried(files, tokenizer, how), config.data.max_bad_share)
 
 
 def _finding(key: str, tried: _Tried, allowed: float) -> Finding:

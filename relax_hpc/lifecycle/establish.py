@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
 from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir, read_map, write_json
@@ -24,6 +26,7 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
     directory = RunDir(Path(config.run_dir))
     if findings := check(config):
         raise ConfigError(findings[0])
+    keep_date(directory, config)
     if directory.config.exists():
         if not resume:
             raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
@@ -37,6 +40,16 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
     dump(config, directory.config)
     retire_changes(directory)
     return directory, config
+
+
+def keep_date(directory: RunDir, config: Config) -> None:
+    """Give ``config`` the date that its chat templates read: that of the run in ``directory``, or today's if the run
+    begins now."""
+    data = config.data
+    if data.template_date or not (data.chat_template or config.environment.kind == AGENT):
+        return
+    resumed = directory.config.exists()
+    data.template_date = load_resolved(directory.root).data.template_date if resumed else str(date.today())
 
 
 def check_resumable(directory: RunDir, config: Config) -> None:

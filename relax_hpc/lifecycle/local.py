@@ -13,6 +13,7 @@ from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import establish
 from relax_hpc.rendezvous.process import STOP_SIGNALS
+from relax_hpc.roles.prepare import NOTE
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import processes
 from relax_hpc.supervise.attempts import new_attempt, start_order
@@ -62,6 +63,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
         interrupted.append(number)
         processes.kill(processes.family(child.pid))
 
+    start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as file:
         child = subprocess.Popen(words, stdout=file, stderr=file, env=processes.environment(config))
     former = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
@@ -79,4 +81,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
         # Nothing has begun: with the mistake mended, the same command line is right.
         directory.config.unlink()
         raise ConfigError(lines[-1])
+    for line in log.read_bytes()[start:].decode(errors="replace").splitlines():
+        if line.startswith(NOTE):
+            terminal.say(line)
     return True

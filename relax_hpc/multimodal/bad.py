@@ -41,6 +41,8 @@ class Reason(StrEnum):
     """A kind of medium that the model does not take."""
     BLOB = "damaged_blob"
     """Stored bytes that are no medium."""
+    OPTION = "bad_option"
+    """An option of a part, such as `max_pixels`, that is unknown or impossible."""
     SPANS = "media_mismatch"
     """Spans that do not fit their media."""
 

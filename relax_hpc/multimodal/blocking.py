@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Header, Kind
+from relax_hpc.multimodal.options import NO_OPTIONS, MediumOptions
 from relax_hpc.multimodal.pool import Loaded, MediaPool
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
@@ -26,13 +27,17 @@ class BlockingMediaPool:
         threading.Thread(target=_serve, args=(self._loop,), name="media", daemon=True).start()
         weakref.finalize(self, _end, self._pool, self._loop).atexit = False
 
-    def header(self, kind: Kind, source: Source) -> Header:
+    def header(
+        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
+    ) -> Header:
         """Header of a medium. BadMedium: it cannot be used."""
-        return self._waited(self._pool.header(kind, source))
+        return self._waited(self._pool.header(kind, source, options))
 
-    def load(self, kind: Kind, source: Source) -> Loaded:
+    def load(
+        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
+    ) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
-        return self._waited(self._pool.load(kind, source))
+        return self._waited(self._pool.load(kind, source, options))
 
     def close(self) -> None:
         """End the worker; the next medium starts another."""

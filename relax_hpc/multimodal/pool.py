@@ -13,6 +13,7 @@ from typing import Any
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.options import NO_OPTIONS, MediumOptions
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source, name_of
 from relax_hpc.workers.pool import Pool
@@ -42,6 +43,7 @@ class Ask:
     source: Source
     content: bool
     """Whether the medium is wanted, and not its header alone."""
+    options: MediumOptions = NO_OPTIONS
 
 
 class MediaPool:
@@ -50,15 +52,19 @@ class MediaPool:
     def __init__(self, rules: Rules, limits: Limits | None = None, count: int = 1) -> None:
         self._pool = Pool(MediaWork(rules, limits or Limits()), count)
 
-    async def load(self, kind: Kind, source: Source) -> Loaded:
+    async def load(
+        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
+    ) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
-        found = await self._of(Ask(kind, source, True))
+        found = await self._of(Ask(kind, source, True, options))
         assert isinstance(found, Loaded)
         return found
 
-    async def header(self, kind: Kind, source: Source) -> Header:
+    async def header(
+        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
+    ) -> Header:
         """Header of a medium. BadMedium: it cannot be used."""
-        found = await self._of(Ask(kind, source, False))
+        found = await self._of(Ask(kind, source, False, options))
         assert isinstance(found, Header)
         return found
 
@@ -88,7 +94,8 @@ class MediaWork:
 
     def request(self, asked: Ask) -> Message:
         where = {"bytes": asked.source.hex()} if isinstance(asked.source, bytes) else {"path": str(asked.source)}
-        return {"kind": asked.kind, "content": asked.content, **where}
+        options = dataclasses.asdict(asked.options)
+        return {"kind": asked.kind, "content": asked.content, "options": options, **where}
 
     def answer(self, message: Message) -> Header | Loaded | BadMedium:
         if "error" in message:

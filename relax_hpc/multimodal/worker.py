@@ -11,6 +11,7 @@ from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.loading import header, load
 from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.options import MediumOptions, with_options
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
 from relax_hpc.workers import frames
@@ -39,9 +40,10 @@ class Decoder:
 
     def _found(self, message: dict[str, Any]) -> dict[str, Any]:
         kind, source = Kind(message["kind"]), _source(message)
+        rules = with_options(self._rules, MediumOptions(**message["options"]))
         if not message["content"]:
-            return _shown(header(kind, source, self._rules, self._limits))
-        medium = load(kind, source, self._rules, self._limits)
+            return _shown(header(kind, source, rules, self._limits))
+        medium = load(kind, source, rules, self._limits)
         return _shown(medium.header) | self._handed_over(medium)
 
     def _handed_over(self, medium: Medium) -> dict[str, Any]:

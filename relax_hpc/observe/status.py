@@ -34,6 +34,7 @@ SLURM_S = 2.0
 """Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no second try."""
 _MARKER = "COMPLETE.json"
 _LITTLE_BYTES = 1 << 20
+_LEFT_OUT = "queue/bad_prompt_"
 _PACE = 20
 """Steps by which the pace of a run is measured."""
 
@@ -117,6 +118,9 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
         "shares": {"steps": len(last), "roles": shares_of_time(last)},
         "dropped": dropped,
+        "left_out": {
+            tag.removeprefix(_LEFT_OUT): int(value) for tag, value in end.items() if tag.startswith(_LEFT_OUT)
+        },
     }
 
 

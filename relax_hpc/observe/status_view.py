@@ -77,6 +77,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     if found["hub"]:
         yield from _queue(found)
     yield "dropped: " + (", ".join(f"{k} {v}" for k, v in sorted(found["dropped"].items())) or "nothing")
+    if left_out := found.get("left_out"):
+        yield "rows left out: " + ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()))
     if found.get("noted"):
         yield "noted: " + ", ".join(f"{k} {v}" for k, v in sorted(found["noted"].items()))
     yield from _shares(found["shares"])

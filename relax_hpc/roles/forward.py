@@ -20,6 +20,7 @@ from relax_hpc.config.schema import ForwardConfig, TrainerConfig
 from relax_hpc.fields import fields_by
 from relax_hpc.models.families import routes_of, spec_of
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import Batch, collate_parts
@@ -85,12 +86,13 @@ def score_rows(
     settings: TrainerConfig | ForwardConfig,
     score: Callable[[list[Batch]], list[np.ndarray] | None],
     tail: tuple[int, ...] = (),
+    read_media: Callable[[Sequence[Row]], RowMedia | None] | None = None,
 ) -> list[np.ndarray]:
     """Scores of rows by ``score``, which takes micro-batches of the size that ``settings`` say: [tokens, *tail] of
-    each row; complete in the leader."""
+    each row; complete in the leader. ``read_media``: reads the media of rows; None: those of the queue."""
     parts = ranks.parts(rows, settings)
     mine = [number for part in parts for number in part]
-    media = ranks.media([rows[number] for number in mine])
+    media = (read_media or ranks.media)([rows[number] for number in mine])
     batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields, media=media)
     return ranks.collect(rows, mine, score(batches), tail)
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from relax_hpc.data.examples import Example, Learned
 from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import Context
-from relax_hpc.roles.data import rows_of
+from relax_hpc.roles.data import ExampleMedia, rows_of
 from relax_hpc.roles.forward import score_rows
 from relax_hpc.roles.inner import check_same
+from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.roles.ranks import Ranks
+from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.tasks.files import open_evals
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.weights.subscriber import NOTHING
 
 
@@ -28,17 +34,35 @@ class HeldOut:
         """``model`` has the weights of the policy before its first step, and keeps them. ConfigError: the reference is
         of another architecture."""
         self.context, self.config, self.ranks, self.model = context, context.config, ranks, model
+        self._media = MediaReader(lambda: MediaStore(context.run.eval_media, durable=False), context.model)
         files = open_evals(context.run, self.config, load_tokenizer(context.model)) if self.config.eval.every else {}
-        self.sets: dict[str, list[Row]] = {
-            name: [
-                row
-                for number, example in enumerate(islice(examples, self.config.eval.samples))
-                for row in rows_of(example, number, NOTHING)
-            ]
-            for name, examples in files.items()
-        }
+        self.sets = {name: self._rows(list(islice(file, self.config.eval.samples))) for name, file in files.items()}
         if self.sets and "ref_logprobs" in self.config.algorithm.loss_needs():
             self._refer()
+
+    def _rows(self, examples: list[Example]) -> list[Row]:
+        """Rows of ``examples``, whose media the leader decodes and stores for all ranks."""
+        media_ids = self.ranks.control.lead(lambda: self._store_media(examples))
+        rows: list[Row] = []
+        for number, example in enumerate(examples):
+            sequences = []
+            for sequence, ids in zip(example.sequences, media_ids[number], strict=True):
+                pairs = zip(sequence.media, ids, strict=True)
+                media = tuple(replace(medium, blob=Path(media_id)) for medium, media_id in pairs)
+                sequences.append(replace(sequence, media=media))
+            rows += rows_of(replace(example, sequences=tuple(sequences)), number, NOTHING)
+        return rows
+
+    def _store_media(self, examples: list[Example]) -> list[list[list[str]]]:
+        """Ids of the media of each sequence of each example. ConfigError: one cannot be used."""
+        if not any(sequence.media for example in examples for sequence in example.sequences):
+            return [[[] for _ in example.sequences] for example in examples]
+        with ExampleMedia(self.context) as media:
+            try:
+                stored = media.stored_for_evaluation(examples)
+            except UNUSABLE as bad:
+                raise ConfigError(f"data.eval: {bad}; restore the file, or remove its row") from bad
+        return [[_ids_of(sequence) for sequence in example.sequences] for example in stored]
 
     def _refer(self) -> None:
         """Give the rows the reference's log-probabilities: its weights are there now, or come for a moment."""
@@ -69,4 +93,8 @@ class HeldOut:
     def _scores(self, rows: list[Row]) -> list[np.ndarray]:
         """Log-probabilities of the rows' trained tokens, [tokens] each; complete in the leader."""
         score = partial(self.model.forward_logprobs, temperature=self.config.rollout.temperature)
-        return score_rows(rows, self.ranks, self.model, self.config.actor, score)
+        return score_rows(rows, self.ranks, self.model, self.config.actor, score, read_media=self._media.of)
+
+
+def _ids_of(sequence: Learned) -> list[str]:
+    return [medium.blob.name for medium in sequence.media if medium.blob]

@@ -13,6 +13,9 @@ from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rendezvous.signs import say
 from relax_hpc.rundir import RunDir
 
+NOTE = "note: "
+"""Beginning of lines that the launcher shows."""
+
 
 def prepare(run: RunDir, config: Config) -> None:
     """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice, it does nothing."""
@@ -42,13 +45,17 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
 def _prompts(run: RunDir, config: Config, model: Path) -> None:
     """Make the task's files, and the index of each. ConfigError now, before anything waits for a GPU, if a prompt file
     is of no use."""
+    from relax_hpc.data.prompt_file import PromptSets
     from relax_hpc.data.tokenizer import load_tokenizer
     from relax_hpc.tasks.files import make_files, open_evals, open_train
 
     tokenizer = load_tokenizer(model)
     make_files(run, config, tokenizer)
-    open_train(run, config, tokenizer)
-    open_evals(run, config, tokenizer)
+    train = open_train(run, config, tokenizer)
+    files = train.sets if isinstance(train, PromptSets) else {"train": train}
+    for name, file in (files | open_evals(run, config, tokenizer)).items():
+        if note := file.left_out():
+            print(f"{NOTE}{name}: {note}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

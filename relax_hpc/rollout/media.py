@@ -60,39 +60,50 @@ class PromptMedia:
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
         """``prompt`` with its media in the queue's store, where they stay as long as rows of ``ticket`` name them.
 
-        BadMedium, BadMedia: one of them is of no use."""
+        BadMedium, BadMedia: one of them cannot be used."""
+        if prompt.fault:
+            raise prompt.fault
+        return replace(prompt, media=await self.store_for_ticket(prompt.media, ticket)) if prompt.media else prompt
+
+    async def of_evaluation(self, prompt: Prompt) -> Prompt:
+        """``prompt`` of an evaluation with its media stored. BadMedium as `of_ticket`."""
+        if prompt.fault:
+            raise prompt.fault
+        return replace(prompt, media=await self.store_for_evaluation(prompt.media)) if prompt.media else prompt
+
+    async def store_for_ticket(self, media: Sequence[PromptMedium], ticket: int) -> tuple[PromptMedium, ...]:
+        """``media`` in the queue's store, which keeps them as long as rows of ``ticket`` name them.
+        BadMedium, BadMedia: one of them cannot be used."""
         client = self._client
         assert client, "there are evaluations alone"
 
-        def store(media: Sequence[Loaded]) -> list[Path]:
-            ids = store_media(client, ticket, [one.blob for one in media], [one.media_id for one in media])
-            paths = [client.media.folder / one for one in ids]
-            for path, one in zip(paths, media, strict=True):
-                # The ticket is another's by now, who refuses the rows; until then an engine looks for them.
+        def store(loaded: Sequence[Loaded]) -> list[Path]:
+            ids = store_media(client, ticket, [one.blob for one in loaded], [one.media_id for one in loaded])
+            paths = [client.media.folder / media_id for media_id in ids]
+            for path, one in zip(paths, loaded, strict=True):
+                # If another role owns the ticket by now, it refuses the rows; until then an engine
+                # looks for them.
                 if not path.exists():
                     client.media.put(one.blob, one.media_id)
             return paths
 
-        return await self._stored(prompt, store)
+        return await self._stored(media, store)
 
-    async def of_evaluation(self, prompt: Prompt) -> Prompt:
-        """``prompt`` of an evaluation with its media stored. BadMedium as `of_ticket`."""
+    async def store_for_evaluation(self, media: Sequence[PromptMedium]) -> tuple[PromptMedium, ...]:
+        """``media`` in the store of evaluations, for as long as the run. BadMedium."""
 
-        def store(media: Sequence[Loaded]) -> list[Path]:
-            own = MediaStore(self._folder, durable=False)
-            return [self._folder / own.put(one.blob, one.media_id) for one in media]
+        def store(loaded: Sequence[Loaded]) -> list[Path]:
+            folder = MediaStore(self._folder, durable=False)
+            return [self._folder / folder.put(one.blob, one.media_id) for one in loaded]
 
-        return await self._stored(prompt, store)
+        return await self._stored(media, store)
 
-    async def _stored(self, prompt: Prompt, store: Store) -> Prompt:
-        if prompt.fault:
-            raise prompt.fault
-        if not prompt.media:
-            return prompt
-        loaded = await asyncio.gather(*map(self._loaded, prompt.media))
+    async def _stored(self, media: Sequence[PromptMedium], store: Store) -> tuple[PromptMedium, ...]:
+        if not media:
+            return ()
+        loaded = await asyncio.gather(*map(self._loaded, media))
         paths = await asyncio.to_thread(store, loaded)
-        stored = (replace(medium, blob=path) for medium, path in zip(prompt.media, paths, strict=True))
-        return replace(prompt, media=tuple(stored))
+        return tuple(replace(medium, blob=path) for medium, path in zip(media, paths, strict=True))
 
     async def _loaded(self, medium: PromptMedium) -> Loaded:
         assert self._ahead and self._rules, "a prompt of a model that takes text alone has no media"

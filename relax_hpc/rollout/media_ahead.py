@@ -11,11 +11,12 @@ from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.options import MediumOptions
 from relax_hpc.multimodal.pool import Loaded, MediaPool
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
 
-Key = tuple[Kind, Source]
+Key = tuple[Kind, Source, MediumOptions]
 
 
 class MediaAhead:
@@ -38,7 +39,7 @@ class MediaAhead:
 
     async def load(self, medium: PromptMedium) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
-        key = medium.kind, medium.source
+        key = medium.kind, medium.source, medium.options
         self._wanted += 1
         try:
             if begun := self._begun.pop(key, None):
@@ -53,7 +54,7 @@ class MediaAhead:
         given up."""
         if not self.most_bytes:
             return
-        keys = dict.fromkeys((medium.kind, medium.source) for medium in media)
+        keys = dict.fromkeys((medium.kind, medium.source, medium.options) for medium in media)
         self._begun = {key: task for key, task in self._begun.items() if key in self._former.union(keys)}
         self._expected = [key for key in keys if key not in self._begun]
         self._former = frozenset(keys)
@@ -83,8 +84,8 @@ class MediaAhead:
             self._begun[key].add_done_callback(self._left)
             self._working.add(self._begun[key])
 
-    async def _made(self, kind: Kind, source: Source) -> Loaded:
-        found = await self._pool.load(kind, source)
+    async def _made(self, kind: Kind, source: Source, options: MediumOptions) -> Loaded:
+        found = await self._pool.load(kind, source, options)
         # Too large, or a full disk: whoever wants it stores it again, and is told.
         with contextlib.suppress(OSError):
             await asyncio.to_thread(self._store, found)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from relax_hpc.data.media import MediaRules, PromptMedium
-from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import MediaPart
 from relax_hpc.multimodal.medium import Kind
@@ -39,9 +38,6 @@ class ObservedMedia:
         for part in parts:
             sources[Kind(part.kind)].append(part.source if isinstance(part.source, bytes) else str(part.source))
         expanded, media = await asyncio.to_thread(self._rules.placed, ids, sources, self._encode)
-        shown = Prompt("", tuple(expanded), "", "", media=tuple(media))
         if ticket is None:
-            stored = await self._media.of_evaluation(shown)
-        else:
-            stored = await self._media.of_ticket(shown, ticket)
-        return expanded, stored.media
+            return expanded, await self._media.store_for_evaluation(media)
+        return expanded, await self._media.store_for_ticket(media, ticket)

@@ -10,9 +10,10 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import spans_of, tokens_by_id
+from relax_hpc.data.prompt_file import PromptFile, PromptSets
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.data.visits import prompt_at
+from relax_hpc.data.visits import Visits
 from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
@@ -31,7 +32,8 @@ class PromptSource:
     """Source of training prompts: a ticket's depends on the seed, the ticket and the attempt alone."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
-        self.prompts, self._config = prompts, config
+        self.prompts = prompts
+        self._visits = visits_of(prompts, config)
         self._fetched: dict[int, Prompt] = {}
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
@@ -56,8 +58,19 @@ class PromptSource:
         return [prompt for prompt in found if prompt]
 
     def _place(self, ticket: int, attempt: int) -> int:
-        config = self._config
-        return prompt_at(ticket, attempt, len(self.prompts), config.seed, config.data.shuffle)
+        return self._visits.prompt_at(ticket, attempt)
+
+
+def visits_of(prompts: Sequence[Prompt], config: Config) -> Visits:
+    """Order in which a run visits ``prompts``."""
+    data = config.data
+    order = prompts.order if data.order_by and isinstance(prompts, PromptFile | PromptSets) else None
+    if isinstance(prompts, PromptSets):
+        counts = {name: len(file) for name, file in prompts.sets.items()}
+    else:
+        counts = {"train": len(prompts)}
+    weights = [data.train_weights[name] for name in counts] if data.train_weights else []
+    return Visits(list(counts.values()), weights, config.seed, data.shuffle, order)
 
 
 def draw_key(ticket: int, prompt: Prompt) -> str:

@@ -65,12 +65,18 @@ def _local_dir(config: Config) -> str:
     return config.site.local_dir or "/tmp"
 
 
+def data_paths(config: Config) -> list[str]:
+    """Files and folders of rows that the configuration names."""
+    data = config.data
+    return [path for path in (data.train, *data.train_sets.values(), *data.eval.values()) if path]
+
+
 def mounts(config: Config, run_dir: Path) -> list[str]:
     """`/path` or `/path:/inside` for the run directory, every path that the configuration names, and the site's own.
 
     ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they read.
     """
-    data = [Path(path).parent for path in (config.data.train, *config.data.eval.values()) if path]
+    data = [Path(path).parent for path in data_paths(config)]
     model = config.model
     named = model.path, model.reference_path, model.teacher_path, model.critic_path, config.genrm.path
     models = [Path(path) for path in named if path]

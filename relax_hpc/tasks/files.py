@@ -12,7 +12,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
-from relax_hpc.data.prompt_file import PromptFile, check_same, open_prompts
+from relax_hpc.data.prompt_file import PromptFile, PromptSets, check_same, open_prompts
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
@@ -29,9 +29,11 @@ class _Away(Exception):
     """Failure of the network or filesystem of rows to answer."""
 
 
-def train_file(run: RunDir, config: Config) -> Path:
-    """File of the training prompts, or folder, see `RowFiles`."""
-    return Path(config.data.train) if config.data.train else run.data / "train.jsonl"
+def train_files(run: RunDir, config: Config) -> dict[str, Path]:
+    """File of each training set, or folder, see `RowFiles`. A run with one set calls it `train`."""
+    if config.data.train_sets:
+        return {name: Path(path) for name, path in config.data.train_sets.items()}
+    return {"train": Path(config.data.train) if config.data.train else run.data / "train.jsonl"}
 
 
 def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
@@ -41,32 +43,41 @@ def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
     return {name: run.data / f"{name}.jsonl" for name in get_task(config.data.task).evaluations}
 
 
-def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile:
+def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile | PromptSets:
     """Prompts to train on. ConfigError: see `open_prompts`."""
-    return _opened(config, tokenizer, train_file(run, config), _train_index(run))
+    files = train_files(run, config)
+    sets = {
+        name: _opened(config, tokenizer, path, _train_index(run, name), name, split="train")
+        for name, path in files.items()
+    }
+    return PromptSets(sets) if config.data.train_sets else sets["train"]
 
 
 def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, PromptFile]:
     """The prompts of each evaluation set. ConfigError: see `open_prompts`."""
     files = eval_files(run, config)
-    return {name: _opened(config, tokenizer, path, _eval_index(run, name)) for name, path in files.items()}
+    return {name: _opened(config, tokenizer, path, _eval_index(run, name), name) for name, path in files.items()}
 
 
 def check_unchanged(run: RunDir, config: Config) -> None:
     """ConfigError: a file of prompts is not what it was when the run began. Roles say so too, once they have GPUs."""
-    if config.data.train:
-        check_same(config.data.train, _train_index(run))
+    if config.data.train or config.data.train_sets:
+        for name, path in train_files(run, config).items():
+            check_same(RowFiles.of(path, "train"), _train_index(run, name))
     for name, path in config.data.eval.items():
         check_same(path, _eval_index(run, name))
 
 
-def _opened(config: Config, tokenizer: Tokenizer, named: Path, index: Path) -> PromptFile:
-    how = rules_of(config, tokenizer, RowFiles.of(named).folder, tools_of(config))
-    return open_prompts(named, index, tokenizer, how, config.data.max_bad_share)
+def _opened(
+    config: Config, tokenizer: Tokenizer, named: Path, index: Path, set_name: str, split: str = ""
+) -> PromptFile:
+    files = RowFiles.of(named, split)
+    rules = rules_of(config, tokenizer, files.folder, tools_of(config), set_name)
+    return open_prompts(files, index, tokenizer, rules, config.data.max_bad_share)
 
 
-def _train_index(run: RunDir) -> Path:
-    return run.data / "prompts" / "train.index"
+def _train_index(run: RunDir, name: str) -> Path:
+    return run.data / "prompts" / ("train.index" if name == "train" else f"train-{name}.index")
 
 
 def _eval_index(run: RunDir, name: str) -> Path:
@@ -79,7 +90,7 @@ def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
     Each file appears whole or not at all. ConfigError: a row is none, or the task raises.
     """
     task, data, warm = get_task(config.data.task), config.data, config.warm_start
-    splits = [*([] if data.train else ["train"]), *([] if data.eval else task.evaluations)]
+    splits = [*([] if data.train or data.train_sets else ["train"]), *([] if data.eval else task.evaluations)]
     for split in splits if task.makes("rows") else ():
         _write(run.data / f"{split}.jsonl", task, partial(task.rows, split, data))
     if warm.steps:

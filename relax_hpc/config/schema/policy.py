@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from relax_hpc.config.schema.multimodal import MultimodalConfig
 from relax_hpc.settings import bounded
@@ -95,15 +95,30 @@ class DataConfig:
     train: str = ""
     """File of training prompts, jsonl or parquet, or a folder of them; `FOLDER#SPLIT` is a split of one that has
     several."""
+    train_sets: dict[str, str] = field(default_factory=dict)
+    """Name of a training set -> file, or folder, of several sets in place of `train`."""
+    train_weights: dict[str, float] = field(default_factory=dict)
+    """Name of a training set -> its share of the prompts, relative to the others. Each set is then
+    visited in passes of its own. Empty: all rows together are one set."""
     eval: dict[str, str] = field(default_factory=dict)
     """Name of an evaluation set -> file, or folder."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Field of a row, such as `prompt` or `answer` -> column that has it in the files, such as
+    `question`. `reward_model.ground_truth` names a value within an object."""
+    ignore_keys: list[str] = field(default_factory=list)
+    """Columns of rows, and keys of messages, to leave out of account. Those that the chat template
+    and this program do not read are refused unless they are listed here."""
+    order_by: str = ""
+    """Column of numbers by which training rows are visited, the smallest first, such as a
+    difficulty. Rows with the same number are shuffled if `shuffle` is true. Empty: no order."""
     multimodal_keys: dict[str, str] = field(default_factory=dict)
     """Kind of medium, `image`, `video` or `audio` -> column of the rows that names a prompt's: one, or a list, of paths
     relative to the file, file or data URIs, or bytes. A prompt has a place for each, `<image>`, `<video>` or `<audio>`
-    in its text, or a part of a message. One that is not named: `images`, `videos`, `audios`."""
+    in its text, or a part of a message. One that is not named: `images` or `image`, `videos` or `video`, `audios` or
+    `audio`. Empty: no column names media of that kind."""
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     shuffle: bool = True
-    """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
+    """Visit prompts in an order drawn from the run's seed, another one for each pass over the data."""
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)
     """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
     template has made. In all others it is text like any other."""
@@ -115,6 +130,11 @@ class DataConfig:
     """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
     enable_thinking: bool = True
     """Switch given to the chat template: some have the model answer at once if it is false."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables given to the chat template, such as `reasoning_effort: high`."""
+    template_date: str = ""
+    """Date that a chat template reads (`strftime_now`), as YYYY-MM-DD. Empty: the day on which the
+    run begins, also for a run that is resumed later."""
     max_prompt_tokens: int = bounded(1024, 1)
     """Most tokens of a prompt. Longer ones are quarantined, counted and skipped, or truncated."""
     truncate: Literal["", "left"] = ""

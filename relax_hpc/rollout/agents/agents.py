@@ -47,7 +47,7 @@ class Agents:
         self._options = options = AgentOptions.of(config.environment.options)
         names = tuple(sorted(tokenizer.named.items()))
         # Whoever wants a system's message has the program say it.
-        about = tokenizer.directory, "", config.data.enable_thinking, names
+        about = tokenizer.directory, "", config.data.enable_thinking, names, config.data.template_date
         self._template = template_of(options.chat_template, *about)
         self._renderer = Renderer(self._template, tokenizer)
         limits = config.environment

@@ -154,15 +154,15 @@ class QueueClient:
         """The files of shards are written; the queue is told, and told again if its controller changes."""
         self._told = self.connection.submit("saved", names=names)
 
-    def generated(self, rows: Sequence[Row], name: str = "") -> dict[int, str]:
-        """Put freshly generated prompt groups."""
+    def generated(self, rows: Sequence[Row], name: str = "", fields: Sequence[str] = GENERATED) -> dict[int, str]:
+        """Put new prompt groups with these ``fields``, and those optional ones that rows have."""
         extras: list[dict[str, Any]] = []
         if any(row.get("spans") for row in rows):
             try:
                 extras = media_of_groups(rows)
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
-        return self.put(*with_optional(rows, GENERATED), extras=extras, name=name)
+        return self.put(*with_optional(rows, fields), extras=extras, name=name)
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""

@@ -1,0 +1,135 @@
+"""Chat messages of rows, checked and brought into the form that chat templates take.
+
+A message is {"role", "content", ...} as OpenAI and Hugging Face have them. Keys and parts that
+neither this package nor the chat template reads are refused by name: a template would ignore them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from relax_hpc.data.rows import BadRecord
+
+Message = dict[str, Any]
+ASSISTANT = "assistant"
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts that are text, in OpenAI's two interfaces and in Hugging Face's."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_KEYS = frozenset(
+    ["role", "content", "name", "tool_calls", "tool_call_id", "weight", *_THOUGHTS],
+)
+"""Keys of a message that are read, here or by usual templates."""
+_PART_KEYS = frozenset(["type", "text", "cache_control", "annotations"])
+"""Keys of a part that is text. The last two concern a service's cache and citations alone."""
+_WORD = re.compile(r"\w+")
+
+
+def check_messages(
+    messages: Sequence[Message], mentions: Callable[[str], bool], ignored: Sequence[str] = ()
+) -> list[Message]:
+    """``messages`` as templates take them: without nulls, texts as parts of type `text`, and a
+    content in each. Media are left as they are.
+
+    ``mentions``: whether the template has a word. ``ignored``: keys to leave out. BadRecord: a
+    message has no content, or has something that would be ignored.
+    """
+    return [_checked(number, message, mentions, ignored) for number, message in enumerate(messages)]
+
+
+def _checked(number: int, message: Message, mentions: Callable[[str], bool], ignored: Sequence[str]) -> Message:
+    fields = {key: value for key, value in message.items() if value is not None and key not in ignored}
+    where = f"message {number}"
+    role = fields.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadRecord("wrong_type", f"{where}: role is {str(role)[:40]!r}, allowed: a text")
+    for key in fields.keys() - _KEYS:
+        # An empty value, such as `annotations: []`, has nothing to be ignored.
+        if fields[key] and not mentions(key):
+            raise BadRecord(
+                "unknown_key",
+                f"{where}: found {key!r}, which the chat template does not read; remove it, or list "
+                "it in data.ignore_keys",
+            )
+    _check_tool_calls(where, fields)
+    return fields | {"content": _content(where, role, fields)}
+
+
+def _content(where: str, role: str, message: Message) -> Any:
+    content = message.get("content")
+    if content is None:
+        # An assistant that calls a tool need not say anything. SGLang makes an empty text of it too.
+        if role == ASSISTANT and any(message.get(key) for key in ("tool_calls", *_THOUGHTS)):
+            return ""
+        raise BadRecord("wrong_type", f"{where} ({role}) has no content, allowed: a text or parts")
+    if isinstance(content, list):
+        return [_part(where, part) for part in content]
+    # Templates show what a tool returned as JSON where it is an object.
+    if isinstance(content, str) or (role != ASSISTANT and isinstance(content, Mapping)):
+        return content
+    kind = type(content).__name__
+    raise BadRecord("wrong_type", f"{where}: content is {kind}, allowed: a text or a list of parts")
+
+
+def _part(where: str, part: Any) -> Any:
+    """A part of a content; a text in one form, others as they are."""
+    if not isinstance(part, Mapping):
+        raise BadRecord("wrong_type", f"{where}: found {str(part)[:40]!r}, allowed: parts with a type")
+    kind = part.get("type", "text" if "text" in part else None)
+    if kind not in TEXT_PARTS:
+        return dict(part)
+    if not isinstance(part.get("text"), str):
+        raise BadRecord("wrong_type", f"{where}: a part of type {kind!r} has no text")
+    unknown = [key for key, value in part.items() if value is not None and key not in _PART_KEYS]
+    if unknown:
+        raise BadRecord("unknown_key", f"{where}: found {unknown[0]!r} in a part of text; remove it")
+    return {"type": "text", "text": part["text"]}
+
+
+def _check_tool_calls(where: str, message: Message) -> None:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRecord("wrong_type", f"{where}: tool_calls is no list of objects")
+
+
+def left_out_message(messages: Sequence[Message], text: str) -> int | None:
+    """Number of a message of which ``text``, which a template made of ``messages``, has nothing, or
+    None. Templates ignore roles that they do not know, such as `developer`. The longest word of each
+    message is looked for. Messages of the assistant are not: templates drop its thoughts."""
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            continue
+        words = _WORD.findall(" ".join(_texts_in(message["content"])))
+        if words and max(words, key=len) not in text:
+            return number
+    return None
+
+
+def _texts_in(content: Any) -> list[str]:
+    """Texts of a content that `check_messages` returned."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if part.get("type") == "text"]
+
+
+def without_null_fields(tools: Any) -> Any:
+    """Signatures of ``tools`` without fields that are null, which `datasets` writes for parameters
+    that only other tools have. Values that may be null, such as a default, stay.
+
+    >>> without_null_fields({"properties": {"x": {"default": None}, "city": None}})
+    {'properties': {'x': {'default': None}}}
+    """
+    if isinstance(tools, list):
+        return [without_null_fields(entry) for entry in tools]
+    if not isinstance(tools, dict):
+        return tools
+    kept = {key: value for key, value in tools.items() if value is not None or key in _NULLABLE}
+    return {key: value if key in _NULLABLE else without_null_fields(value) for key, value in kept.items()}
+
+
+_NULLABLE = ("default", "const", "enum", "examples")
+"""Keywords of a JSON schema whose values may be null."""
