@@ -6,6 +6,7 @@ counts as 0."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,8 @@ class Weighted:
 
     def _sum(self, scores: Sequence[Score]) -> dict[str, float]:
         """Weighted sum of one sample's ``scores`` by the parts, which are its components."""
-        values = {
-            TOTAL: sum(weight * score.total for (weight, _), score in zip(self._parts.values(), scores, strict=True))
-        }
+        weights = [weight for weight, _ in self._parts.values()]
+        values = {TOTAL: _exact_sum([weight * score.total for weight, score in zip(weights, scores, strict=True)])}
         for name, score in zip(self._parts, scores, strict=True):
             values[name] = score.total
             values |= {f"{name}.{inner}": value for inner, value in score.components.items()}
@@ -67,6 +67,14 @@ class ByRow:
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
+
+
+def _exact_sum(terms: Sequence[float]) -> float:
+    """Sum of ``terms``, rounded once, so that their order does not matter; infinity if it is not finite."""
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):
+        return math.inf
 
 
 def parts_of(name: str, settings: RewardSettings, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

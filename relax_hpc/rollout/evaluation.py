@@ -10,9 +10,10 @@ from relax_hpc.config.schema import EvalConfig
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rewards import RewardError, Score
+from relax_hpc.rewards.tolerance import reaches
 
 Evaluated = tuple[Prompt, Generation | Episode | EngineFault, Score | RewardError]
-"""A prompt, a response to it, and its reward, or why there is none."""
+"""A prompt, a response to it, and its reward or the error that took its place."""
 
 
 class Tally:
@@ -27,23 +28,24 @@ class Tally:
 
     def add(self, scores: Sequence[Score | RewardError]) -> None:
         """Add the scores of all responses to one prompt."""
-        found = [score.total for score in scores if isinstance(score, Score)]
+        rewards = [score.total for score in scores if isinstance(score, Score)]
         self.failed.update(score.reason for score in scores if isinstance(score, RewardError))
-        self._rewards += found
-        right = sum(total >= self._settings.pass_reward for total in found)
+        self._rewards += rewards
+        right = sum(reaches(reward, self._settings.pass_reward) for reward in rewards)
         for k, passed in self._passed.items():
-            if len(found) >= k:
-                passed.append(pass_at(k, len(found), right))
+            if len(rewards) >= k:
+                passed.append(pass_at(k, len(rewards), right))
 
     def values(self, name: str) -> Iterator[tuple[str, float]]:
-        """Metrics of the set ``name``; none of what nobody can say."""
+        """Metrics of the set ``name``; a metric without a reward is left out."""
         means = {self._settings.metric: self._rewards} | {f"pass@{k}": part for k, part in self._passed.items()}
         return ((f"eval/{name}/{metric}", math.fsum(part) / len(part)) for metric, part in means.items() if part)
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that of ``k`` of ``count`` responses, of which ``right`` are right, one at least is: the unbiased
-    estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv 2107.03374, section 2.1.
+    """Probability that ``k`` responses, drawn from ``count`` of which ``right`` are right, hold a right one.
+
+    The unbiased estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv 2107.03374, section 2.1.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 2), pass_at(4, 4, 1)
     (0.25, 0.8333333333333334, 1.0)
