@@ -25,6 +25,7 @@ IMPORT_NAMES = {
     "yaml": "pyyaml",
     "megatron": "megatron-core",
     "PIL": "pillow",
+    "markdown_it": "markdown-it-py",
     "nixl_cu12": "nixl-cu12",
     # What torch for CUDA brings along; nothing imports it but by name, see relax_hpc.models.kernels.
     "triton": "torch",
