@@ -11,6 +11,10 @@ from typing import Any, TypeVar, get_type_hints
 from relax_hpc.settings import bounded
 
 T = TypeVar("T")
+MATH_LIMIT_S = 5.0
+"""Seconds in which Math-Verify may judge one response, or read a right answer."""
+MATH_GROUP_LIMIT_S = 30.0
+"""Seconds for all responses of a prompt group; each may use an equal share of the remaining time."""
 
 
 @dataclass(kw_only=True, slots=True)

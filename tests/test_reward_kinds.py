@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.dapo import normal_form
 from relax_hpc.rewards.where import make_rewards
 from tests.requirements import requires
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    yield
+    requires("math_verify")
+    from relax_hpc.rewards import symbolic
+
+    symbolic.close()
 
 
 def sample(text: str, answer: str = "4", finish: str = "stop", **metadata: Any) -> RewardInput:
@@ -71,22 +81,15 @@ def test_another_answer_or_none_is_wrong(answer: str, text: str) -> None:
     assert total("math", text, answer) == total("math_boxed", text, answer) == 0.0
 
 
-def test_what_takes_too_long_and_what_is_no_right_answer_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a wrong answer: nobody knows."""
+def test_a_right_answer_that_is_no_expression_is_an_error() -> None:
     requires("math_verify")
-    from relax_hpc.rewards import symbolic
-
-    monkeypatch.setattr(symbolic, "LIMIT_S", 1)
-    for text, answer, detail in (
-        (r"\boxed{9^{9^{9}}}", "9", r"TimeoutError: comparing '\\boxed{9^{9^{9}}}' took more than 1 s"),
-        ("4", "", "ValueError: answer: found ''"),
-    ):
-        found = scores(get_reward("math"), [sample(text, answer)])
-        assert isinstance(found, RewardError) and found.reason == "reward_exception" and detail in found.detail
+    failure = scores(get_reward("math"), [sample("4", "")])
+    assert failure == RewardError(
+        "reward_exception", "ValueError: answer: found '', allowed: a mathematical expression"
+    )
 
 
-def test_alarms_are_those_of_a_workers_main_thread() -> None:
-    """In a thread of this process Math-Verify refuses; where a reward is computed in the end it does not."""
+def test_math_is_computed_in_a_thread_as_in_a_worker() -> None:
     requires("math_verify")
 
     async def main() -> tuple[Scores, Scores]:
@@ -97,9 +100,8 @@ def test_alarms_are_those_of_a_workers_main_thread() -> None:
         finally:
             await rewards.close()
 
-    in_thread, in_worker = asyncio.run(main())
-    assert isinstance(in_thread, RewardError) and "which the main thread alone has" in in_thread.detail
-    assert in_worker == [Score(1.0), Score(0.0)]
+    judged = {"unjudged": 0.0}
+    assert asyncio.run(main()) == ([Score(1.0, judged)], [Score(1.0, judged), Score(0.0, judged)])
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,31 @@ def test_a_question_whose_answer_is_no_letter_is_an_error() -> None:
     assert found == RewardError("reward_exception", "ValueError: answer: found 'both', allowed: a letter from A to Z")
 
 
+REPEATED = [" ", "\n", "(", "answer is ", "Answer: ", "\\boxed{", "{", "$", "1,", "\\text{", "<think>", "</think>"]
+REPEATED += [
+    "<answer>",
+    "or 5 ",
+    "5 or ",
+    "####",
+    "A, ",
+    "\\frac1",
+    "1.",
+    "-1",
+    "\\(",
+    "= 5",
+    "aA ",
+    "**",
+    "\\boxed{5} ",
+]
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["multiple_choice", "math_answer", "dapo", "f1"])
-@pytest.mark.parametrize("text", [" ", "\n", "(", "answer is ", "Answer: ", "\\boxed{", "{", "$", "1,", "\\text{"])
-def test_no_response_takes_long(name: str, text: str) -> None:
-    total(name, text * (200_000 // len(text)), "B")
+@pytest.mark.parametrize(
+    ("name", "answer"), [("multiple_choice", "B"), ("math_answer", "4"), ("dapo", "B"), ("f1", "B")]
+)
+def test_no_response_takes_long(name: str, answer: str) -> None:
+    for text in REPEATED:
+        total(name, text * (200_000 // len(text)), answer)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ def sample(text: str, answer: str = "1234", finish: str = "stop") -> RewardInput
         ("The final answer is: **$1,080.50**.", "1080.50"),
         ("The answer is 5. No: the answer is 6.", "6"),
         ("Of 12 apples 3 are left, so 9.", "9"),
-        ("16-3", "3"),
+        ("16-3", None),
         ("10 - 12 = -2", "-2"),
         ("it fell to \u22123 degrees", "-3"),
-        ("v1,2 and 3,4", "4"),
+        ("v1,2 and 3,4", None),
         ("it is .5 or 1/2", "1/2"),
         ("", None),
         ("I cannot say; the answer is none", None),
@@ -51,7 +51,8 @@ def test_a_number_is_compared_by_value(response: str, right: str | None):
     ours = [sample(response, answer, "stop") for answer in (right or "7", "12345")]
     assert [math_answer(one) for one in ours] == [float(right is not None), 0.0]
     assert math_answer(sample(response, right or "7", "length")) == 0.0, "cut off"
-    assert math_answer(sample(response, "none", "stop")) == 0.0, "an answer without a number is nobody's"
+    with pytest.raises(ValueError, match="answer: found 'none', allowed: one number"):
+        math_answer(sample(response, "none", "stop"))
 
 
 def asked(reward: Callable, *texts: str) -> list[Score] | RewardError:

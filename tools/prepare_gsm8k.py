@@ -18,7 +18,7 @@ from pathlib import Path
 
 from relax_hpc.data.rows import BadLine, read_rows
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.maths import number_in
+from relax_hpc.rewards.number_text import read_number
 from relax_hpc.rundir import write_atomic
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
@@ -45,7 +45,7 @@ def prompts(path: Path, split: str) -> Iterator[dict[str, object]]:
         if not problem and not (isinstance(question, str) and isinstance(solution, str) and "####" in solution):
             problem = "found no texts `question` and `answer`, of which the answer has ####"
         answer = str(solution).rpartition("####")[2].strip()
-        if problem or number_in(answer) is None:
+        if problem or read_number(answer) is None:
             raise ConfigError(f"{path}: row {number}: {problem or f'{answer!r} is no number'}; is this GSM8K?")
         message = {"role": "user", "content": f"{question}\n{INSTRUCTION}"}
         yield {"id": f"{split}-{number:05d}", "messages": [message], "answer": answer}

@@ -8,6 +8,7 @@ from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
 from relax_hpc.engines.sglang.flags import check_flags
 from relax_hpc.errors import ConfigError
+from relax_hpc.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
 from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rewards.of_run import reward_settings
@@ -59,6 +60,8 @@ def _of(key: str, name: str, config: Config) -> Iterator[str]:
         return
     if name == "code":
         yield from _time(config)
+    if name in ("math", "math_boxed"):
+        yield from _math_time(config)
     # Nodes may be otherwise than the machine that submits: there, the role says so when it starts.
     here = config.layout == "local" and not config.site.name
     if name in SETTLED_HERE or (name == "code" and here):
@@ -74,4 +77,13 @@ def _time(config: Config) -> Iterator[str]:
         yield (
             f"reward.code.timeout_s: found {found:g}, allowed: at most {limit / count:.3g}, rollout.reward_timeout_s, "
             f"{limit:g}, divided by samples_per_prompt, {count}; else programs that never end would fail their group"
+        )
+
+
+def _math_time(config: Config) -> Iterator[str]:
+    limit_s, needed_s = config.rollout.reward_timeout_s, MATH_GROUP_LIMIT_S + 2 * MATH_LIMIT_S
+    if limit_s < needed_s:
+        yield (
+            f"rollout.reward_timeout_s: found {limit_s:g}, allowed with reward math: at least {needed_s:g}; else "
+            "expressions that take too long would fail their prompt group"
         )

@@ -1,7 +1,9 @@
-r"""Reward of multiple-choice questions: whether the answer's letter is chosen.
+r"""Reward of multiple-choice questions: whether a response chooses the answer's letter, and no
+other one.
 
-Of a response counts, in this order, what its last `\boxed{...}` holds, what stands behind its last "answer is",
-"answer:" or "####", and the letter that is all of its last line.
+The choice of a response is, in this order, the content of its last `\boxed{...}`, the letter behind
+its last "answer is", "answer:" or "####", or its last line if that is a letter. A response that
+offers several letters there has not chosen.
 """
 
 from __future__ import annotations
@@ -9,48 +11,107 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from relax_hpc.rewards.maths import LAST, boxed
+from relax_hpc.rewards.final_answer import BOX, answer_end, boxed
 
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
-_LETTER = r"[(\[{*\s$]*+(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?[(\[]?([A-Z])(?![A-Za-z0-9'\u2019])"
-_BEHIND = re.compile(
-    r"(?:####|\b(?:answer|choice|option)\b[^.\n]{0,30}?(?:\bis\b|:|=))\s*+(?:\b(?:option|choice)\b\s*+)?" + _LETTER,
-    re.IGNORECASE,
+_TYPESET = (
+    (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|mbox) ?\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\[()\[\],;:! ]|\\q?quad"), " "),
+    (re.compile(r"\*+|__|[$`\"“”]|(?<!\w)'|'(?!\w)|</?[A-Za-z]{2,}/?>"), ""),
 )
-_ALL = re.compile(_LETTER + r"[)\]}.*\s$]*")
-_FIRST = re.compile(_LETTER)
+"""Typesetting around a letter, and its replacement."""
+_NO_WORD = r"(?![\w'\u2019])"
+_LETTER = rf"[(\[{{]?[ ]?(?P<letter>[A-Z]){_NO_WORD}(?: ?[)\]}}])?"
+_CHOSEN = re.compile(rf"\s*(?i:(?:option|choice|answer)\b[ :]*)?{_LETTER}")
+_STATEMENT = re.compile(
+    r"(?i:(?:####|\b(?:answer|choice|option)\b[^.\n]{0,30}?"
+    r"(?:\bis\b|:|=|\b(?:would|should|must) be\b))[\s:]*+)"
+    r"(?P<refuses>(?i:not|neither|either|both|between|one of)\b\s*)?"
+    r"(?i:(?:the|option|choice|letter|answer|clearly|definitely"
+    r"|therefore|thus|probably|most likely)\b[\s:]*+)*+" + _LETTER
+)
+_SECOND_LETTER = re.compile(
+    r"[ )\]}(\[{]*(?:(?:[,;/&+|]|[-\u2013](?=[A-Z]))[ (\[{]*"
+    r"|(?:or|and|but|maybe|perhaps|possibly|also|even|either|both|as well as|the|letter|option"
+    r"|choice)\b"
+    rf"[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
+    rf"|[.?!)\]}} ]*(?i:or|maybe|perhaps|possibly|alternatively)\b[ ,:(\[{{]*[A-Z]{_NO_WORD}"
+)
+"""Another letter that is offered directly behind the first one."""
+_ONLY_LETTERS = re.compile(rf"[\W_]*(?:[A-Z]{_NO_WORD}[\W_]*)+")
+_ARTICLE_BEHIND = re.compile(
+    r" (?!(?:because|since|as|for|due|with|which|is|that|given|based|so|and|or|but|not|rather|from"
+    r"|if|when)\b)[a-z]"
+)
+"""Text behind a capital A or I that makes it a word of a sentence."""
 
 
 def multiple_choice(sample: RewardInput) -> float:
     """1 if the response chooses the answer's letter, else 0; also if it was cut off before its end.
 
+    ValueError: the right answer is no letter.
+
     >>> from relax_hpc.rewards import RewardInput
     >>> multiple_choice(RewardInput("?", "B", "A is too small, so the answer is (B).", "stop"))
     1.0
     """
-    if sample.finish_reason != "stop":
-        return 0.0
-    right = _FIRST.match(sample.answer.strip())
+    right = _chosen_in(_plain(sample.answer))
     if not right:
         raise ValueError(f"answer: found {sample.answer[:40]!r}, allowed: a letter from A to Z")
-    return float(choice_of(sample.response_text) == right[1])
+    return float(sample.finish_reason == "stop" and choice_of(answer_end(sample)) == right)
 
 
 def choice_of(text: str) -> str:
-    """The letter that a response chooses; empty: it chooses none.
+    """The letter that a response chooses; empty if it chooses none, or several.
 
-    >>> choice_of("The answer is C: Paris."), choice_of("A dog is an animal.")
+    >>> choice_of("The answer is C: Paris."), choice_of("The answer is A or B")
     ('C', '')
+    >>> choice_of("A dog is an animal.")
+    ''
     """
-    text = text[-LAST:]
-    if "\\boxed" in text:
-        found = _FIRST.match(boxed(text))
-        return found[1] if found else ""
-    behind = [match[1] for match in _BEHIND.finditer(text) if match[1].isupper()]
-    if behind:
-        return behind[-1]
-    lines = text.strip().splitlines()
-    last = _ALL.fullmatch(lines[-1].strip()) if lines else None
-    return last[1] if last else ""
+    if BOX in text:
+        return _chosen_in(_plain(boxed(text)))
+    plain = _plain(text)
+    statements = [match for match in _STATEMENT.finditer(plain) if not _is_article(match)]
+    if statements:
+        return "" if statements[-1]["refuses"] else _unless_second(statements[-1])
+    *earlier, last = plain.splitlines() or [""]
+    letter = _chosen_in(last.strip())
+    # The last line of several may be the last option of a list that the response repeats.
+    return "" if earlier and letter != re.sub(r"[\W_]", "", last) else letter
+
+
+def _plain(text: str) -> str:
+    """``text`` without typesetting; a lone small letter becomes a capital."""
+    for pattern, replacement in _TYPESET:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    return text.upper() if re.fullmatch(r"\W*[a-z]\W*", text) else text
+
+
+def _chosen_in(content: str) -> str:
+    """The letter that ``content`` is, or the label of the option that it repeats; empty if there is
+    no such letter."""
+    match = _CHOSEN.match(content)
+    if not match:
+        return ""
+    following = content[match.end() :]
+    is_label = match[0][-1] in ")]}" or following[:1] in (".", ":", ")", "]", "}")
+    if re.search(r"\w", following) and not is_label:
+        return ""
+    return _unless_second(match)
+
+
+def _unless_second(match: re.Match[str]) -> str:
+    """The letter of ``match``; empty if the line offers another letter behind it."""
+    following = match.string[match.end() :].partition("\n")[0]
+    if _SECOND_LETTER.match(following) or _ONLY_LETTERS.fullmatch(following):
+        return ""
+    return match["letter"]
+
+
+def _is_article(match: re.Match[str]) -> bool:
+    """Whether the letter of ``match`` is a word of its sentence, as in "Answer: A dog"."""
+    return match["letter"] in "AI" and _ARTICLE_BEHIND.match(match.string, match.end()) is not None

@@ -1,8 +1,13 @@
-r"""DAPO's rule for mathematics (Q. Yu et al., arXiv 2503.14476, section 4.1): 1 for a right answer, -1 for any other.
+r"""DAPO's rule for mathematics (Q. Yu et al., arXiv 2503.14476, section 4.1): 1 for a right answer,
+-1 for any other.
 
-Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a normal form, after that of Minerva
-(A. Lewkowycz et al., arXiv 2206.14858, appendix D): what stands behind the last `=`, without units, words and
-typesetting, and fractions and roots with braces.
+Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a normal form, after
+that of Minerva (A. Lewkowycz et al., arXiv 2206.14858, appendix D): the text behind the last `=`,
+without units, words and typesetting, and fractions and roots with braces.
+
+Unlike the authors' code, it removes commas from a number only where they separate thousands (`1,2`
+is not 12), keeps the text in front of `=` if that offers something else (`5 or x = 6`), and does
+not look into thoughts.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from relax_hpc.rewards.maths import boxed
+from relax_hpc.rewards.final_answer import boxed, final_text
 
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
@@ -27,6 +32,8 @@ _UNITS = re.compile(
 _NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|[\s$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
 _FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\}))(?:([^{\\])|(\{[^{}]*\}))")
 _ROOT = re.compile(r"\\sqrt([^{\[\\])")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_OFFERS_ANOTHER = re.compile(r"[,;]|\b(?:or|and)\b", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
 
 
@@ -37,8 +44,8 @@ def dapo(sample: RewardInput) -> dict[str, float]:
     >>> dapo(RewardInput("?", "34", "2 * 17 = 34.\\nAnswer: $34$", "stop"))
     {'total': 1.0, 'acc': 1.0}
     """
-    found = _ANSWER.findall(sample.response_text[-_LAST:])
-    right = bool(found) and normal_form(found[-1]) == normal_form(sample.answer)
+    answers = _ANSWER.findall(final_text(sample)[-_LAST:])
+    right = bool(answers) and normal_form(answers[-1]) == normal_form(sample.answer)
     return {"total": 1.0 if right else -1.0, "acc": float(right)}
 
 
@@ -49,12 +56,12 @@ def normal_form(answer: str) -> str:
     ('\\frac{1}{2}', '1234')
     """
     text = boxed(answer) if "\\boxed" in answer else answer
-    text = _ARTICLE.sub("", text.rpartition("=")[2])
+    label, _, value = text.rpartition("=")
+    text = _ARTICLE.sub("", text if _OFFERS_ANOTHER.search(label) else value)
     text = _NOISE.sub("", _INSIDE.sub(r"\1", text).strip())
     text = _UNITS.sub("", text) if any(map(str.isdigit, text)) else text
     text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_with_braces, text))
-    whole = text.replace(",", "")
-    return whole if whole.lstrip("-").replace(".", "", 1).isdigit() else text
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def _with_braces(match: re.Match[str]) -> str:

@@ -1,7 +1,8 @@
-r"""Reward of mathematical problems whose answer is one number: what a response says at its end is compared by value.
+r"""Reward of mathematical problems whose answer is one number, compared by value.
 
-Of a response counts, in this order, what its last `\boxed{...}` holds, what stands behind its last `####` (as in
-GSM8K), what stands behind its last "answer is", and its last number.
+The answer of a response is, in this order, the content of its last `\boxed{...}`, the line behind
+its last `####` (as in GSM8K), the clause behind its last "answer is", or its last number. What is
+boxed or marked counts whole: `2\sqrt{3}` is not 2, and `5 or 6` is no answer.
 """
 
 from __future__ import annotations
@@ -10,121 +11,73 @@ import re
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from relax_hpc.rewards.final_answer import BOX, answer_end, boxed
+from relax_hpc.rewards.number_text import has_words, last_number, read_number, read_statement
+
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
-_DIGITS = 64
-"""Digits of a number at most: exact arithmetic over thousands of digits takes time, and a policy may write them."""
-LAST = 10_000
-"""Characters of a response at its end that are looked at."""
-_NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212\u2013]?) ?[$€£]? ?"
-    r"(?:\\d?frac ?\{ ?(?P<top>\d+) ?\} ?\{ ?(?P<bottom>\d+) ?\}"
-    r"|(?P<whole>\d+)?(?P<decimals>\.\d+)?(?: ?/ ?(?P<over>\d+))?)"
-)
-_COMMAS = re.compile(r"(?<!\d)\d{1,64}(?:,\d{1,64})+")
-_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")
-_TYPESET_COMMA = re.compile(r"\{,\}|,\\!")
-_MINUS = ("-", "\u2212", "\u2013")
-"""Minus signs: as on a keyboard, as typeset, and as an en dash."""
-_TYPESET = re.compile(
-    r"\\(?:text|mathrm|mathbf|mbox)\s*\{[^{}]*\}|\\[,;:! ]|\\left|\\right|[{}]|\*\*|__|~|\\?\$|\\(?=%)"
-)
-_BOX = "\\boxed"
-_MARKS = re.compile(r"####|\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)", re.IGNORECASE)
+GSM8K_MARK = "####"
+STATEMENT = re.compile(r"\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)", re.IGNORECASE)
 
 
 def math_answer(sample: RewardInput) -> float:
-    r"""1 if the response ends at a number that equals the answer, else 0; also if it was cut off before its end.
+    r"""1 if the response ends at a number that equals the answer, else 0; also if it was cut off
+    before its end.
+
+    ValueError: the right answer is no number.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> math_answer(RewardInput("?", "1200", r"So it is \boxed{\$1,200.00}.", "stop"))
     1.0
     """
-    if sample.finish_reason != "stop":
-        return 0.0
-    right = number_in(sample.answer.rpartition("####")[2])
-    return float(right is not None and answer_of(sample.response_text) == right)
+    right = _right(sample.answer)
+    return float(sample.finish_reason == "stop" and answer_of(answer_end(sample)) == right)
 
 
 def math_answer_strict(sample: RewardInput) -> float:
-    r"""Return `math_answer` for a response that marks its answer by `\boxed{...}` or `####`; 0 without such a mark.
+    r"""Return `math_answer` for a response that marks its answer by `\boxed{...}` or `####`; 0
+    without such a mark.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> [math_answer_strict(RewardInput("?", "7", text, "stop")) for text in ("#### 7", "It is 7")]
     [1.0, 0.0]
     """
-    text = sample.response_text[-LAST:]
-    return math_answer(sample) if _BOX in text or "####" in text else 0.0
+    right = _right(sample.answer)
+    return float(sample.finish_reason == "stop" and _marked(answer_end(sample)) == right)
 
 
 def answer_of(text: str) -> Fraction | None:
-    """The number that a response ends at; None: it gives none.
+    """The number that a response ends at; None if it gives none.
 
     >>> answer_of("3 apples and 4 pears make 7 pieces of fruit."), answer_of("I cannot say.")
     (Fraction(7, 1), None)
     """
-    text = text[-LAST:]
-    if _BOX in text:
-        return number_in(boxed(text))
-    marks = list(_MARKS.finditer(text))
-    if marks:
-        return number_in(text[marks[-1].end() :])
-    numbers = _numbers(text)
-    return numbers[-1] if numbers else None
+    if BOX in text or gsm8k_line(text):
+        return _marked(text)
+    statements = list(STATEMENT.finditer(text))
+    if statements:
+        return read_statement(text[statements[-1].end() :])
+    return last_number(text)
 
 
-def number_in(text: str) -> Fraction | None:
-    """The first number of ``text``, by value, whatever units, currency or typesetting stand around it.
-
-    >>> number_in("$1,234.50 dollars") == number_in(r"\\frac{2469}{2}") == Fraction("1234.5")
-    True
-    """
-    return next(iter(_numbers(text)), None)
-
-
-def _numbers(text: str) -> list[Fraction]:
-    """Numbers in a text, in order; as many as can be told apart."""
-    plain = _COMMAS.sub(_without_commas, _TYPESET_COMMA.sub(",", text))
-    if "frac" not in plain:
-        plain = _TYPESET.sub(" ", plain)
-    plain = " ".join(plain.split())
-    found = (_value(match) for match in _NUMBER.finditer(plain) if match["whole"] or match["decimals"] or match["top"])
-    return [value for value in found if value is not None]
+def _right(answer: str) -> Fraction:
+    right = read_number(answer.rpartition(GSM8K_MARK)[2])
+    if right is None:
+        allowed = f"one number, also behind {GSM8K_MARK}"
+        raise ValueError(f"answer: found {answer[-100:]!r}, allowed: {allowed}")
+    return right
 
 
-def _without_commas(match: re.Match[str]) -> str:
-    """Numbers of a text with commas: one, or several."""
-    return match[0].replace(",", "" if _THOUSANDS.fullmatch(match[0]) else ", ")
+def _marked(text: str) -> Fraction | None:
+    """The number that is boxed, or else behind `####`."""
+    return read_number(boxed(text)) if BOX in text else read_number(gsm8k_line(text))
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    whole, top, over = (match[name] or "" for name in ("whole", "top", "over"))
-    bottom = match["bottom"] or over
-    if len(match[0]) > _DIGITS or (bottom and int(bottom) == 0):
-        return None
-    value = Fraction(int(top)) if top else Fraction((whole or "0") + (match["decimals"] or ""))
-    negative = match["sign"] in _MINUS and not _is_operand(match.string[max(0, match.start() - 2) : match.start()])
-    return (-value if negative else value) / (int(bottom) if bottom else 1)
-
-
-def _is_operand(before: str) -> bool:
-    """Whether a minus behind these characters subtracts, or is a hyphen, as in 16-3, 16 - 3, (2) - 1 and top-3."""
-    return before[-1:].isalnum() or before.rstrip()[-1:].isdigit() or before.rstrip()[-1:] == ")"
-
-
-def boxed(text: str) -> str:
-    r"""Content of the last `\boxed`: between braces that match, or behind it.
-
-    >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    """
-    inside = text.rpartition(_BOX)[2].lstrip()
-    if not inside.startswith("{"):
-        return inside[:_DIGITS]
-    depth = 0
-    for place, character in enumerate(inside):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return inside[1:place]
-    return inside[1:]
+def gsm8k_line(text: str) -> str:
+    """Line behind the last `####`; empty if there is no such mark, or if the line is a heading of
+    words."""
+    _, mark, behind = text.rpartition(GSM8K_MARK)
+    line = behind.strip(" ").split("\n", 1)[0] if mark else ""
+    is_answer = read_number(line) is not None or not has_words(line) or re.match(r"\W*\d", line)
+    return line if is_answer else ""

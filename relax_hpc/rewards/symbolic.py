@@ -1,84 +1,104 @@
-"""Rewards of mathematics by Math-Verify, which takes answers for what they mean: sets, intervals, equations, matrices.
+r"""Rewards of mathematics by Math-Verify, which compares meanings: sets, intervals, equations,
+matrices.
 
-Its time limits are alarms of the main thread, which reward workers have to themselves. It takes a second to import.
+Math-Verify reads the expression that a response ends at, and no more: in a whole response it would
+also read the first number of an expression. It runs in another process, which is killed if it takes
+too long. So a response such as `\boxed{9^{9^{9^9}}}` gets 0, and the other responses of its group
+get their rewards.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.maths import LAST, boxed
+from relax_hpc.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
+from relax_hpc.rewards.expression_text import final_expression
+from relax_hpc.rewards.final_answer import BOX, answer_end, boxed
 
 try:
-    from math_verify import parse, verify
-    from math_verify.errors import TimeoutException
+    from relax_hpc.rewards.symbolic_process import (
+        NO_EXPRESSION,
+        RIGHT,
+        UNJUDGED,
+        WRONG,
+        SymbolicProcess,
+    )
 except ImportError as error:
     raise ConfigError(
-        f"{error}; pip install 'relax_hpc[math]', or take math_answer, which compares numbers and needs nothing"
+        f"{error}; pip install 'relax_hpc[math]', or take math_answer, which compares numbers alone"
     ) from error
 
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
-LIMIT_S = 5
-"""Seconds for one expression to be read, or two to be compared."""
-# It warns of every response that it cannot read.
+# It warns of every response that it cannot read, and that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+_process = SymbolicProcess()
+_lock = threading.Lock()
+
+
+def math_scores(samples: list[RewardInput]) -> list[dict[str, float]]:
+    """Scores of responses: `total` is 1 if the final answer equals the right one, else 0.
+
+    Answers are compared as mathematics. A response that was cut off gets 0, and so does one that
+    cannot be judged: Math-Verify took longer than MATH_LIMIT_S, or needed too much memory. Its
+    component `unjudged` is 1. ValueError: the right answer is no expression. TimeoutError: the
+    right answer cannot be read in time.
+    """
+    return _scores(samples, final_expression)
+
+
+def math_boxed_scores(samples: list[RewardInput]) -> list[dict[str, float]]:
+    r"""Return `math_scores` for the content of the last `\boxed{...}` of each response; 0 for one
+    without it."""
+    return _scores(samples, boxed, needs_box=True)
 
 
 def math(samples: list[RewardInput]) -> list[float]:
-    """1 for each response whose final answer is equal to the right one as mathematics, else 0, also if it was cut off.
-
-    LaTeX (boxed expressions first) and plain expressions are looked for, as Math-Verify does. TimeoutError: an
-    expression took too long, so that nobody knows. ValueError: the right answer is no expression.
-    """
-    return _compared(samples, lambda text: text)
+    """Return the totals of `math_scores`."""
+    return [scores["total"] for scores in math_scores(samples)]
 
 
 def math_boxed(samples: list[RewardInput]) -> list[float]:
-    r"""Return `math` for the content of the last `\boxed{...}` of each response; 0 for one without it."""
-    return _compared(samples, lambda text: f"\\boxed{{{boxed(text)}}}" if "\\boxed" in text else "")
+    """Return the totals of `math_boxed_scores`."""
+    return [scores["total"] for scores in math_boxed_scores(samples)]
 
 
-def _compared(samples: list[RewardInput], part: Callable[[str], str]) -> list[float]:
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("Math-Verify keeps its time limits by alarms, which the main thread alone has")
-    right = _right(samples[0].answer)
-    return [float(one.finish_reason == "stop" and _equal(right, part(one.response_text[-LAST:]))) for one in samples]
+def close() -> None:
+    """End the process of Math-Verify; the next call of a reward starts it again."""
+    with _lock:
+        _process.close()
 
 
-@functools.lru_cache(maxsize=4096)
-def _right(answer: str) -> list[Any]:
-    """The expressions of a right answer, which may stand as it is, behind ####, or in LaTeX's signs."""
-    text = answer.rpartition("####")[2].strip()
-    for form in (f"\\boxed{{{text}}}", text):
-        found = _read(form)
-        if not all(isinstance(one, str) for one in found):
-            return found
-    raise ValueError(f"answer: found {answer[:100]!r}, allowed: a mathematical expression")
+def _scores(
+    samples: list[RewardInput], expression_of: Callable[[str], str], needs_box: bool = False
+) -> list[dict[str, float]]:
+    with _lock:
+        _check_answer(samples[0].answer)
+        deadline = time.monotonic() + MATH_GROUP_LIMIT_S
+        scores = []
+        for index, sample in enumerate(samples):
+            text = answer_end(sample)
+            is_read = sample.finish_reason == "stop" and (BOX in text or not needs_box)
+            share_s = (deadline - time.monotonic()) / (len(samples) - index)
+            verdict = WRONG
+            if is_read:
+                response = (expression_of(text), text)
+                verdict = _process.ask(sample.answer, response, min(MATH_LIMIT_S, share_s))
+            is_right, is_unjudged = verdict == RIGHT, verdict == UNJUDGED
+            scores.append({"total": float(is_right), "unjudged": float(is_unjudged)})
+        return scores
 
 
-def _equal(right: list[Any], text: str) -> bool:
-    """Whether a response's ``text`` ends at what ``right`` is. TimeoutError: nobody knows."""
-    found = _read(text) if text else []
-    try:
-        return bool(found) and verify(right, found, timeout_seconds=LIMIT_S, raise_on_error=True)
-    except TimeoutException as error:
-        raise TimeoutError(f"comparing {text[-100:]!r} took more than {LIMIT_S} s") from error
-    except Exception:  # sympy's have no other base: what cannot be compared is not equal
-        return False
-
-
-def _read(text: str) -> list[Any]:
-    """The expressions at the end of ``text``. TimeoutError: nobody knows."""
-    try:
-        return parse(text, parsing_timeout=LIMIT_S, raise_on_error=True)
-    except TimeoutException as error:
-        raise TimeoutError(f"reading {text[-100:]!r} took more than {LIMIT_S} s") from error
-    except Exception:  # of sympy and antlr: it is no expression
-        return []
+def _check_answer(answer: str) -> None:
+    verdict = _process.ask(answer, None, MATH_LIMIT_S)
+    if verdict == NO_EXPRESSION:
+        raise ValueError(f"answer: found {answer[:100]!r}, allowed: a mathematical expression")
+    if verdict == UNJUDGED:
+        limits = f"{MATH_LIMIT_S:g} s, or too much memory"
+        raise TimeoutError(f"answer: reading {answer[:100]!r} took more than {limits}")

@@ -1,0 +1,102 @@
+r"""The expression that a response ends at, as text of LaTeX: a set, an equation, a matrix, or a
+number."""
+
+from __future__ import annotations
+
+import re
+
+from relax_hpc.rewards.final_answer import BOX, boxed
+from relax_hpc.rewards.maths import STATEMENT, gsm8k_line
+from relax_hpc.rewards.number_text import (
+    first_line,
+    has_words,
+    last_number,
+    read_number,
+    read_statement,
+)
+
+_LATEX = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_JOINS = re.compile(
+    r"[ ,;/&(]*(?:(?:or|and|maybe|perhaps|possibly|but|also)\b[ ,(]*)*",
+    re.IGNORECASE,
+)
+"""Text between two expressions that are offered together."""
+_SENTENCE_END = re.compile(r"[.;!?](?=\s|$)")
+_TWO_VALUES = re.compile(
+    r"\\(?:lor|vee|to|(?:long)?(?:left)?rightarrow|implies|iff)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+"""Signs between two expressions of which Math-Verify 0.9.0 reads the last one."""
+_EQUALITY = re.compile(r"=|\\equiv|\\approx|≈")
+_ROUNDING = 0.01
+"""Relative difference of two sides of an equation that rounding may explain, as in 1/3 = 0.33."""
+
+
+def final_expression(text: str) -> str:
+    r"""The expression that ``text`` ends at; empty if it ends at none, or offers several.
+
+    It is the content of the last box, the line behind the last `####`, the expression behind the
+    last "answer is", the last expression between signs of LaTeX, or the last number.
+
+    >>> final_expression(r"So it is $\frac{1}{2}$."), final_expression("The answer is 2x + 1.")
+    ('\\frac{1}{2}', '2x + 1')
+    >>> final_expression("5 or 6")
+    ''
+    """
+    if BOX in text:
+        return boxed(text).strip()
+    if line := gsm8k_line(text):
+        return line
+    statements = list(STATEMENT.finditer(text))
+    return _stated(text[statements[-1].end() :]) if statements else _last(text)
+
+
+def contradicts_itself(expression: str) -> bool:
+    r"""Whether ``expression`` names two values, as `5 = 6` does.
+
+    >>> contradicts_itself("x = 5 = 6"), contradicts_itself(r"\frac{1}{3} = 0.333")
+    (True, False)
+    >>> contradicts_itself(r"5 \lor 6")
+    True
+    """
+    values = map(read_number, _EQUALITY.split(expression))
+    sides = [value for value in values if value is not None]
+    if sides and max(sides) - min(sides) > _ROUNDING * max(map(abs, sides)):
+        return True
+    return _TWO_VALUES.search(expression) is not None
+
+
+def _stated(behind: str) -> str:
+    """Expression at the beginning of ``behind``, which stands behind "the answer is"."""
+    latex = _LATEX.search(behind)
+    before = behind[: latex.start()] if latex else ""
+    if latex and not re.search(r"\d", before) and not _SENTENCE_END.search(before):
+        return "" if _is_second(behind, latex.end()) else _content(latex)
+    if (number := read_statement(behind)) is not None:
+        return str(number)
+    clause = _SENTENCE_END.split(first_line(behind))[0].strip(" :*")
+    # A number here is one that the sentence takes back, such as "5. Or 6."
+    return "" if has_words(clause) or read_number(clause) is not None else clause
+
+
+def _last(text: str) -> str:
+    """The last expression of a ``text`` that marks none."""
+    pieces = list(_LATEX.finditer(text))
+    if pieces and not re.search(r"\d", text[pieces[-1].end() :]):
+        between = text[pieces[-2].end() : pieces[-1].start()] if len(pieces) > 1 else "."
+        return "" if _JOINS.fullmatch(between) else _content(pieces[-1])
+    if (number := last_number(text)) is not None:
+        return str(number)
+    return "" if has_words(text) else text.strip()
+
+
+def _is_second(text: str, start: int) -> bool:
+    """Whether another expression or number is offered at ``start``."""
+    joint = _JOINS.match(text, start)
+    if not joint or not joint[0].strip():
+        return False
+    return re.match(r"[-+.]?[\d$\\]", text[joint.end() :]) is not None
+
+
+def _content(latex: re.Match[str]) -> str:
+    return next(group for group in latex.groups() if group is not None).strip()

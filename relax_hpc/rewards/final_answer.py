@@ -1,0 +1,118 @@
+r"""The part of a response that answers: its last `<answer>` or `\boxed`, and never its thoughts."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relax_hpc.rewards import RewardInput
+
+_LAST_CHARS = 10_000
+"""Characters at the end of an answer that are read."""
+BOX = "\\boxed"
+_THOUGHT = r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]|◁/?think▷"
+_THOUGHT_TAG = re.compile(_THOUGHT, re.IGNORECASE)
+_OPENED_BY_PROMPT = re.compile(rf"(?:{_THOUGHT})\s*\Z", re.IGNORECASE)
+_TAG_CHARS = 64
+"""Characters at the end of a prompt that can hold a tag and the white space behind it."""
+_JOINS_BOXES = re.compile(
+    r"[ $.,;/&)(]*+(?:\\(?:text|quad|,|;| )|[{}]|(?:or|and|maybe|perhaps|possibly)\b|[ $,])*",
+    re.IGNORECASE,
+)
+"""Text between two boxes that are offered together."""
+_ANSWER_OPENS = re.compile(r"<answer>", re.IGNORECASE)
+_ANSWER_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
+
+
+def final_text(sample: RewardInput) -> str:
+    """Text of a response without its thoughts.
+
+    A thought that is never closed reaches to the end of the response. A prompt may open the
+    thought: many chat templates end with `<think>`.
+
+    >>> from relax_hpc.rewards import RewardInput
+    >>> final_text(RewardInput("2+2?<think>", "4", "Is it 5?</think> 4", "stop"))
+    ' 4'
+    """
+    prompt = sample.rows[-1][0] if sample.rows else sample.prompt
+    tag = _OPENED_BY_PROMPT.search(prompt[-_TAG_CHARS:])
+    return without_thoughts(sample.response_text, bool(tag) and not _closes(tag))
+
+
+def without_thoughts(text: str, is_open: bool = False) -> str:
+    """``text`` without its thoughts; ``is_open``: it begins within one.
+
+    >>> without_thoughts("<think>5?</think>6"), without_thoughts("5?</think>6")
+    ('6', '6')
+    """
+    kept: list[str] = []
+    start = 0
+    for tag in _THOUGHT_TAG.finditer(text):
+        if _closes(tag):
+            if not is_open:
+                # The thought began before the text, so all of the text up to here is thought.
+                kept.clear()
+            start, is_open = tag.end(), False
+        elif not is_open:
+            kept.append(text[start : tag.start()])
+            is_open = True
+    if not is_open:
+        kept.append(text[start:])
+    return "".join(kept)
+
+
+def _closes(tag: re.Match[str]) -> bool:
+    return "/" in tag[0]
+
+
+def answer_text(sample: RewardInput) -> str:
+    """Response without its thoughts: the content of its last `<answer>`, or else all of it.
+
+    >>> from relax_hpc.rewards import RewardInput
+    >>> answer_text(RewardInput("2+2?", "4", "<think>5?</think>So: <answer>4</answer>", "stop"))
+    '4'
+    """
+    text = final_text(sample)
+    *before, last = _ANSWER_OPENS.split(text)
+    return _ANSWER_CLOSES.split(last, maxsplit=1)[0] if before else text
+
+
+def answer_end(sample: RewardInput) -> str:
+    """The last characters of `answer_text`: expressions that search for a mark take time over long
+    texts."""
+    return answer_text(sample)[-_LAST_CHARS:]
+
+
+def boxed(text: str) -> str:
+    r"""Content of the last `\boxed`; empty without a box, and if the box before it offers something
+    else.
+
+    The content stands between braces that match, or is the word behind `\boxed`.
+
+    >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}."), boxed(r"\boxed{1} or \boxed{2}")
+    ('\\frac{1}{2}', '')
+    """
+    before, box, behind = text.rpartition(BOX)
+    if not box:
+        return ""
+    content, _ = _split_box(behind)
+    _, has_earlier, earlier = before.rpartition(BOX)
+    earlier_content, between = _split_box(earlier)
+    if has_earlier and _JOINS_BOXES.fullmatch(between) and earlier_content != content:
+        return ""
+    return content
+
+
+def _split_box(behind: str) -> tuple[str, str]:
+    """Content of a box, by the text behind `\\boxed`, and the text behind the box."""
+    behind = behind.lstrip()
+    if not behind.startswith("{"):
+        content, _, following = behind.partition(" ")
+        return content, following
+    depth = 0
+    for index, character in enumerate(behind):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return behind[1:index], behind[index + 1 :]
+    return behind[1:], ""

@@ -1,0 +1,262 @@
+r"""Numbers in text, by value: integers, decimals, fractions and powers of ten, with units.
+
+A number is read whole or not at all: `2\sqrt{3}`, `5+3`, `2x+1`, `(3,4)`, `12:30` and `5 or 6` are
+no numbers. A sentence is read word by word: a gap between two words holds a number, an expression,
+or blanks.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_MAX_CHARS = 64
+"""Characters of a number at most: exact arithmetic with thousands of digits takes time."""
+_NUMBER = re.compile(
+    r"""(?P<sign>[-+]?)\ ?(?:
+        (?P<whole>\d+)?\ ?\\frac\ ?(?:\{\ ?(?P<top>[-+]?\d+)\ ?\}|(?P<top_digit>\d))
+            \ ?(?:\{\ ?(?P<bottom>\d+)\ ?\}|(?P<bottom_digit>\d))
+        |(?:(?P<plain_whole>\d+)\ )?(?P<plain_top>\d+)\ ?/\ ?(?P<plain_bottom>\d+)
+        |10\ ?\^\ ?\{?\ ?(?P<power_alone>[-+]?\d{1,3})\ ?\}?
+        |(?P<decimal>\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)
+            (?:[eE](?P<exponent>[-+]?\d{1,3})
+            |\ ?[*x]\ ?10\ ?\^\ ?\{?\ ?(?P<power>[-+]?\d{1,3})\ ?\}?)?
+    )""",
+    re.VERBOSE,
+)
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+
+
+def _word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_EXPRESSION_WORDS = _word_set(
+    """or and to not nor pi sqrt root times plus minus over divided multiplied squared cubed
+    half halves third thirds quarter quarters factorial mod log ln sin cos tan exp infinity choose
+    trillion maybe perhaps possibly either"""
+)
+"""Words next to a number that make it a part of an expression, of a range or of a choice."""
+_JOINING = _word_set("and to")
+"""Words that join a number to a word as well as to another number: "it fell to 3"."""
+_BLOCKING_WORDS = _EXPRESSION_WORDS | _word_set(
+    """never neither no cannot isn't between from less fewer more greater under above below"""
+)
+"""Words in front of a number after which it is not what the sentence states."""
+_UNIT_LETTERS = frozenset("mgshLlVWNJKCF")
+"""Units of one letter; any other single letter is a variable."""
+_GLUED_UNITS = _UNIT_LETTERS | _word_set(
+    """mm cm dm km mg kg lb lbs oz ml mL cl
+    hr hrs min sec ms mph kph ft yd mi"""
+)
+"""Units that may follow the digits without a blank; other letters are variables or ordinals."""
+_LETTER = r"[^\W\d_\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f]"
+"""A letter of any script; small digits and fractions are word characters too."""
+_LETTERS = re.compile(rf"{_LETTER}+")
+_UNIT = re.compile(rf"[-%°'\" ./]?(?:[- ./°]|{_LETTER}+)*")
+_WORD = re.compile(rf"((?<![\\\w]){_LETTER}(?:{_LETTER}|')+|\b[aAI]\b)")
+"""A word of prose; any other single letter is a variable, and a command of LaTeX is no word."""
+_CLAUSE_END = re.compile(r"([;!?—]|[.,:](?= |$)| \((?=[^\W\d_]{2}))")
+_ALTERNATIVE = re.compile(
+    r"[ ,;.(:]*(?:(?:or|and|but|maybe|perhaps|possibly|alternatively|even|also)\b[ ,:(]*)+"
+    r"[-+]?\.?\d|(?:, ?|;)[-+]?\.?\d",
+    re.IGNORECASE,
+)
+"""A second number that is offered directly behind a clause with a first one."""
+_SECOND_NUMBER = re.compile(
+    r" ?(?:[^\W\d]+ ){0,2}(?:(?:or|and|to)\b[^\d]{0,20}|[-+*/^=] ?\.?)\d",
+    re.IGNORECASE,
+)
+"""A second number directly behind a first one and its unit, as in "5 dollars or 6 dollars"."""
+_NO_LABEL = re.compile(r"[,;<>!≠≤≥]|\b(?:or|and|not)\b", re.IGNORECASE)
+"""Text that may not stand in front of `=` if the number behind it is the whole statement."""
+_TYPESET = (
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<=\d)\\[,;:! ](?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\^? ?(?:\{\\(?:circ|degree)\}|\\(?:circ|degree)(?![A-Za-z]))"), "°"),
+    # The exponent of a unit, which has two letters at least.
+    (re.compile(r"(?<=[A-Za-z]{2}) ?(?:\^ ?(?:[23](?!\d)|\{-?[123]\})|[²³])"), ""),
+    (re.compile("\\\\(?:times|cdot)(?![A-Za-z])|[\u00d7\u00b7]"), "*"),
+    (re.compile(r"\\approx(?![A-Za-z])|≈"), " "),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\[,;:! ()\[\]]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])"), " "),
+    (re.compile(r"\\?[$€£¥]|\*\*|__|~|`"), " "),
+    (re.compile("[\u2212\u2013]"), "-"),
+    (re.compile(r"</?[A-Za-z]\w*/?>|\s+"), " "),
+)
+"""Typesetting that does not change a number, and its replacement."""
+
+
+def read_number(text: str) -> Fraction | None:
+    r"""Value of ``text`` if all of it is one number, with `x =` in front and a unit behind at most.
+
+    >>> price = read_number(r"x = \frac{2469}{2} \text{ dollars}")
+    >>> price == read_number(r"\$1,234.50") == Fraction("1234.5")
+    True
+    >>> read_number(r"2\sqrt{3}"), read_number("3, 4")
+    (None, None)
+    """
+    return _read(_plain(text))
+
+
+def read_statement(text: str) -> Fraction | None:
+    """Number that the clause at the beginning of ``text`` states: the text behind "the answer is".
+
+    >>> read_statement("therefore 18 dollars, for 9 eggs.")
+    Fraction(18, 1)
+    >>> read_statement("5 or 6"), read_statement("2x + 1")
+    (None, None)
+    """
+    clause, *following = _CLAUSE_END.split(_plain(first_line(text)).lstrip(" :"))
+    gaps, tokens = _split(clause)
+    index = next((number for number, gap in enumerate(gaps) if _has_digit(gap)), None)
+    if index is None or not _BLOCKING_WORDS.isdisjoint(token.lower() for token in tokens[:index]):
+        return None
+    if _ALTERNATIVE.match("".join(following)):
+        return None
+    start = sum(map(len, gaps[: index + 1])) + sum(map(len, tokens[:index]))
+    if _SECOND_NUMBER.match(clause, start):
+        return None
+    return _value_between(gaps, tokens, index)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The number at the end of ``text``: its last digits, unless they belong to something larger.
+
+    >>> last_number("3 apples and 4 pears make 7 pieces of fruit.")
+    Fraction(7, 1)
+    >>> last_number("5 or 6"), last_number("16 - 3")
+    (None, None)
+    """
+    line = next((line for line in reversed(text.splitlines()) if _has_digit(line)), "")
+    clauses = _CLAUSE_END.split(_plain(line))
+    while clauses and not _has_digit(clauses[-1]):
+        clauses.pop()
+    if not clauses:
+        return None
+    gaps, tokens = _split(clauses[-1])
+    index = max(number for number, gap in enumerate(gaps) if _has_digit(gap))
+    value = _value_between(gaps, tokens, index)
+    before = tokens[index - 1].lower() if index else ""
+    is_joined = before not in _JOINING or _has_digit(gaps[index - 1])
+    if before in _EXPRESSION_WORDS and is_joined:
+        # "0.5 or 1/2" gives one number twice.
+        earlier = [gap for gap in gaps[:index] if _has_digit(gap)]
+        return value if earlier and _read(earlier[-1]) == value else None
+    is_listed = index == 0 and clauses[-2:-1] == [","] and _has_digit(_split(clauses[-3])[0][-1])
+    return None if is_listed else value
+
+
+def first_line(text: str) -> str:
+    """First line of ``text`` with words or digits that does not only announce the next by a
+    colon."""
+    for line in text.splitlines():
+        is_announcement = line.rstrip(" *").endswith(":") and not _has_digit(line)
+        if re.search(r"\w", line) and not is_announcement:
+            return line
+    return ""
+
+
+def has_words(text: str) -> bool:
+    """Whether ``text`` has words of prose; letters of an expression and LaTeX commands are none."""
+    return _WORD.search(text) is not None
+
+
+def _has_digit(text: str) -> bool:
+    return any(map(str.isdigit, text))
+
+
+def _plain(text: str) -> str:
+    """``text`` in one line without typesetting."""
+    for pattern, replacement in _TYPESET:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """Gaps before, between and behind the words of ``text``, and these words."""
+    pieces = _WORD.split(text)
+    return pieces[0::2], pieces[1::2]
+
+
+def _value_between(gaps: list[str], tokens: list[str], index: int) -> Fraction | None:
+    """Value of ``gaps[index]``, unless a word next to it makes it a part of something larger."""
+    gap = gaps[index]
+    before = tokens[index - 1] if index else ""
+    behind = tokens[index] if index < len(tokens) else ""
+    value = _read(gap)
+    if value is None or behind.lower() in _EXPRESSION_WORDS:
+        return None
+    if before and before.isascii() and gap[0] not in " (=:":
+        return None
+    if behind and gap[-1] != " " and not _is_glued_unit(behind):
+        return None
+    return value * _SCALES.get(behind.lower(), 1)
+
+
+def _is_glued_unit(letters: str) -> bool:
+    # Scripts such as Chinese set no blank between a number and its unit.
+    return letters in _GLUED_UNITS or not letters.isascii()
+
+
+def _read(plain: str) -> Fraction | None:
+    """Value of a text without typesetting, all of which is one number; see `read_number`."""
+    *labels, last = _unwrapped(plain).split("=")
+    value = _with_unit(last)
+    for label in labels:
+        if _NO_LABEL.search(label) or _with_unit(label) not in (None, value):
+            return None
+    return value
+
+
+def _unwrapped(plain: str) -> str:
+    """``plain`` without a final period, and without brackets around all of it."""
+    plain = plain.strip().removesuffix(".").strip()
+    for _ in range(_MAX_CHARS):
+        if plain[:1] + plain[-1:] not in ("()", "{}"):
+            break
+        plain = plain[1:-1].strip()
+    return plain
+
+
+def _with_unit(plain: str) -> Fraction | None:
+    """Value of a number that may have a unit behind it."""
+    plain = _unwrapped(plain)
+    match = _NUMBER.match(plain)
+    if not match or len(match[0]) > _MAX_CHARS:
+        return None
+    unit = plain[match.end() :]
+    symbols = _LETTERS.findall(unit)
+    if not _UNIT.fullmatch(unit) or not _EXPRESSION_WORDS.isdisjoint(map(str.lower, symbols)):
+        return None
+    if symbols and unit[0] == symbols[0][0] and not _is_glued_unit(symbols[0]):
+        return None
+    if any(map(_is_variable, symbols)):
+        return None
+    scale = _SCALES.get(symbols[0].lower(), 1) if symbols else 1
+    value = _value(match)
+    return None if value is None else value * scale
+
+
+def _is_variable(symbol: str) -> bool:
+    return len(symbol) == 1 and symbol.isascii() and symbol not in _UNIT_LETTERS
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Value of a match of `_NUMBER`; None for a fraction over 0."""
+
+    def group(*names: str) -> str:
+        return next((match[name] for name in names if match[name]), "")
+
+    sign = -1 if match["sign"] == "-" else 1
+    if match["power_alone"]:
+        return sign * Fraction(10) ** int(match["power_alone"])
+    if decimal := group("decimal"):
+        power = int(group("exponent", "power") or 0)
+        return sign * Fraction(decimal.replace(",", "").rstrip(".")) * Fraction(10) ** power
+    bottom = int(group("bottom", "bottom_digit", "plain_bottom"))
+    top = int(group("top", "top_digit", "plain_top"))
+    whole = int(group("whole", "plain_whole") or 0)
+    return sign * (whole + Fraction(top, bottom)) if bottom else None

@@ -1,0 +1,197 @@
+"""The process that runs Math-Verify: a fork of one that has imported it, killed if it takes too long.
+
+Math-Verify's own time limits are alarms. They do not interrupt arithmetic in C, and do not bound
+memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from math_verify import parse, verify
+from sympy import FiniteSet
+
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.rewards.expression_text import contradicts_itself
+from relax_hpc.rewards.maths import GSM8K_MARK
+from relax_hpc.rewards.number_text import read_number
+from relax_hpc.workers.serving import bound_memory
+
+RIGHT, WRONG, UNJUDGED, NO_EXPRESSION = "1", "0", "?", "!"
+_MEMORY_MB = 512
+"""Megabytes that the process may need beyond those that it has when it starts."""
+_VERDICTS_FD = 3
+_WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
+
+
+class SymbolicProcess:
+    """Process that compares expressions. The first use starts it, and the next one after a kill."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._parent_pid = 0
+        self._requests_fd = self._verdicts_fd = -1
+
+    def ask(self, answer: str, response: tuple[str, str] | None, limit_s: float) -> str:
+        """RIGHT if a response equals the right ``answer``, else WRONG.
+
+        ``response``: the expression that it ends at, and its text, of which a right answer of
+        several values may take more; None asks whether the right answer can be read. NO_EXPRESSION:
+        it is no expression. UNJUDGED: the comparison took longer than ``limit_s``, or too much
+        memory.
+        """
+        self._ensure_started()
+        line = json.dumps([answer, response]).encode() + b"\n"
+        verdict = ""
+        with contextlib.suppress(BrokenPipeError):
+            _write_all(self._requests_fd, line)
+            poll = select.poll()
+            poll.register(self._verdicts_fd, select.POLLIN)
+            if poll.poll(1000 * max(0.0, limit_s)):
+                verdict = os.read(self._verdicts_fd, 1).decode()
+        if verdict in (RIGHT, WRONG, NO_EXPRESSION):
+            return verdict
+        self.close()
+        return UNJUDGED
+
+    def close(self) -> None:
+        """Kill the process, if there is one."""
+        if self._pid and self._parent_pid == os.getpid():
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        for fd in (self._requests_fd, self._verdicts_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._pid = 0
+        self._requests_fd = self._verdicts_fd = -1
+
+    def _ensure_started(self) -> None:
+        if self._pid and self._parent_pid == os.getpid():
+            pid, _ = os.waitpid(self._pid, os.WNOHANG)
+            if not pid:
+                return
+            self._pid = 0
+        # Also in a child of the process that started it, whose pipes are not its own.
+        self.close()
+        _warm_up()
+        requests_fd, self._requests_fd = os.pipe()
+        self._verdicts_fd, verdicts_fd = os.pipe()
+        self._parent_pid = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            _run(requests_fd, verdicts_fd)
+        os.close(requests_fd)
+        os.close(verdicts_fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Fill the caches of the parsers: each new process inherits them."""
+    for text in _WARM_UP:
+        expressions = _read(f"\\boxed{{{text}}}")
+        verify(expressions, expressions, timeout_seconds=None)
+
+
+def _run(requests_fd: int, verdicts_fd: int) -> NoReturn:
+    """Answer requests, a line each, by one character each, until there are no more."""
+    try:
+        die_with_parent()
+        os.dup2(requests_fd, 0)
+        os.dup2(verdicts_fd, _VERDICTS_FD)
+        os.dup2(2, 1)
+        _close_from(_VERDICTS_FD + 1)
+        bound_memory(_MEMORY_MB)
+        with open(0, encoding="utf-8", closefd=False) as requests:
+            for line in requests:
+                os.write(_VERDICTS_FD, _verdict(*json.loads(line)).encode())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # The buffers and exit handlers are those of the parent.
+        os._exit(0)
+
+
+def _close_from(first_fd: int) -> None:
+    # Not os.closerange: without close_range (Linux 5.9) it tries each number, up to a billion.
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) >= first_fd:
+            with contextlib.suppress(OSError):
+                os.close(int(path.name))
+
+
+def _verdict(answer: str, response: tuple[str, str] | None) -> str:
+    try:
+        right = _right(answer)
+        if not right:
+            return NO_EXPRESSION
+        if response is None:
+            return RIGHT
+        expression, text = response
+        if contradicts_itself(expression) and not contradicts_itself(answer):
+            return WRONG
+        candidates = _candidates(expression, text, any(map(_has_several_values, right)))
+        return RIGHT if any(_equal(right, candidate) for candidate in candidates) else WRONG
+    except (MemoryError, RecursionError):
+        return UNJUDGED
+
+
+@functools.lru_cache(maxsize=4096)
+def _right(answer: str) -> list[Any]:
+    """The expressions of a right answer, which may be plain, behind ####, or in LaTeX's signs;
+    empty: it is none."""
+    text = answer.rpartition(GSM8K_MARK)[2].strip()
+    for form in (f"\\boxed{{{text}}}", text):
+        expressions = _read(form)
+        if not all(isinstance(expression, str) for expression in expressions):
+            return expressions
+    return []
+
+
+def _candidates(expression: str, text: str, takes_several: bool) -> list[str]:
+    """Texts that Math-Verify may read for a response: one of them has to be right."""
+    candidates = [f"\\boxed{{{expression}}}"] if expression else []
+    # Math-Verify 0.9.0 reads a unit without \\text as variables, and the e of 1.5e3 as a number.
+    if (number := read_number(expression)) is not None:
+        candidates.append(f"\\boxed{{{number}}}")
+    if takes_several:
+        candidates.append(text)
+    return candidates
+
+
+def _has_several_values(expression: Any) -> bool:
+    return isinstance(expression, FiniteSet) and len(expression.args) > 1
+
+
+def _equal(right: list[Any], text: str) -> bool:
+    expressions = _read(text)
+    if not expressions:
+        return False
+    try:
+        return verify(right, expressions, timeout_seconds=None, raise_on_error=True)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # sympy's have no other base class: what cannot be compared is not equal
+        return False
+
+
+def _read(text: str) -> list[Any]:
+    """The expressions that Math-Verify finds in ``text``; may be empty."""
+    try:
+        return parse(text, parsing_timeout=None, raise_on_error=True)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # of sympy and antlr: it is no expression
+        return []

@@ -1,0 +1,497 @@
+"""A right answer is right and a wrong answer is wrong, whatever stands around it: numbers,
+expressions, letters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.checks.rewards import check_rewards
+from relax_hpc.config.load import load
+from relax_hpc.rewards import REWARDS, RewardError, RewardInput, Score, get_reward
+from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.final_answer import boxed, without_thoughts
+from relax_hpc.rewards.number_text import read_number
+from tests.effort import effort
+from tests.requirements import requires
+
+EXAMPLES = settings(max_examples=effort(60, 5000), deadline=None)
+ANYTHING = st.text(max_size=40)
+NUMBERS = st.fractions(-1000, 1000, max_denominator=50)
+THOUGHT_TAGS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+]
+THOUGHT_TAGS += [("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<Think>", "</Think>")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    yield
+    requires("math_verify")
+    from relax_hpc.rewards import symbolic
+
+    symbolic.close()
+
+
+def total(name: str, text: str, answer: str, prompt: str = "?") -> float:
+    [score] = scores(get_reward(name), [RewardInput(prompt, answer, text, "stop")])
+    return score.total
+
+
+def written(number: Fraction) -> str:
+    if number.denominator == 1:
+        return str(number)
+    return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def safe(text: str) -> str:
+    """``text`` without marks that would make another answer of it."""
+    for mark in ("boxed", "answer", "#", "think", "reason", "<", "["):
+        text = text.replace(mark, "")
+    return text
+
+
+@EXAMPLES
+@given(NUMBERS, ANYTHING, ANYTHING)
+def test_a_boxed_number_is_right(number: Fraction, before: str, behind: str) -> None:
+    text = f"{safe(before)} \\boxed{{{written(number)}}} {safe(behind)}"
+    assert total("math_answer", text, str(number)) == 1.0
+    assert total("math_answer_strict", text, str(number)) == 1.0
+    assert total("math_answer", text, str(number + 1)) == 0.0
+
+
+@EXAMPLES
+@given(NUMBERS, st.integers(-99, 99), ANYTHING)
+def test_only_the_last_box_counts(number: Fraction, other: int, between: str) -> None:
+    text = f"\\boxed{{{other}}}\n\nWait, {safe(between)}\n\\boxed{{{written(number)}}}"
+    assert total("math_answer", text, str(number)) == 1.0
+    assert total("math_answer", text, str(other)) == float(number == other)
+
+
+TAILS = [
+    r"\sqrt{3}",
+    "^{2}",
+    "^2",
+    "²",
+    "x",
+    "x+1",
+    "+1",
+    "-1",
+    "*2",
+    "!",
+    ":30",
+    r"\pi",
+    " pi",
+    ", 6",
+    ",6",
+    ";6",
+    " or 6",
+]
+TAILS += [
+    " and 6",
+    "/0",
+    "e",
+    "ab",
+    " 6",
+    r"\text{ or }6",
+    r"\cdot 2",
+    " = 6",
+    "..6",
+    "_2",
+    "(2)",
+    r"\frac{1}{2}x",
+    "th",
+]
+TAILS += [" to 6", "%6", r"\times 10^2", "e2", " thousand", r"\frac12", " 1/2"]
+HEADS = [
+    "-",
+    "2",
+    "1.",
+    r"\sqrt",
+    r"\pi",
+    "x^",
+    "10^",
+    "x+",
+    "3*",
+    "1/",
+    "6, ",
+    "6 or ",
+    "not ",
+    r"\neq ",
+    "<",
+    "2-",
+    r"\pm ",
+]
+HEADS += ["6 = ", "|", "f", r"\log ", "x > ", "x=6, x="]
+
+
+@pytest.mark.parametrize("answer", ["5", "12", "0.5"])
+def test_a_number_within_something_larger_is_not_that_number(answer: str) -> None:
+    for content in [*(answer + tail for tail in TAILS), *(head + answer for head in HEADS)]:
+        for text in (rf"\boxed{{{content}}}", f"#### {content}"):
+            assert total("math_answer", text, answer) == 0.0, text
+            assert total("math_answer_strict", text, answer) == 0.0, text
+        # In a sentence an exclamation mark is no factorial.
+        for text in (f"The answer is {content}", f"<answer>{content}</answer>"):
+            assert total("math_answer", text, answer) == float(content == f"{answer}!"), text
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("1.5e3", "1500"),
+        (r"1.5\times10^3", "1500"),
+        (r"5\cdot 10^{-2}", "0.05"),
+        ("10^{3}", "1000"),
+        (r"2\frac12", "2.5"),
+        ("2 1/2", "2.5"),
+        (r"-\frac{1}{2}", "-0.5"),
+        (r"\frac{-1}{2}", "-0.5"),
+        (r"\dfrac{3}{4}", "0.75"),
+        ("x = 5", "5"),
+        ("10/2 = 5", "5"),
+        ("(5)", "5"),
+        (r"5\text{ cm}^2", "5"),
+        ("5 square meters", "5"),
+        ("5cm", "5"),
+        (r"\$5", "5"),
+        (r"90^\circ", "90"),
+        (r"70\%", "70"),
+        (r"1{,}000", "1000"),
+        (r"12\,500", "12500"),
+        ("5 million", "5000000"),
+        ("+5", "5"),
+        ("\u22125", "-5"),
+        ("5.", "5"),
+        (".5", "0.5"),
+    ],
+)
+def test_forms_of_a_number(content: str, value: str) -> None:
+    assert read_number(content) == Fraction(value)
+    assert total("math_answer", rf"So \boxed{{{content}}}.", value) == 1.0
+    assert total("math_answer", f"The answer is {content}\nDone", value) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is:\n\n$$\n5\n$$", "5"),
+        ("**Answer:** 5", "5"),
+        ("The answer is 5 (five).", "5"),
+        ("<b>The answer is 5</b>", "5"),
+        ("The answer is 5 because 6 and 7 are too large", "5"),
+        ("The answer is 5 eggs from 6 hens and 3 ducks", "5"),
+        ("The answer is 5!", "5"),
+        ("#### Step 2: add\nThe answer is 5", "5"),
+        ("It fell to -5 degrees", "-5"),
+        ("\u7b54\u6848\u662f5\u4e2a", "5"),
+        ("The answer is (5)", "5"),
+        ("She makes $5 every day at the farmers' market.", "5"),
+        ("It is 0.5 or 1/2", "0.5"),
+    ],
+)
+def test_numbers_in_sentences(text: str, value: str) -> None:
+    assert total("math_answer", text, value) == 1.0
+    assert total("math_answer", text, "7") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 5 or 6",
+        "The answer is 5, or maybe 6",
+        "The answer is 5. Or 6.",
+        "The answer is 5, 6",
+        "The answer is 5 dollars or 6 dollars",
+        "The answer is either 5 or 6",
+        "The answer is between 5 and 6",
+        "The answer is not 5. The answer is not 6",
+        "The answer is less than 6, more than 5",
+        "It is 5 or 6",
+        "It is 5, 6",
+        "It is 5-6",
+        "It is 6 - 5",
+        r"\boxed{5} or \boxed{6}",
+        r"\boxed{5}, \boxed{6}",
+        r"\boxed{5 \text{ or } 6}",
+        "#### 5 or 6",
+    ],
+)
+@pytest.mark.parametrize("name", ["math_answer", "math"])
+def test_several_numbers_are_no_answer(name: str, text: str) -> None:
+    requires("math_verify")
+    assert total(name, text, "5") == total(name, text, "6") == 0.0
+
+
+MATH_CASES = [
+    ("2x+1", "The answer is 2x+1", "2"),
+    (r"\frac{1}{2}", "The answer is:\n\\[\n\\frac{1}{2}\n\\]", "1"),
+    ("1500", r"\boxed{1.5e3}", "1.5"),
+    ("5", r"\boxed{5 dollars}", "6"),
+    ("1, 2", r"\boxed{1} and \boxed{2}", "2"),
+    (r"\{1,2\}", "$1$ and $2$", "2"),
+    ("7", "With $x=2$ we get 7.", "2"),
+    ("7", "First $x=2$, then $y=7$.", "2"),
+    (r"\frac{1}{3}", r"\boxed{\frac{1}{3} \approx 0.333}", "0.333"),
+    ("18", "The answer is 18 dollars, for 9 eggs.", "9"),
+    ("(1,2)", "The answer is (1,2).", "1"),
+    ("6", r"\boxed{5}. No, \boxed{6}", "5"),
+    (r"\sqrt{8}", "The final answer is $2\\sqrt{2}$. I hope it is correct.", "2"),
+    (r"5 \to 6", r"\boxed{5 \to 6}", "5"),
+]
+
+
+@pytest.mark.parametrize(("right", "text", "wrong"), MATH_CASES)
+def test_the_expression_that_a_response_ends_at(right: str, text: str, wrong: str) -> None:
+    requires("math_verify")
+    assert total("math", text, right) == 1.0
+    assert total("math", text, wrong) == 0.0
+
+
+@pytest.mark.parametrize("content", [r"5 \lor 6", r"5 \to 6", "5 = 6", "x = 5 = 6", r"5 \equiv 6"])
+def test_two_values_in_a_box_are_neither(content: str) -> None:
+    requires("math_verify")
+    text = rf"\boxed{{{content}}}"
+    assert total("math", text, "5") == total("math", text, "6") == 0.0
+
+
+@EXAMPLES
+@given(ANYTHING, ANYTHING, st.sampled_from(THOUGHT_TAGS))
+def test_thoughts_are_not_read(thought: str, answer: str, tags: tuple[str, str]) -> None:
+    opening, closing = tags
+    thought, answer = safe(thought), safe(answer)
+    assert without_thoughts(f"{opening}{thought}{closing}{answer}") == answer
+    assert without_thoughts(f"{thought}{closing}{answer}") == answer
+    assert without_thoughts(f"{answer}{opening}{thought}{closing}") == answer
+    assert without_thoughts(f"{answer}{opening}{thought}") == answer
+    assert without_thoughts(f"{thought}{closing}{answer}", is_open=True) == answer
+    assert without_thoughts(f"{thought}", is_open=True) == ""
+
+
+READERS = [
+    ("math_answer", "5", "The answer is 5", "4"),
+    ("math_answer_strict", "5", "#### 5", "4"),
+    ("math", "5", r"\boxed{5}", "4"),
+    ("math_boxed", "5", r"\boxed{5}", "4"),
+    ("multiple_choice", "B", "The answer is B", "C"),
+    ("dapo", "5", "Answer: 5", "4"),
+    ("exact", "Paris", "Paris", "Rome"),
+    ("f1", "Paris", "Paris", "Rome"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "says", "other"), READERS)
+def test_what_is_only_thought_is_no_answer(name: str, answer: str, says: str, other: str) -> None:
+    requires("math_verify")
+    wrong = -1.0 if name == "dapo" else 0.0
+    assert total(name, f"<think>{other}?</think>\n{says}", answer) == 1.0
+    assert total(name, f"{other}?</think>\n{says}", answer, prompt="2+3?<think>\n") == 1.0
+    assert total(name, says, answer, prompt="2+3?<think>\n\n</think>\n\n") == 1.0
+    for text in (
+        f"<think>{says}</think>\nI cannot tell.",
+        f"{says}</think>\nNo idea.",
+        f"<think>{says}",
+        f"So <think>\n{says}",
+    ):
+        assert total(name, text, answer) == wrong, text
+    assert total(name, says, answer, prompt="2+3?<think>\n") == wrong, "never closed"
+
+
+def test_the_prompt_of_the_last_row_opens_a_thought() -> None:
+    rows = [["?", "5"], ["? <think>\n", "The answer is 5"]]
+    sample = RewardInput("?", "5", "The answer is 5", "stop", rows=rows)
+    assert [score.total for score in scores(REWARDS["math_answer"], [sample])] == [0.0]
+
+
+@EXAMPLES
+@given(ANYTHING, ANYTHING, st.sampled_from("ABCDE"), st.sampled_from("ABCDE"))
+@example("", "", "A", "B")
+def test_a_boxed_letter_is_right(before: str, behind: str, right: str, wrong: str) -> None:
+    text = f"{wrong}. {safe(before)} \\boxed{{{right}}} {safe(behind)} {wrong}"
+    assert total("multiple_choice", text, right) == 1.0
+    assert total("multiple_choice", text, wrong) == float(right == wrong)
+
+
+CHOSEN = [
+    "{}",
+    "({})",
+    "**{}**",
+    "{}.",
+    "{})",
+    "Answer: {}",
+    "**Answer:** {}",
+    "**Answer: ({}) Paris**",
+    "#### {}",
+]
+CHOSEN += [
+    r"\boxed{{\text{{{}}}}}",
+    r"$\boxed{{\mathrm{{{}}}}}$",
+    r"\boxed{{\textbf{{({})}}\ 5}}",
+    r"\boxed{{{}. Paris}}",
+]
+CHOSEN += [
+    "<answer>{}</answer>",
+    "<answer>Option {}</answer>",
+    "<answer>\n({}) Paris\n</answer>",
+    "Option {}",
+    "{}) Paris",
+]
+CHOSEN += [
+    "The answer is clearly ({}): Paris",
+    "The answer is {}. A and C are wrong.",
+    "The answer is {}, not A",
+    "'{}'",
+]
+CHOSEN += [
+    "The correct answer would be {}!",
+    "The answer is {} because A is wrong",
+    "The answer is \\({}\\)",
+]
+CHOSEN += [
+    "The answer is ({}) A dog barks",
+    "A or C?\n\n{}",
+    "Answer:\n\n{}",
+    "So the answer: option ({})",
+]
+
+
+@pytest.mark.parametrize("form", CHOSEN)
+def test_forms_of_a_choice(form: str) -> None:
+    assert total("multiple_choice", form.format("B"), "B") == 1.0
+    assert total("multiple_choice", form.format("D"), "D") == 1.0
+    for other in "AC":
+        assert total("multiple_choice", form.format("B"), other) == 0.0
+
+
+HEDGES = [
+    "{0} or {1}",
+    "{0}, {1}",
+    "{0}/{1}",
+    "{0} and {1}",
+    "{0} & {1}",
+    "{0}; {1}",
+    "({0}) ({1})",
+    "{0} {1}",
+    "{0}{1}",
+    "{0}-{1}",
+]
+HEDGES += [
+    "{0} (or {1})",
+    "{0}, possibly {1}",
+    "{0} but maybe {1}",
+    "{0}. Or {1}.",
+    "either {0} or {1}",
+    "both {0} and {1}",
+]
+HEDGES += [
+    "{0} as well as {1}",
+    "({0}), ({1})",
+    "{0} or the letter {1}",
+    "{0}? {1}?",
+    "{0} | {1}",
+    "{0}, {1}, or C",
+    "{0}. {1}.",
+]
+
+
+@pytest.mark.parametrize("form", HEDGES)
+def test_several_letters_are_no_choice(form: str) -> None:
+    for hedge in (form.format("A", "B"), form.format("B", "A")):
+        for text in (
+            f"The answer is {hedge}",
+            f"Answer: {hedge}",
+            rf"\boxed{{{hedge}}}",
+            f"<answer>{hedge}</answer>",
+            hedge,
+        ):
+            assert total("multiple_choice", text, "A") == 0.0, text
+            assert total("multiple_choice", text, "B") == 0.0, text
+
+
+@pytest.mark.parametrize("answer", ["A or B", "A, C", "AB", "A big house", "", "5"])
+def test_an_answer_that_is_not_one_letter_is_an_error(answer: str) -> None:
+    sample = RewardInput("?", answer, "A", "stop")
+    assert isinstance(scores(get_reward("multiple_choice"), [sample]), RewardError)
+
+
+@pytest.mark.parametrize("answer", ["(3,4)", "12:30", "2x+1", "", "five", "3 or 4"])
+def test_an_answer_that_is_not_one_number_is_an_error(answer: str) -> None:
+    sample = RewardInput("?", answer, "5", "stop")
+    assert isinstance(scores(get_reward("math_answer"), [sample]), RewardError)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("Answer: 1,2", "12", False),
+        ("Answer: 1,234", "1234", True),
+        ("Answer: 5 or x = 6", "6", False),
+        ("Answer: x=5, x=6", "6", False),
+        ("Answer: 2*3 = 6", "6", True),
+        ("Answer: 1,2", "1, 2", True),
+    ],
+)
+def test_dapo_takes_the_whole_line(text: str, answer: str, right: bool) -> None:
+    assert total("dapo", text, answer) == (1.0 if right else -1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed 5 is it", "5"),
+        (r"\boxed{5", "5"),
+        (r"\boxed{5} $\boxed{5}$", "5"),
+        (r"$\boxed{5}$ or $\boxed{6}$", ""),
+        (r"\boxed{5}\text{ or }\boxed{6}", ""),
+        ("nothing", ""),
+    ],
+)
+def test_the_content_of_the_last_box(text: str, content: str) -> None:
+    assert boxed(text) == content
+
+
+BOMBS = [
+    r"9^{9^{9^9}}",
+    "9!!!!!!",
+    r"\sum_{i=1}^{10^9} \sin(i)",
+    "{" * 3000 + "9" + "}" * 3000,
+    r"(10^{9})!",
+]
+
+
+def test_an_expression_that_takes_too_long_costs_only_its_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requires("math_verify")
+    from relax_hpc.rewards import symbolic
+
+    monkeypatch.setattr(symbolic, "MATH_LIMIT_S", 0.5)
+    texts = [rf"\boxed{{{content}}}" for content in ("9", *BOMBS[: effort(2, 5)], "9")]
+    samples = [RewardInput("?", "9", text, "stop") for text in texts]
+    judged = scores(get_reward("math"), samples)
+    right, unjudged = Score(1.0, {"unjudged": 0.0}), Score(0.0, {"unjudged": 1.0})
+    assert judged == [right, *[unjudged] * (len(texts) - 2), right]
+
+
+def test_a_right_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires("math_verify")
+    from relax_hpc.rewards import symbolic
+
+    monkeypatch.setattr(symbolic, "MATH_LIMIT_S", 0.3)
+    answer = "(" * 3000 + "9" + ")" * 3000
+    failure = scores(get_reward("math"), [RewardInput("?", answer, "9", "stop")])
+    assert isinstance(failure, RewardError) and failure.reason == "reward_exception"
+    assert "TimeoutError: answer: reading" in failure.detail
+
+
+def test_a_limit_of_a_group_below_that_of_its_expressions_is_refused() -> None:
+    values = {"rollout.reward": "math", "rollout.reward_timeout_s": 20.0}
+    [finding] = check_rewards(load([], values))
+    assert finding.startswith("rollout.reward_timeout_s: found 20, allowed with reward math: at least")
