@@ -107,9 +107,10 @@ class JudgeSettings(ServiceSettings):
         "Is the response right? Give a last line `Score: 1` if it is, or `Score: 0`."
     )
     """Question to the judge, with `{prompt}`, `{answer}` and `{response}` filled in."""
-    score: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score; the last place in the judge's answer counts. An answer without
-    one is the judge's failure, and not the response's: the prompt group is drawn again."""
+    score: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:-|to|or)\s*-?\d)"
+    """Regular expression whose first group is the score; its last match in the judge's answer counts, thoughts left
+    out. An answer without a score, or one that was cut off, is the judge's failure, and not the response's: the prompt
+    group is drawn again."""
     scale: float = 1.0
     """Factor by which a score becomes the reward."""
     max_new_tokens: int = bounded(1024, 1)

@@ -225,6 +225,47 @@ def test_a_judge_that_gives_no_score_has_failed_and_not_the_response(said: Any) 
     assert "the judge gives no score" in found.detail or "the judge answers" in found.detail
 
 
+def answer_that_ends(finish_reason: str | None, text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": text}, "finish_reason": finish_reason}]}
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "max_tokens", "abort", "content_filter"])
+def test_a_judge_that_is_cut_off_gives_no_score(finish_reason: str) -> None:
+    text = "A wrong answer would be Score: 0, a perfect one Score: 10. Let me look at"
+    failure = judged(["Score: 1", answer_that_ends(finish_reason, text)])
+    assert isinstance(failure, RewardError) and failure.reason == "reward_exception"
+    assert f"the judge was cut off (finish_reason {finish_reason})" in failure.detail
+    assert "raise reward.judge.max_new_tokens" in failure.detail
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "eos_token", None])
+def test_a_judge_that_ends_by_itself_gives_one(finish_reason: str | None) -> None:
+    assert judged(["Score: 1", answer_that_ends(finish_reason, "Score: 0")]) == [Score(1.0), Score(0.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>Score: 1 or Score: 0?</think>\nScore: 0", 0.0),
+        ("Is it Score: 1?</think>Score: 0", 0.0),
+        ("<think>Is it Score: 1?</think>I cannot tell.", None),
+        ("<think>Score: 1", None),
+        ("Score: 1 <think>no, Score: 0", 1.0),
+        ("Score: 0 or 1", None),
+        ("Score: 0-10", None),
+        ("Score: 1,5", None),
+        ("Score: 0.75.", 0.75),
+        ("Score: 8/10", 8.0),
+    ],
+)
+def test_the_score_stands_whole_in_the_answer_and_not_in_its_thoughts(text: str, score: float | None) -> None:
+    scores = judged(["Score: 1", text])
+    if score is None:
+        assert isinstance(scores, RewardError) and "the judge gives no score" in scores.detail
+    else:
+        assert scores == [Score(1.0), Score(score)]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

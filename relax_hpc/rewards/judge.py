@@ -1,4 +1,5 @@
-"""Reward of a generative reward model: a model behind an address as OpenAI's says how good a response is."""
+"""Reward of a generative reward model: a model behind an address like OpenAI's scores a
+response."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.final_answer import without_thoughts
 from relax_hpc.rewards.group_service import GroupService
 from relax_hpc.rewards.service import SHOWN, Service
 
@@ -18,37 +20,41 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")
 _ADDRESS = "/v1/chat/completions"
 """Address of chat completions at a server."""
+_CUT_OFF = ("length", "max_tokens", "abort", "content_filter", "error")
+"""Values of finish_reason of an answer that does not say all that the judge would have said."""
 _GROUP = 8
 """Requests of a prompt group, about: so many times fewer groups are taken on at a time."""
 
 
 class Judge:
-    """Asks about each response by itself, see `reward.judge`."""
+    """Asks one question for each response, see `reward.judge`."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        """ConfigError: see `Service`; or what is asked for holds no score."""
-        self._settings = asked = settings.judge
-        if not (asked.url or asked.endpoints):
+        """ConfigError: see `Service`; or the expression of the score, or the question, is of no
+        use."""
+        self._settings = judge = settings.judge
+        if not (judge.url or judge.endpoints):
             raise ConfigError(
                 "reward.judge.url: found nothing, allowed: http://... or https://..., or a group with role genrm that "
                 "serves a judge (groups: {genrm: {}})"
             )
         self.service = (
-            GroupService(asked, Path(asked.endpoints), _ADDRESS) if asked.endpoints else Service(asked, "reward.judge")
+            GroupService(judge, Path(judge.endpoints), _ADDRESS) if judge.endpoints else Service(judge, "reward.judge")
         )
-        self.at_once = max(1, asked.in_flight // _GROUP)
-        self._turns = asyncio.Semaphore(asked.in_flight)
+        self.at_once = max(1, judge.in_flight // _GROUP)
+        self._turns = asyncio.Semaphore(judge.in_flight)
         try:
-            self._score = re.compile(asked.score)
+            self._score = re.compile(judge.score)
         except re.error as error:
-            raise ConfigError(f"reward.judge.score: found {asked.score!r}: {error}") from error
+            raise ConfigError(f"reward.judge.score: found {judge.score!r}: {error}") from error
         if not self._score.groups:
-            raise ConfigError(f"reward.judge.score: found {asked.score!r}, allowed: an expression with a group, (...)")
-        if "{response}" not in asked.question:
+            raise ConfigError(f"reward.judge.score: found {judge.score!r}, allowed: an expression with a group, (...)")
+        if "{response}" not in judge.question:
             raise ConfigError("reward.judge.question: found no {response} in it, which is to be judged")
 
     async def __call__(self, sample: RewardInput) -> float:
-        """The score that the judge gives. NoAnswer, Away. ValueError: it refuses, or gives none."""
+        """The last score in the judge's answer, without its thoughts. NoAnswer, Away. ValueError:
+        it refuses, gives no score, or was cut off."""
         settings = self._settings
         values = {"prompt": sample.prompt, "answer": sample.answer, "response": sample.response_text}
         question = _PLACE.sub(lambda place: values[place[1]], settings.question)
@@ -60,18 +66,25 @@ class Judge:
         }
         async with self._turns:
             text = _text(await self.service.ask(body))
-        found = [match[1] for match in self._score.finditer(text)]
-        if not found:
+        verdict = without_thoughts(text)
+        scores = [match[1] for match in self._score.finditer(verdict)]
+        if not scores:
             raise ValueError(f"the judge gives no score: {text[-SHOWN:]!r}")
-        return float(found[-1]) * settings.scale
+        return float(scores[-1]) * settings.scale
 
 
-def _text(found: Any) -> str:
-    """The judge's words. ValueError: there are none."""
+def _text(answer: Any) -> str:
+    """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its end."""
     try:
-        text = found["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        text = None
+        choice = answer["choices"][0]
+        text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        text = finish_reason = None
     if not isinstance(text, str):
-        raise ValueError(f"the judge answers {str(found)[:SHOWN]!r}, expected choices with a message")
+        raise ValueError(f"the judge answers {str(answer)[:SHOWN]!r}, expected choices with a message")
+    if finish_reason in _CUT_OFF:
+        raise ValueError(
+            f"the judge was cut off (finish_reason {finish_reason}) after {text[-SHOWN:]!r}; "
+            "raise reward.judge.max_new_tokens"
+        )
     return text
