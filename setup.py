@@ -19,6 +19,7 @@ BASE = [
     "tensorboard>=2.15",
     "psutil>=5.9",
     "jinja2>=3",
+    "markdown-it-py>=3",
 ]
 EXTRAS = {
     "train": ["torch>=2.6", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],

@@ -7,19 +7,19 @@ look its assertions up: the former is the better choice.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.rewards.final_answer import final_text
 from relax_hpc.rewards.jail import Jail
+from relax_hpc.rewards.program_text import program_of
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 Test = Callable[[float], bool]
 """Whether the program passes, in so many seconds."""
 
@@ -37,7 +37,7 @@ class Code:
         self._jail = Jail(settings.code)
 
     def __call__(self, sample: RewardInput) -> dict[str, float]:
-        program = program_of(sample.response_text)
+        program = program_of(final_text(sample))
         tests = list(self._tests(program, sample.metadata.get("tests")))
         passed = run = 0
         until = time.monotonic() + self._settings.timeout_s
@@ -70,16 +70,6 @@ class Code:
         word = secrets.token_hex(16)
         ran = self._jail.run(f"{program}\n\n{tests}\n\nprint()\nprint({word!r})\n", "", left)
         return ran.in_time and ran.code == 0 and _lines(ran.output)[-1:] == [word]
-
-
-def program_of(text: str) -> str:
-    """The last fenced block of a response that is Python, or of no language; empty: there is none.
-
-    >>> program_of("First:\\n```python\\nprint(1)\\n```\\nBetter:\\n```\\nprint(2)\\n```")
-    'print(2)\\n'
-    """
-    blocks = _FENCED.findall(text)
-    return blocks[-1] if blocks else ""
 
 
 def _lines(text: str) -> list[str]:
