@@ -48,6 +48,9 @@ class CodeSettings:
     """Megabytes of all files that it writes, which are in memory, and of what it prints to each test."""
     processes: int = bounded(16, 1)
     """Processes and threads that it may have at a time."""
+    same_process: bool = False
+    """Run tests written in Python in the process of the program, after it. A program can forge their result there: a
+    policy that finds out gets rewards for nothing. Only for tests that need more of the program than plain data."""
     share: bool = False
     """Give the share of the tests that pass. False: 1 if all do, else 0, and the others are not run."""
     python: str = ""

@@ -18,7 +18,7 @@ import pytest
 from relax_hpc.errors import ConfigError
 from relax_hpc.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput, jail
-from relax_hpc.rewards.code import Code, program_of
+from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail
 from tests.hostile_programs import SETTINGS
 from tests.plain_user import plain_user
@@ -142,9 +142,7 @@ def code() -> Code:
         ("print(*sorted(input().split()))", SORTS, 1.0, 1.0),
         ("print('1 2 3')", SORTS, 0.0, 0.5),
         ("print(input(", SORTS, 0.0, 0.0),
-        ("def add(a, b):\n    return a + b", "assert add(1, 2) == 3", 1.0, 1.0),
-        ("def add(a, b):\n    return a - b", "assert add(1, 2) == 3", 0.0, 0.0),
-        ("import os\nos._exit(0)", "assert False", 0.0, 0.0),
+        ("import os\nprint('1 2 3', flush=True)\nos._exit(1)", SORTS, 0.0, 0.0),
     ],
 )
 def test_a_response_gets_what_its_program_does(code: Code, program: str, tests: object, total: float, passed: float):
@@ -165,5 +163,25 @@ def test_a_prompt_without_tests_is_an_error_and_a_response_without_a_program_is_
     for tests in (None, [], "", 3):
         with pytest.raises(ValueError, match="tests: found"):
             code(response("print(1)", tests))
+    with pytest.raises(TypeError, match="tests: found an input or output that is no text"):
+        code(response("print(1)", [{"input": 1, "output": "1"}]))
     assert code(RewardInput("?", "", "I would sort them.", "stop", {"tests": SORTS})) == {"total": 0.0, "passed": 0.0}
-    assert program_of("```js\nx\n```") == ""
+
+
+def test_a_program_within_a_thought_is_no_answer(code: Code) -> None:
+    program = "```python\nprint(*sorted(input().split()))\n```\n"
+    for text, total in ((f"<think>{program}</think>No.", 0.0), (f"<think>Hm.</think>{program}", 1.0)):
+        assert code(RewardInput("?", "", text, "stop", {"tests": SORTS}))["total"] == total
+
+
+def test_nobody_else_reads_a_program_or_its_tests(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = list[int]()
+    real = jail.Jail._words
+
+    def words(self: Jail, folder: str, *about: object) -> list[str]:
+        modes.append(Path(folder).stat().st_mode & 0o777)
+        return real(self, folder, *about)
+
+    monkeypatch.setattr(jail.Jail, "_words", words)
+    code(response("def add(a, b): return a + b", "assert add(1, 2) == 3"))
+    assert modes == [0o700, 0o700]

@@ -1,17 +1,22 @@
-"""Reward of programs that the policy writes: the tests that they pass, run apart from everything else.
+"""Reward of programs that the policy writes: the tests that they pass, run in a jail.
 
-The tests are the column `tests` of a prompt's line: a list of {"input", "output"}, what a program reads and has to
-print, or a text of Python that goes on from the program, such as assertions. A program sees its input alone, and can
-look its assertions up: the former is the better choice.
+The tests are the column `tests` of a prompt's line: a list of {"input", "output"}, the text that a
+program reads and the text that it has to print, or a text of Python, such as assertions. Tests in
+Python run in a process that the program cannot reach, see `code_sides`.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.rewards import code_sides
+from relax_hpc.rewards.code_sides.judge import BROKEN, PASSED
 from relax_hpc.rewards.final_answer import final_text
 from relax_hpc.rewards.jail import Jail
 from relax_hpc.rewards.program_text import program_of
@@ -20,15 +25,22 @@ if TYPE_CHECKING:
     from relax_hpc.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
-Test = Callable[[float], bool]
-"""Whether the program passes, in so many seconds."""
+Pair = tuple[str, str]
+"""Text that a program reads, and text that it has to print."""
+_MAIN = """import os, sys
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from code_sides.{side} import main
+del sys.path[0]
+main({path!r})
+"""
 
 
 class Code:
-    """1 if the last fenced block of a response passes all its tests, else 0; or the share of them, see `reward.code`.
+    """1 if the program of a response passes all its tests, else 0; or the share that it passes.
 
-    `passed`, a component, is the share of those that were run. OSError: a program could not begin. ValueError,
-    TypeError: the prompt has no tests.
+    The component `passed` is the share of the tests that were run. `objects` is 1 if tests in
+    Python compared an object of the program, which equals nothing else. OSError: a program could
+    not begin. ValueError, TypeError: the prompt has no tests, or they cannot run.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -37,39 +49,84 @@ class Code:
         self._jail = Jail(settings.code)
 
     def __call__(self, sample: RewardInput) -> dict[str, float]:
+        tests = sample.metadata.get("tests")
+        deadline = time.monotonic() + self._settings.timeout_s
         program = program_of(final_text(sample))
-        tests = list(self._tests(program, sample.metadata.get("tests")))
+        if isinstance(tests, str) and tests.strip():
+            return self._python_tests(program, tests, deadline)
+        return self._printed(program, _pairs(tests), deadline)
+
+    def _printed(self, program: str, pairs: list[Pair], deadline: float) -> dict[str, float]:
+        """Scores of a program by its output for each input of ``pairs``."""
         passed = run = 0
-        until = time.monotonic() + self._settings.timeout_s
-        for test in tests if program else ():
-            left = until - time.monotonic()
-            run, well = run + 1, left > 0 and test(left)
-            passed += well
-            if not (well or self._settings.share):
+        for text, expected in pairs if program else ():
+            left_s = deadline - time.monotonic()
+            is_right = left_s > 0 and self._prints(program, text, expected, left_s)
+            run, passed = run + 1, passed + is_right
+            if not (is_right or self._settings.share):
                 break
-        share = passed / len(tests)
-        total = share if self._settings.share else float(passed == len(tests))
+        share = passed / len(pairs)
+        total = share if self._settings.share else float(passed == len(pairs))
         return {"total": total, "passed": passed / max(1, run)}
 
-    def _tests(self, program: str, tests: Any) -> Iterator[Test]:
-        if isinstance(tests, str) and tests.strip():
-            yield lambda left: self._goes_on(program, tests, left)
-            return
-        if not isinstance(tests, list) or not tests:
-            raise ValueError(f'tests: found {str(tests)[:100]!r}, allowed: a list of {{"input", "output"}}, or Python')
-        for test in tests:
-            given, wanted = test["input"], test["output"]
-            yield lambda left, given=given, wanted=wanted: self._prints(program, given, wanted, left)
+    def _prints(self, program: str, text: str, expected: str, left_s: float) -> bool:
+        ran = self._jail.run(program, text, left_s)
+        return ran.in_time and ran.code == 0 and _lines(ran.output) == _lines(expected)
 
-    def _prints(self, program: str, given: str, wanted: str, left: float) -> bool:
-        ran = self._jail.run(program, given, left)
-        return ran.in_time and ran.code == 0 and _lines(ran.output) == _lines(wanted)
+    def _python_tests(self, program: str, tests: str, deadline: float) -> dict[str, float]:
+        """Scores of a program by tests written in Python. ValueError: the tests are broken."""
+        left_s = deadline - time.monotonic()
+        verdict: dict[str, Any] = {}
+        if program and left_s > 0:
+            run = self._same_process if self._settings.same_process else self._two_processes
+            verdict = run(program, tests, left_s)
+        if verdict.get("verdict") == BROKEN:
+            raise ValueError(f"tests: {verdict['detail']}")
+        passed = float(verdict.get("verdict") == PASSED)
+        return {"total": passed, "passed": passed, "objects": float(verdict.get("objects", False))}
 
-    def _goes_on(self, program: str, tests: str, left: float) -> bool:
-        """Whether the tests were come to the end of, which one that ends before does not say."""
-        word = secrets.token_hex(16)
-        ran = self._jail.run(f"{program}\n\n{tests}\n\nprint()\nprint({word!r})\n", "", left)
-        return ran.in_time and ran.code == 0 and _lines(ran.output)[-1:] == [word]
+    def _two_processes(self, program: str, tests: str, left_s: float) -> dict[str, Any]:
+        """Verdict of the process of the tests; empty without one. OSError: it could not begin."""
+        program_files = {
+            "main.py": _MAIN.format(side="program", path="program.py"),
+            "program.py": program,
+        }
+        judge_files = {"main.py": _MAIN.format(side="judge", path="tests.py"), "tests.py": tests}
+        sides = _side_files()
+        ran = self._jail.run_pair(sides | program_files, sides | judge_files, left_s)
+        if not ran.in_time:
+            return {}
+        line = ran.output.rpartition("\n")[2]
+        try:
+            return json.loads(line) if line else {}
+        except ValueError:
+            raise OSError(f"the tests could not begin: {ran.output[-500:]}") from None
+
+    def _same_process(self, program: str, tests: str, left_s: float) -> dict[str, Any]:
+        """Verdict of tests that run in the process of the program, which can forge it."""
+        secret = secrets.token_hex(16)
+        ran = self._jail.run(f"{program}\n\n{tests}\n\nprint()\nprint({secret!r})\n", "", left_s)
+        is_done = ran.in_time and ran.code == 0 and _lines(ran.output)[-1:] == [secret]
+        return {"verdict": PASSED} if is_done else {}
+
+
+def _pairs(tests: Any) -> list[Pair]:
+    """Inputs and outputs of ``tests``. ValueError, TypeError: it has none."""
+    if not isinstance(tests, list) or not tests:
+        allowed = 'a list of {"input", "output"}, or Python'
+        raise ValueError(f"tests: found {str(tests)[:100]!r}, allowed: {allowed}")
+    pairs = [(test["input"], test["output"]) for test in tests]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise TypeError("tests: found an input or output that is no text")
+    return pairs
+
+
+@cache
+def _side_files() -> Mapping[str, str]:
+    """Modules of `code_sides`, by their names in a jail."""
+    folder = Path(code_sides.__path__[0])
+    paths = sorted(folder.glob("*.py"))
+    return {f"{folder.name}/{path.name}": path.read_text(encoding="utf-8") for path in paths}
 
 
 def _lines(text: str) -> list[str]:

@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import jail_entry
@@ -31,6 +32,9 @@ _NOBODIES = 1 << 30
 _RUNS = itertools.count()
 _MOST_OUTPUT = 16 << 20
 _SHOWN = 500
+_MAIN = "main.py"
+Files = Mapping[str, str]
+"""Text of each file of a program by its name, which may be in one folder; `main.py` is run."""
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
 _PROBE_S = 60.0
 """Seconds for the interpreter to be read from a shared filesystem, the first time."""
@@ -58,49 +62,68 @@ class Jail:
         self._probe()
 
     def run(self, program: str, given: str, timeout_s: float, with_errors: bool = False) -> Ran:
-        """Run the Python ``program`` with ``given`` as its standard input; ``with_errors``: what it writes there is
+        """Run the Python ``program`` with ``given`` as its standard input; ``with_errors``: its standard error is
         output too. Threads may do so side by side. OSError: it could not begin."""
-        with tempfile.TemporaryDirectory(prefix="relax-program-") as folder, contextlib.ExitStack() as stack:
-            # Root's program is somebody else's.
-            Path(folder).chmod(0o755)
-            (Path(folder) / "main.py").write_text(program, errors="replace")
-            (Path(folder) / "main.py").chmod(0o644)
-            question, answer = (stack.enter_context(_memory()) for _ in range(2))
+        with _memory() as question, _memory() as answer:
             question.write(given.encode(errors="replace"))
             question.seek(0)
             errors = subprocess.STDOUT if with_errors else subprocess.DEVNULL
-            code = self._run(folder, question, answer, errors, timeout_s)
-            answer.seek(0)
-            output = answer.read(_MOST_OUTPUT).decode(errors="replace")
-        return Ran(code or 0, output, code is not None)
+            with self._start({_MAIN: program}, (question, answer, errors), timeout_s) as process:
+                code = process.wait(timeout_s)
+            return Ran(code or 0, _text_of(answer), code is not None)
 
-    def _run(self, folder: str, question: Any, answer: Any, errors: int, timeout_s: float) -> int | None:
-        """Run it in ``folder``; its exit code, None if it was not done in time."""
-        told, telling = os.pipe()
-        with os.fdopen(told) as told_file:
-            try:
-                process = subprocess.Popen(
-                    self._words(folder, telling, timeout_s),
-                    stdin=question,
-                    stdout=answer,
-                    stderr=errors,
-                    pass_fds=() if self._settings.image else (telling,),
-                    start_new_session=True,
-                    cwd="/",
-                )
-            finally:
-                os.close(telling)
-            with process:
+    def run_pair(self, program: Files, judge: Files, timeout_s: float) -> Ran:
+        """Run two programs, each in a jail; two pipes connect their standard inputs and outputs.
+
+        The result is that of ``judge``: its exit code, and the text that it writes to standard error.
+        When it ends, the other program is killed. OSError: a program could not begin.
+        """
+        with contextlib.ExitStack() as stack:
+            verdict = stack.enter_context(_memory())
+            to_program, from_judge = map(stack.enter_context, _pipe())
+            to_judge, from_program = map(stack.enter_context, _pipe())
+            pipes = (to_program, from_program, subprocess.DEVNULL)
+            stack.enter_context(self._start(program, pipes, timeout_s))
+            pipes = (to_judge, from_judge, verdict)
+            judging = stack.enter_context(self._start(judge, pipes, timeout_s))
+            # A program sees the end of its input only when no process holds the other end.
+            for end in (to_program, from_judge, to_judge, from_program):
+                end.close()
+            code = judging.wait(timeout_s)
+            return Ran(code or 0, _text_of(verdict), code is not None)
+
+    @contextlib.contextmanager
+    def _start(self, files: Files, streams: tuple[Any, Any, Any], timeout_s: float) -> Iterator[_Started]:
+        """Start the program ``files`` with standard ``streams``; the end of the context kills it.
+
+        OSError, also at the end of the context: it could not begin.
+        """
+        with tempfile.TemporaryDirectory(prefix="relax-program-") as folder:
+            # Without namespaces the program itself reads this folder, as another user if root runs it.
+            is_read_by_others = self._settings.weak or bool(self._settings.image)
+            _write_files(Path(folder), files, is_read_by_others)
+            failure_fd, telling = os.pipe()
+            with os.fdopen(failure_fd) as failures:
                 try:
-                    code = process.wait(timeout_s)
-                except subprocess.TimeoutExpired:
-                    return None
+                    process = subprocess.Popen(
+                        self._words(folder, telling, timeout_s),
+                        stdin=streams[0],
+                        stdout=streams[1],
+                        stderr=streams[2],
+                        pass_fds=() if self._settings.image else (telling,),
+                        start_new_session=True,
+                        cwd="/",
+                    )
                 finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                if why := told_file.read():
-                    raise OSError(why)
-                return code
+                    os.close(telling)
+                with process:
+                    started = _Started(process)
+                    try:
+                        yield started
+                    finally:
+                        started.kill()
+                    if failure := failures.read():
+                        raise OSError(failure)
 
     def _words(self, folder: str, telling: int, timeout_s: float) -> list[str]:
         settings = self._settings
@@ -110,7 +133,7 @@ class Jail:
         python = settings.python or ("python3" if settings.image else sys.executable)
         if settings.image:
             asked |= {"weak": True, "told": -1, "folder": jail_entry.BOX}
-        asked["words"] = [python, "-I", "main.py"]
+        asked["words"] = [python, "-I", _MAIN]
         asked["show"] = [*_SYSTEM, *_interpreter(python)]
         entry = [python, "-I", "-S", jail_entry.__file__, json.dumps(asked)]
         if not settings.image:
@@ -131,6 +154,46 @@ class Jail:
                 "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or set "
                 f"{self._key}.image, or {self._key}.weak: true"
             )
+
+
+class _Started:
+    """Program that was started in a jail."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit code of the program; None if it does not end within ``timeout_s``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """Kill the program with all processes of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _write_files(folder: Path, files: Files, for_all: bool) -> None:
+    """Write ``files``; ``for_all``: other users may read them."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+        if for_all:
+            path.chmod(0o644)
+            path.parent.chmod(0o755)
+
+
+def _pipe() -> tuple[BinaryIO, BinaryIO]:
+    read_fd, write_fd = os.pipe()
+    return os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb")
+
+
+def _text_of(file: Any) -> str:
+    file.seek(0)
+    return file.read(_MOST_OUTPUT).decode(errors="replace")
 
 
 def _memory() -> Any:

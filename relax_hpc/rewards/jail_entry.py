@@ -117,7 +117,7 @@ def _become_nobody(asked: dict) -> None:
 def _make_root(asked: dict) -> None:
     """A file system in memory: what ``show`` names, to be read, and an empty folder for the program."""
     root = Path(asked["folder"])
-    program = (root / "main.py").read_bytes()
+    files = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={asked['disk_mb']}m,nr_inodes=4096,mode=755")
     for path in map(Path, asked["show"]):
@@ -130,7 +130,9 @@ def _make_root(asked: dict) -> None:
         _mount(f"/dev/{name}", root / "dev" / name, None, _BIND)
     for name in ("box", "tmp"):
         (root / name).chmod(0o777)
-    (root / "box" / "main.py").write_bytes(program)
+    for path, content in files.items():
+        (root / "box" / path).parent.mkdir(exist_ok=True)
+        (root / "box" / path).write_bytes(content)
     os.chdir(root)
     _check(_LIBC.pivot_root(b".", b"."), "pivot_root")
     _check(_LIBC.umount2(b".", _DETACH), "umount2")

@@ -18,8 +18,8 @@ _SHOWN = 4000
 
 
 class Python(Tool):
-    """Runs a program; its options are those of `reward.code`, of which `timeout_s` is for a program, and `share` says
-    nothing."""
+    """Runs a program; its options are those of `reward.code`. `timeout_s` is for one program, and those that concern
+    tests, `share` and `same_process`, have no effect."""
 
     name = "python"
     description = "Runs a Python program, without files or a network, and tells what it prints."

@@ -1,0 +1,360 @@
+"""The process of the tests: it runs them, with stand-ins for the names that the program defines.
+
+The program reaches this process only through the pipe. The verdict, one line of JSON, goes to
+standard error, which the program does not have.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import symtable
+import sys
+from collections import deque
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NoReturn
+
+from .errors import ErrorClasses, builtin_type, describe_error, standard
+from .plain import Channel, Malformed, NotPlainError, decode, encode
+
+PASSED, FAILED, BROKEN = "passed", "failed", "broken"
+"""Verdicts. A program has no influence on the last one: the tests themselves cannot run."""
+_READABLE = frozenset({"__name__", "__qualname__", "__annotations__", "__wrapped__", "__dict__"})
+"""Attributes between double underscores that a stand-in passes on. Libraries ask any object for
+other ones and trust them: by an `__array_interface__` numpy would read any memory."""
+_MALFORMED = (Malformed, TypeError, ValueError, LookupError, AttributeError, ImportError)
+"""Errors of reading a message that has another form."""
+
+
+def main(path: str) -> NoReturn:
+    """Run the tests in the file ``path`` against the program behind standard input and output."""
+    verdict_fd, channel = os.dup(2), Channel(os.dup(0), os.dup(1))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    judge = _Judge(channel, verdict_fd)
+    try:
+        tests = PythonTests(Path(path).read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        judge.end(BROKEN, f"no Python: {error}")
+    if not tests.names:
+        judge.end(BROKEN, "they use no name that a program defines, built-in names left out")
+    judge.run(tests)
+
+
+class PythonTests:
+    """Tests written in Python, and the names that they use and do not define."""
+
+    def __init__(self, text: str) -> None:
+        """SyntaxError, ValueError, MemoryError, RecursionError: ``text`` is no Python."""
+        self.code = compile(text, "tests", "exec")
+        top = symtable.symtable(text, "tests", "exec")
+        bound = {symbol.get_name() for symbol in top.get_symbols() if _is_bound(symbol)}
+        used = _used_names(top)
+        self.names = used - bound - set(dir(builtins))
+        """Global names that a program has to define. It cannot redefine built-in names."""
+        self.top_names = _used_names(top, depth=0) & self.names
+        """Names among them that are read outside of functions, that is, for certain."""
+        self.modules = self.names & _modules_in(ast.parse(text))
+        """Names of modules of the standard library. The judge imports them itself: a program must
+        not decide what `math.isclose` says."""
+
+
+def _is_bound(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+
+
+def _used_names(table: symtable.SymbolTable, depth: int = 1000) -> set[str]:
+    """Global names that are read in ``table``, and in functions and classes down to ``depth``."""
+    read = [symbol for symbol in table.get_symbols() if symbol.is_referenced()]
+    names = {symbol.get_name() for symbol in read if symbol.is_global()}
+    for child in table.get_children() if depth else ():
+        names |= _used_names(child, depth - 1)
+    return names
+
+
+def _modules_in(tree: ast.AST) -> set[str]:
+    """Names of the standard library's modules that are used in front of a dot alone."""
+    nodes = list(ast.walk(tree))
+    in_front = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    used = [node for node in nodes if isinstance(node, ast.Name)]
+    alone = {node.id for node in used if id(node) not in in_front}
+    return {node.id for node in used} & sys.stdlib_module_names - alone
+
+
+class ProgramObject:
+    """Stand-in for an object of the program: function, class, instance or iterator.
+
+    It gives plain data and other stand-ins. It takes no part in comparisons and arithmetic: the
+    program would decide there whether its object equals the expected value.
+    """
+
+    __slots__ = ("__judge", "__number")
+
+    def __init__(self, judge: _Judge, number: int) -> None:
+        object.__setattr__(self, "_ProgramObject__judge", judge)
+        object.__setattr__(self, "_ProgramObject__number", number)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__judge.ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name not in _READABLE:
+            raise AttributeError(name)
+        return self.__judge.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__judge.ask("setattr", self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is not other:
+            self.__judge.has_compared_objects = True
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash(self.__number)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an object of the program cannot be copied by its tests")
+
+    def __iter__(self) -> Any:
+        return self.__judge.ask("iter", self)
+
+    def __next__(self) -> Any:
+        return self.__judge.ask("next", self)
+
+    def __len__(self) -> Any:
+        return self.__judge.ask("len", self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__judge.ask("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__judge.ask("setitem", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self.__judge.ask("delitem", self, key)
+
+    def __str__(self) -> Any:
+        return self.__judge.ask("str", self)
+
+    def __repr__(self) -> Any:
+        return self.__judge.ask("repr", self)
+
+    def __bool__(self) -> Any:
+        return self.__judge.ask("bool", self)
+
+    def __int__(self) -> Any:
+        return self.__judge.ask("int", self)
+
+    def __float__(self) -> Any:
+        return self.__judge.ask("float", self)
+
+    def __enter__(self) -> Any:
+        return self.__judge.ask("enter", self)
+
+    def __exit__(self, *error: Any) -> None:
+        # Without the result: a context of the program must not swallow a failed assertion.
+        self.__judge.ask("exit", self)
+
+    def __instancecheck__(self, instance: Any) -> Any:
+        is_program_object = isinstance(instance, ProgramObject)
+        return is_program_object and self.__judge.ask("isinstance", instance, self)
+
+
+def number_of(stand_in: ProgramObject) -> int:
+    """Number by which the program knows the object of a stand-in."""
+    return object.__getattribute__(stand_in, "_ProgramObject__number")
+
+
+class _Judge:
+    """Runs tests, asks the program, and ends with a verdict."""
+
+    def __init__(self, channel: Channel, verdict_fd: int) -> None:
+        self._channel, self._verdict_fd = channel, verdict_fd
+        self._functions: list[Any] = []
+        self._objects: dict[int, ProgramObject] = {}
+        self._errors = ErrorClasses()
+        self._has_asked = False
+        self.has_compared_objects = False
+
+    def end(self, verdict: str, detail: str = "") -> NoReturn:
+        """Give the verdict, and end the process: tests may catch any exception."""
+        line = {"verdict": verdict, "detail": detail, "objects": self.has_compared_objects}
+        # The start of a container may have written other lines there.
+        os.write(self._verdict_fd, b"\n" + json.dumps(line).encode())
+        os._exit(0)
+
+    def run(self, tests: PythonTests) -> NoReturn:
+        """Run ``tests`` with the names that they use of the program."""
+        main_module = ModuleType("__main__")
+        sys.modules["__main__"], sys.argv = main_module, ["tests"]
+        for name in tests.modules:
+            try:
+                setattr(main_module, name, importlib.import_module(name))
+            except ImportError as error:
+                self.end(BROKEN, _text(error))
+        names = tests.names - tests.modules
+        self._send(["names", sorted(names)])
+        values = self._names(self._receive())
+        for name in names & values.keys():
+            setattr(main_module, name, values[name])
+        objects = {name for name, value in values.items() if isinstance(value, ProgramObject)}
+        has_constant = not tests.top_names.isdisjoint(values.keys() - objects)
+        try:
+            exec(tests.code, main_module.__dict__)
+        except SystemExit as end:  # as of unittest.main()
+            if end.code:
+                self.end(FAILED, f"exit code {end.code}")
+            has_constant = False
+        except BaseException as error:
+            self.end(FAILED, _text(error))
+        if not self._has_asked and not has_constant:
+            self.end(BROKEN, "they end without using the program; do they call their functions?")
+        self.end(PASSED)
+
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Result of an operation on an object of the program, the first of ``args``."""
+        self._has_asked = True
+        arguments = self._encode_arguments([list(args), kwargs])
+        self._send(["do", operation, *arguments])
+        message = self._receive()
+        while message[0] == "call":
+            self._answer(message)
+            message = self._receive()
+        try:
+            _, reply, printed, changed = message
+            sys.stdout.write(printed)
+            if changed is not None:
+                _copy_into([list(args), kwargs], self._decode(changed))
+            if reply[0] == "result":
+                return self._decode(reply[1])
+            # Elsewhere the end of an iteration would end a loop of the tests.
+            if reply[0] == "stop" and operation == "next":
+                error: Exception = StopIteration()
+            else:
+                error = self._errors.error(reply[1], reply[2], self._decode(reply[3]))
+        except _MALFORMED as problem:
+            self.end(FAILED, f"a message of the program: {problem}")
+        raise error
+
+    def _names(self, message: Any) -> dict[str, Any]:
+        """Values of the program's names, by what the program says about them."""
+        try:
+            return {name: self._value(name, *kind.popitem()) for name, kind in message.items()}
+        except _MALFORMED as problem:
+            self.end(FAILED, f"a message of the program: {problem}")
+
+    def _value(self, name: str, kind: str, content: Any) -> Any:
+        if kind == "value":
+            return self._decode(content)
+        # No call of the program follows from the names below, though the tests may need no other.
+        self._has_asked = True
+        if kind == "module":
+            return importlib.import_module(content)
+        if kind == "error":
+            return self._errors.resolve(content)
+        value = standard(content, name)
+        # No other objects of a module: unittest.mock.ANY equals everything.
+        is_definition = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+        if not is_definition and content != "typing":
+            raise Malformed(f"{content}.{name}")
+        return value
+
+    def _answer(self, message: Any) -> None:
+        """Answer a call of a function that the tests gave the program as an argument."""
+        try:
+            function = self._functions[message[1]]
+            args, kwargs = self._decode(message[2]), self._decode(message[3])
+        except _MALFORMED as problem:
+            self.end(FAILED, f"a message of the program: {problem}")
+        is_iterator = isinstance(function, Iterator)
+        try:
+            result = next(function) if is_iterator else function(*args, **kwargs)
+            reply = ["result", encode(result, self._encode_object)]
+        except Exception as error:
+            reply = ["error", *describe_error(error, self._encode_object)]
+            if is_iterator and isinstance(error, StopIteration):
+                reply = ["stop"]
+        self._send(reply)
+
+    def _encode_arguments(self, values: Any) -> Any:
+        try:
+            return encode(values, self._encode_object)
+        except NotPlainError as error:
+            hint = "set reward.code.same_process: true, with which programs can forge results"
+            self.end(BROKEN, f"{error}; {hint}")
+
+    def _encode_object(self, value: Any) -> Any:
+        if isinstance(value, ProgramObject):
+            return {"object": number_of(value)}
+        if isinstance(value, type) and builtin_type(value.__name__) is value:
+            return {"type": value.__name__}
+        if isinstance(value, (KeysView, ValuesView, ItemsView)):
+            return encode(list(value), self._encode_object)
+        if isinstance(value, (ModuleType, BaseException)):
+            # The program may have put it there.
+            self.end(FAILED, f"an argument of type {type(value).__name__}")
+        is_iterator = isinstance(value, Iterator)
+        if not is_iterator and not callable(value):
+            raise NotPlainError(f"they give the program an object of {type(value).__name__}")
+        self._functions.append(value)
+        return {"iterator" if is_iterator else "function": len(self._functions) - 1}
+
+    def _decode(self, data: Any) -> Any:
+        return decode(data, self._decode_object)
+
+    def _decode_object(self, name: str, content: Any) -> Any:
+        if name in ("function", "iterator"):
+            return self._functions[content]
+        if name == "type":
+            return builtin_type(content) or object
+        if name != "object" or type(content) is not int:
+            raise Malformed(f"{name} {content!r}"[:100])
+        return self._objects.setdefault(content, ProgramObject(self, content))
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._channel.send(message)
+        except (ValueError, OSError) as error:
+            self.end(FAILED, _text(error))
+
+    def _receive(self) -> Any:
+        try:
+            return self._channel.receive()
+        except EOFError:
+            self.end(FAILED, "the program ended")
+        except (Malformed, OSError) as error:
+            self.end(FAILED, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _copy_into(old: Any, new: Any) -> Any:
+    """``new`` in the mutable containers of ``old``: the tests may hold references to them."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = [*map(_copy_into, old, new), *new[len(old) :]]
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return (*map(_copy_into, old, new), *new[len(old) :])
+    if isinstance(old, dict) and isinstance(new, dict):
+        merged = {key: _copy_into(old.get(key), value) for key, value in new.items()}
+        old.clear()
+        old.update(merged)
+        return old
+    if isinstance(old, set) and isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return old
+    if isinstance(old, (bytearray, deque)) and type(old) is type(new):
+        old.clear()
+        old.extend(new)
+        return old
+    return new
