@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from relax_hpc.config.schema import Config
@@ -51,9 +52,30 @@ class Holder(Protocol):
         """Free these shards: nobody needs them any more."""
 
 
+WITHDRAWN = frozenset(("admit", "claim", "next_version", "step_generated", "take_turn", "whole"))
+"""Requests that may wait at the hub for long. If nobody waits for the answer any more, they are withdrawn."""
+
+
+class Answer(Future):
+    """Answer of the queue, which is not there yet. It cannot be cancelled as other futures can: who waited and waits no
+    more must not disturb the thread that talks to the hub."""
+
+    def __init__(self, withdraw: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.withdraw = withdraw
+        self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Withdraw the request, if it is one that may wait for long. asyncio calls this when the future that it has
+        made of this one is cancelled, before anybody has seen its result."""
+        if self.withdraw:
+            self.withdraw()
+        return False
+
+
 @dataclass(slots=True)
 class _Call:
-    future: Future
+    future: Answer
     message: dict[str, Any]
     until: float
     since: float
@@ -104,7 +126,8 @@ class Connection:
         may_stand_s = longest_wait_s(self.config) if timeout is None else 0.0
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         number, now = next(self._ids), time.monotonic()
-        call = _Call(_running(), self._message(number, op, args), now + timeout, now, may_stand_s)
+        answer = Answer(partial(self._withdraw, number) if op in WITHDRAWN else None)
+        call = _Call(answer, self._message(number, op, args), now + timeout, now, may_stand_s)
         with self._lock:
             if open_yet := not self._closing.is_set():
                 self._calls[number] = call
@@ -116,6 +139,13 @@ class Connection:
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
         """Submit a request and wait for the answer."""
         return self.submit(op, timeout, **args).result()
+
+    def _withdraw(self, number: int) -> None:
+        """Have the hub forget the request ``number``, and take back what it has granted to it: whoever asked does not
+        wait for the answer any more, and a later request may come from another one of the same name."""
+        with self._lock:
+            self._calls.pop(number, None)
+        self.submit("withdraw", number=number)
 
     def _message(self, number: int, op: str, args: dict[str, Any]) -> dict[str, Any]:
         about = {"client": self.name, "group": self.group, "incarnation": self.incarnation}
@@ -202,7 +232,7 @@ class Connection:
         self.beat.passes(now)
         holds = self.shards.holds() if self.shards else []
         args = {"member": self.member, "holds": holds, **self.beat.about()}
-        return _Call(_running(), self._message(0, "beat", args), now + 1.0, now)
+        return _Call(Answer(), self._message(0, "beat", args), now + 1.0, now)
 
     def _due(self) -> float:
         """Time at which the next call has to be given up, on the monotonic clock."""
@@ -242,16 +272,9 @@ class Connection:
             self.shards.free([name for name in names if isinstance(name, str)])
 
 
-def _running() -> Future:
-    """A future that cannot be cancelled: an asyncio waiter that goes away must not disturb the talking thread."""
-    future: Future = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
 def then(future: Future[Given], function: Callable[[Given], Made]) -> Future[Made]:
     """A future with ``function`` of the result, or with what went wrong on the way there."""
-    after = _running()
+    after = Answer(getattr(future, "withdraw", None))
 
     def finish(done: Future) -> None:
         try:

@@ -63,6 +63,12 @@ class WaitingRequests:
             for number in [number for number, request in topic.items() if request.owner == owner]:
                 del topic[number]
 
+    def withdraw(self, key: str) -> None:
+        """Drop the request with this ``key``."""
+        for topic in self._topics.values():
+            for number in [number for number, request in topic.items() if request.key == key]:
+                del topic[number]
+
     def wake(self, woken: set[str], answer: Callable[[Request], bool]) -> None:
         """Try the requests that wait for what is in ``woken``: ``answer`` says whether it could, and may add to it.
 

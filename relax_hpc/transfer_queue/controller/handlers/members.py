@@ -43,6 +43,24 @@ def _check_disk(disk: dict) -> None:
         raise Refused("refused", f"beat: disk: found {disk!r:.80}, expected {', '.join(kinds)}")
 
 
+@handles("withdraw")
+def withdraw(service: QueueService, request: Request, number: int) -> Any:
+    """Nobody waits for the answer to the client's request ``number`` any more: it waits no longer, and what was granted
+    to it is taken back. An engine that leaves withdraws its requests, so that none is answered to another engine that
+    comes back under the same name."""
+    state, client = service.state, request.key.rpartition("#")[0]
+    key = f"{client}#{number}"
+    service.waiting.withdraw(key)
+    is_done = state.admissions.recall(request.key) is not None
+    for ticket in () if is_done else state.admissions.recall(key) or ():
+        group = state.groups.get(ticket)
+        if group and group.owner == request.owner and ticket in state.tickets.generating:
+            service.record(op="give_back", owner=request.owner, key=request.key, ticket=ticket)
+    if lease := state.leases.by_key.get(key, 0):
+        service.record(op="release", lease=lease)
+    return {}
+
+
 @handles("down")
 def down(service: QueueService, request: Request, group: str, incarnation: int) -> Any:
     """Note that a supervisor saw an incarnation end."""
