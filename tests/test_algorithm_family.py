@@ -376,7 +376,9 @@ def test_a_kl_whose_gradient_is_zero_is_refused():
     [
         ({}, set()),
         ({"algorithm.passes": 2}, {"actor_fwd"}),
-        ({"max_staleness": 1}, {"actor_fwd"}),
+        ({"max_staleness": 1}, set()),
+        ({"max_staleness": 1, "groups.actor_fwd": {}}, {"actor_fwd"}),
+        ({"max_staleness": 4, "algorithm.mini_batches": 2}, set()),
         ({"algorithm.kl.coefficient": 0.1}, {"reference"}),
         ({"algorithm": {"name": "reinforce_pp", "kl_in_reward": 0.1, "passes": 2}}, {"actor_fwd", "reference"}),
         ({"algorithm.name": OWN, "algorithm.passes": 2, "max_staleness": 4}, set()),
@@ -393,6 +395,38 @@ def test_the_roles_that_score_are_those_that_the_algorithm_needs(overrides, role
     assert set(tasks["actor"].needs) == {"token_ids", "reward", "advantages"} | scores
     assert tasks["advantages"].needs == config.algorithm.needs
     assert tasks["advantages"].whole_step == (config.algorithm.name == "reinforce_pp")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forward"),
+    [
+        ({}, []),
+        ({"algorithm.passes": 1}, []),
+        ({"algorithm.passes": 2}, ["actor_fwd"]),
+        ({"algorithm.mini_batches": 4, "weights.publish_every": 3}, ["actor_fwd"]),
+        ({"algorithm": {"name": "ppo", "passes": 2}}, ["actor_fwd"]),
+        ({"algorithm": {"name": "ppo"}}, []),
+        ({"algorithm.passes": 2, "actor.forward": ["reference"]}, ["reference", "actor_fwd"]),
+        ({"algorithm.passes": 2, "groups.actor_fwd": {}}, []),
+        ({"algorithm.passes": 2, "groups.actor_fwd.resources.nodes": 2}, []),
+        ({"algorithm.passes": 2, "groups.actor_fwd": None}, []),
+        ({"algorithm": {"name": "m2po", "passes": 2}}, []),
+        ({"algorithm": {"name": "distill", "passes": 2, "teacher_top_k": 4}}, []),
+    ],
+)
+def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward, tmp_path):
+    """The newest denominator is the policy before the step. With one update that is the trained
+    policy itself; with several the actor scores the rows before the first. A group's scores are
+    older, so there is such a group only if a layer names it."""
+    config = load([], {"max_staleness": 4} | overrides)
+    assert config.actor.forward == forward
+    is_group_asked = any(key.startswith("groups.actor_fwd") and value is not None for key, value in overrides.items())
+    assert ("actor_fwd" in config.groups) == is_group_asked
+    if config.algorithm.name != "m2po":
+        correction = config.algorithm.correction
+        assert (correction.kind, correction.level) == ("truncate", "token")
+    dump(config, tmp_path / "config.yaml")
+    assert load([tmp_path / "config.yaml"]) == config, "a run that is resumed keeps what it has"
 
 
 @pytest.mark.parametrize(

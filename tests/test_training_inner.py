@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import Grpo, M2po
 from relax_hpc.config.schema import Config, OptimizerConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.inner import InnerRoles
@@ -134,6 +134,9 @@ def test_which_roles_have_anything_to_score(tiny: Path) -> None:
     assert inner_roles(model, mini_batches=1, passes=2).roles == {"actor_fwd", "reference"}
     assert inner_roles(model, mini_batches=1).roles == {"reference"}, "one update: its own are the old ones"
     assert InnerRoles(model, Config(), tiny).roles == set()
+    config = Config(algorithm=M2po(passes=2))
+    config.actor.forward = ["actor_fwd"]
+    assert InnerRoles(model, config, tiny).roles == set(), "its ratio is to the engine's own"
 
 
 def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:

@@ -149,11 +149,13 @@ class Algorithm:
         return ("reward", "rollout_logprobs", "ref_logprobs") if self.kl_in_reward else ("reward",)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
-        """Fields of rows that the loss looks at; ``stale``: rows may be of older versions than the one trained.
+        """Fields of rows that the loss looks at. ``stale``: whether older versions than the trained one may have drawn
+        the rows; no algorithm of this package needs other fields then.
 
-        Before the only update of a step the policy's own log-probabilities are the old ones, unless rows are older.
+        The clip is around the policy before the step, however old the rows are (decoupled PPO, arXiv 2110.00641). With
+        one update in a step that is the policy itself, and no `old_logprobs` are needed.
         """
-        old = ("old_logprobs",) if self.uses_old and (self.updates > 1 or stale) else ()
+        old = ("old_logprobs",) if self.uses_old and self.updates > 1 else ()
         return (*self.gives, *old, *(("ref_logprobs",) if self.kl.coefficient else ()))
 
     @property

@@ -154,8 +154,11 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
         except ConfigError as error:
             found.mistakes += [Mistake("", text) for text in error.mistakes]
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
-    needed = {name: {} for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources}
-    found.tree = _with_optional(found.tree, needed)
+    needed = [name for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources]
+    if "actor_fwd" in needed and found.tree["max_staleness"]:
+        needed.remove("actor_fwd")
+        found.tree = _with_inner_actor_fwd(found.tree)
+    found.tree = _with_optional(found.tree, {name: {} for name in needed})
     if found.tree["environment"]["kind"] == AGENT:
         found.tree = _with_gateway(found.tree)
     if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
@@ -238,6 +241,16 @@ def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
     placed = [*(group.get("roles", ()) for group in tree["groups"].values()), tree["actor"]["forward"]]
     missing = roles_for((*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))).difference(*placed)
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
+
+
+def _with_inner_actor_fwd(tree: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with role `actor_fwd` inside of the actor.
+
+    There its scores are those of the policy before the step. A group scores rows when they come: at a staleness above 0
+    the clip would be around a policy that is several versions old, which costs most of what staleness costs.
+    """
+    actor = tree["actor"]
+    return tree | {"actor": actor | {"forward": [*actor["forward"], "actor_fwd"]}}
 
 
 def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
