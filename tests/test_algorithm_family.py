@@ -30,6 +30,7 @@ from relax_hpc.algorithms import (
 )
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
 from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.checks.files import notes
 from relax_hpc.checks.settings import check
 from relax_hpc.config import dump, load
 from relax_hpc.config.load import gather, load_resolved
@@ -427,6 +428,20 @@ def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward
         assert (correction.kind, correction.level) == ("truncate", "token")
     dump(config, tmp_path / "config.yaml")
     assert load([tmp_path / "config.yaml"]) == config, "a run that is resumed keeps what it has"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "instead"),
+    [
+        ({"max_staleness": 1, "algorithm.passes": 2}, "actor: {forward: [actor_fwd]}"),
+        ({"max_staleness": 1}, "with one update in a step the policy itself is the newest"),
+        ({"algorithm.passes": 2}, ""),
+    ],
+)
+def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, instead):
+    config = load([], {"data.task": "sort_digits", "groups.actor_fwd": {}} | overrides)
+    found = [note for note in notes(config) if note.startswith("groups.actor_fwd.roles: found actor_fwd with")]
+    assert bool(found) == bool(instead) and all(instead in note for note in found)
 
 
 @pytest.mark.parametrize(

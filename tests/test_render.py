@@ -185,12 +185,12 @@ def lines(text: str, option: str) -> list[str]:
 
 def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() -> None:
     het = render(compose(FOUR, "het"))["run.sbatch"]
-    assert het.count("#SBATCH hetjob\n") == 3
-    assert len(lines(het, "no-kill")) == len(lines(het, "no-requeue")) == 4
+    assert het.count("#SBATCH hetjob\n") == 2
+    assert len(lines(het, "no-kill")) == len(lines(het, "no-requeue")) == 3
     assert lines(het, "requeue") == []
     assert lines(het, "signal") == ["--signal=B:USR2@300"], "once: Slurm signals the batch script alone"
     jobs = render(compose(FOUR, "jobs"))
-    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch", "actor_fwd.sbatch"]
+    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch"]
     for group, text in ((name.removesuffix(".sbatch"), text) for name, text in jobs.items()):
         assert (len(lines(text, "requeue")), lines(text, "no-")) == (1, [])
         assert text.endswith(f"relax_hpc.lifecycle.head --run_dir /scratch/demo --group {group}\n")
@@ -205,7 +205,7 @@ def test_a_hub_of_two_nodes_outlives_one_of_them_in_each_layout() -> None:
 def test_a_group_of_a_het_run_in_a_job_of_its_own_comes_back_by_itself() -> None:
     text = render_group(compose(FOUR, "het"), "rollout-2")
     assert (lines(text, "requeue"), lines(text, "no-kill")) == (["--requeue"], [])
-    assert lines(text, "nodes") == ["--nodes=2"] and "hetjob" not in text
+    assert lines(text, "nodes") == ["--nodes=3"] and "hetjob" not in text
     assert lines(text, "job-name") == ["--job-name=demo-rollout-2"]
     assert text.endswith("--run_dir /scratch/demo --group rollout-2\n")
 
