@@ -168,9 +168,22 @@ def test_gradients_equal_finite_differences(algorithm, reduction):
     assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(),))
 
 
+CORRECTIONS = [
+    CorrectionConfig(kind=kind, level=level, low=0.9, high=1.05)
+    for kind in ("truncate", "mask", "off")
+    for level in ("token", "sequence")
+]
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_policy(estimator):
-    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and trained by another."""
+@pytest.mark.parametrize(
+    "learner",
+    [*(Grpo(correction=each) for each in CORRECTIONS), Gspo(), Cispo(), M2po()],
+    ids=lambda learner: f"{learner.name}-{learner.correction.kind}-{learner.correction.level}",
+)
+def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_policy(estimator, learner):
+    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and trained by another. The
+    weight of the policy's loss, which the correction may cut or mask, has no part in it."""
     rollout, old, ref = (
         torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6])
     )
@@ -180,7 +193,8 @@ def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_polic
 
     def gradient(importance: bool) -> torch.Tensor:
         kl = KlConfig(coefficient=1.0, estimator=estimator, importance=importance)
-        algorithm = Grpo(kl=kl, correction=CorrectionConfig(high=1e9))
+        algorithm = dataclasses.replace(learner, kl=kl)
+        assert list(algorithm.findings()) == [] or not importance
         total = torch.zeros((), dtype=torch.float64)
         for token in range(3):
             values = {name: one[None, None, token] for name, one in (("logprobs", policy), ("old_logprobs", old))}
@@ -192,6 +206,15 @@ def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_polic
 
     assert torch.allclose(gradient(True), exact, atol=1e-12)
     assert (gradient(False) - exact).norm() > 0.3 * exact.norm()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_divergence_by_k1_is_capped_on_both_sides(sign):
+    """Log-ratio +-3 with a cap of 0.5: its value is the cap, and its gradient that of the weight alone."""
+    kl = KlConfig(coefficient=1.0, estimator="k1", importance=True, cap=0.5)
+    batch = one_row(0.0, [-1.0], [-1.0]).replace(ref_logprobs=torch.full((1, 1), -1.0 - 3 * sign).double())
+    loss, (gradient,), _ = loss_and_gradient(Grpo(kl=kl), batch)
+    assert (loss, gradient) == pytest.approx((0.5 * sign, 0.5 * sign))
 
 
 def test_a_divergence_that_is_far_off_has_no_gradient():

@@ -111,7 +111,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             d = ref - new
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.estimator]
             cap = config.kl.cap or math.inf
-            off_policy = ratio * weight if config.kl.importance else 1.0
+            off_policy = math.exp(new - rollout) if config.kl.importance else 1.0
             out["tokens"] += 1
             out["loss/policy"] += share * weight * -min(adv * ratio, adv * inside)
             out["loss/kl"] += share * config.kl.coefficient * off_policy * min(max(kl, -cap), cap)

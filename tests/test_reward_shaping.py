@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.algorithms import DrGrpo, Grpo, ReinforcePP, ReinforcePPBaseline
+from relax_hpc.algorithms import Distill, DrGrpo, Grpo, Ppo, ReinforcePP, ReinforcePPBaseline, Rloo
 from relax_hpc.algorithms.base import KlConfig, OverlongConfig
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import Generation
+from relax_hpc.roles.advantages import shuffled
 from relax_hpc.rollout.samples import group_rows
 from relax_hpc.versions import Version
 
@@ -57,6 +58,41 @@ def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
     twice = Grpo(kl_in_reward=0.1, kl=KlConfig(coefficient=0.1))
     (finding,) = twice.findings()
     assert finding.startswith("kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both")
+
+
+def test_one_response_to_a_prompt_is_enough_where_none_are_compared() -> None:
+    """REINFORCE++ has the step's mean, PPO a critic, distillation its teacher; the others refuse it."""
+    prompts = [prompt_of((reward, 2, 2)) for reward in (0, 1)]
+    for number, ((row,),) in enumerate(prompts):
+        row["values"] = np.array([0, 0.25, 0.5], np.float32)
+        row["rollout_logprobs"] = np.array([0, -1, -2], np.float32)
+        row["teacher_logprobs"] = row["rollout_logprobs"] + np.float32(number)
+    low, high = ReinforcePP().token_advantages(prompts)
+    assert low[1:].tolist() == pytest.approx([-0.5 / np.sqrt(1 / 3)] * 2) and (low == -high).all()
+    assert [row.tolist() for row in Ppo(whiten=False).token_advantages(prompts)] == [[0, -0.25, -0.5], [0, 0.75, 0.5]]
+    assert [row.tolist() for row in Distill().token_advantages(prompts)] == [[0, 0, 0], [0, 1, 1]]
+    assert not np.any(Distill(teacher_top_k=2).token_advantages(prompts))
+    for other in (Grpo(), DrGrpo(), Rloo(), ReinforcePPBaseline(), Distill(reward_weight=1.0)):
+        assert other.fewest_samples == 2
+        with pytest.raises(ValueError, match=r"expected \[prompts, episodes >= 2\]"):
+            other.token_advantages(prompts)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_rewards_are_permuted_anew_in_every_step_and_alike_in_the_same(samples: int) -> None:
+    """The control experiment: what stays the same in all steps could be learned."""
+
+    def step(first_ticket: int) -> list:
+        prompts = [prompt_of(*((10 * prompt + episode, 1, 1) for episode in range(samples))) for prompt in range(8)]
+        for number, prompt in enumerate(prompts):
+            for (row,) in prompt:
+                row["ticket"] = first_ticket + number
+        return prompts
+
+    drawn = [[row["reward"] for prompt in shuffled(step(8 * number), 3) for (row,) in prompt] for number in (0, 1, 1)]
+    given = [row["reward"] for prompt in step(0) for (row,) in prompt]
+    assert drawn[0] != drawn[1] == drawn[2] and given not in drawn
+    assert [sorted(rewards) for rewards in drawn] == [given] * 3, "each reward once"
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_trained_tokens() -> None:

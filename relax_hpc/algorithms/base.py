@@ -42,8 +42,8 @@ class KlConfig:
     cap: float = bounded(10.0, 0.0)
     """Largest divergence of a token, in nats: beyond it its gradient is 0. 0: none, and one token may be the step."""
     importance: bool = False
-    """Weigh each token's divergence by how much likelier the policy draws it than whoever drew it: value and gradient
-    are then those of KL(policy || reference), off-policy too, by k1 and k3; as in DeepSeek-V3.2, arXiv 2512.02556."""
+    """Weigh each token's divergence by policy / rollout, whatever `correction` does: by k1 and k3 value and gradient
+    are then those of KL(policy || reference), off-policy too; as in DeepSeek-V3.2, arXiv 2512.02556."""
     refresh_every: int = bounded(0, 0)
     """Steps after which the reference takes the policy's weights as they then are. 0: it stays as it is."""
 
@@ -100,6 +100,10 @@ class Algorithm:
     """Fields of rows that `given` makes."""
     uses_old: ClassVar[bool] = True
     """Whether the loss looks at the log-probabilities by the policy before the step."""
+    ratio_to_rollout: ClassVar[bool] = False
+    """Whether the loss takes the ratio policy / rollout itself, so that no correction weighs it."""
+    fewest_samples: ClassVar[int] = 2
+    """Episodes that a prompt must have: at least 2 where advantages compare the rewards of a prompt's episodes."""
     sequences: ClassVar[int] = 0
     """Sequences in each row of the files that are learned from as they are: 1, or 2 that are compared. 0: files have
     prompts, and engines draw what is learned from."""
@@ -204,14 +208,15 @@ class Algorithm:
         """Advantages of episodes, [prompts, episodes] float64, from ``rewards``; ``tokens``: how many of each are
         trained on.
 
-        ``rewards`` are finite float64, at least two of a prompt; of window `step` all of the step's prompts are there.
+        ``rewards`` are finite float64, `fewest_samples` of a prompt or more; of window `step` all of the step's prompts
+        are there.
         """
         raise NotImplementedError(f"{type(self).__name__} says nothing of advantages")
 
     def task_rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Rewards [prompts, episodes], float64, less what `overlong` takes off. ValueError as of `rewards_of`."""
-        found = rewards_of(prompts)
-        return found - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else found
+        rewards = rewards_of(prompts, self.fewest_samples)
+        return rewards - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else rewards
 
     def rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """`task_rewards` less the KL penalties of all tokens of an episode."""
@@ -225,7 +230,8 @@ class Algorithm:
         """Advantages of the tokens of every row, in their order, [tokens] float32: its episode's advantage where the
         loss mask is set, else 0.
 
-        ValueError: a prompt has less than two episodes, or not as many as the others, or a reward is not finite.
+        ValueError: a prompt has fewer than `fewest_samples` episodes, or not as many as the others, or a reward is not
+        finite.
         """
         values = self.advantages(self.rewards(prompts), trained_tokens(prompts))
         found = zip(prompts, values, strict=True)
@@ -264,11 +270,12 @@ class Algorithm:
         return policy_loss(batch, self)
 
 
-def rewards_of(prompts: Sequence[Prompt]) -> np.ndarray:
-    """Rewards [prompts, episodes], float64. ValueError: less than two of a prompt, unequal numbers, or not finite."""
+def rewards_of(prompts: Sequence[Prompt], fewest: int = 2) -> np.ndarray:
+    """Rewards [prompts, episodes], float64. ValueError: fewer than ``fewest`` of a prompt, unequal numbers, or not
+    finite."""
     rewards = np.array([[episode[0]["reward"] for episode in prompt] for prompt in prompts], dtype=np.float64)
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards have shape {rewards.shape}, expected [prompts, episodes >= 2]")
+    if rewards.ndim != 2 or rewards.shape[1] < fewest:
+        raise ValueError(f"rewards have shape {rewards.shape}, expected [prompts, episodes >= {fewest}]")
     if not np.isfinite(rewards).all():
         raise ValueError("rewards are not finite")
     return rewards

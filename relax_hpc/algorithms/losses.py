@@ -97,7 +97,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
     kl = None if x.ref_logprobs is None else KL_ESTIMATORS[algorithm.kl.estimator](x.ref_logprobs, x.logprobs)
-    terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _of_loss(kl, x, corrected.weight, algorithm.kl))
+    terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _kl_of_loss(kl, x, algorithm.kl))
     terms["loss/entropy"] = _scaled(-algorithm.entropy_coefficient, share, x.entropy)
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
     if found.divergence is not None:
@@ -152,12 +152,16 @@ def _checked(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     return batch.clean()
 
 
-def _of_loss(kl: Tensor | None, x: TokenBatch, weight: Tensor, settings: KlConfig) -> Tensor | None:
-    """Divergences [b, s] as they enter the loss; ``weight`` is the correction's."""
+def _kl_of_loss(kl: Tensor | None, x: TokenBatch, settings: KlConfig) -> Tensor | None:
+    """Divergences ``kl`` [b, s] as the loss has them: capped, and weighed by importance if ``settings`` say so.
+
+    The weight is policy / rollout with its gradient, so that the expectation over what the engine draws is that over
+    the policy. The correction's weight does not serve: it is bounded, 0 outside of a mask, or 1.
+    """
     if kl is None or not settings.coefficient:
         return kl
-    bounded = kl.clamp(-settings.cap, settings.cap) if settings.cap else kl
-    return bounded * ratio_to_old(x) * weight if settings.importance else bounded
+    capped = kl.clamp(-settings.cap, settings.cap) if settings.cap else kl
+    return capped * safe_exp(x.logprobs - x.rollout_logprobs) if settings.importance else capped
 
 
 def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:

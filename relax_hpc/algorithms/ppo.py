@@ -28,6 +28,7 @@ class Ppo(Grpo):
     """
 
     gives: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+    fewest_samples: ClassVar[int] = 1
 
     name: str = "ppo"
     gamma: float = bounded(1.0, 0.0, 1.0)

@@ -28,6 +28,11 @@ class ReinforcePP(Grpo):
     baseline: Literal["none", "prompt"] = "none"
     """Baseline that is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
 
+    @property
+    def fewest_samples(self) -> int:
+        """Episodes that a prompt must have: its mean needs two, that of the step one."""
+        return 2 if self.baseline == "prompt" else 1
+
     def findings(self) -> Iterator[str]:
         yield from super().findings()
         if self.whiten:

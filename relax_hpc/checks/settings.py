@@ -5,6 +5,7 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from relax_hpc.fields import FIELDS, fields_by
 from relax_hpc.models import megatron_settings
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.protocol import misfit
-from relax_hpc.tasks import get_task, misfits
+from relax_hpc.tasks import environment_of, get_task, misfits
 
 Findings = Iterator[str]
 
@@ -233,10 +234,11 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
 def _algorithm(config: Config) -> Findings:
     yield from (f"algorithm.{finding}" for finding in config.algorithm.findings())
     yield from _fields(config)
-    if (found := config.algorithm.overlong.max_tokens) > config.rollout.max_new_tokens:
+    yield from _overlong(config)
+    if (warmup := getattr(config.algorithm, "critic_warmup_steps", 0)) >= config.steps:
         yield (
-            f"algorithm.overlong.max_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
-            f"{config.rollout.max_new_tokens}; nothing becomes that long"
+            f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, {config.steps}; the policy "
+            "would never be trained"
         )
     groups, parts = config.prompts_per_step, config.algorithm.mini_batches
     # Episodes that are compared are on one rank.
@@ -251,6 +253,22 @@ def _algorithm(config: Config) -> Findings:
             f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
+
+
+def _overlong(config: Config) -> Findings:
+    """Whether an episode can draw as many tokens as the whole overlong penalty is of."""
+    try:
+        has_many_rows = bool(environment_of(config)) or get_task(config.data.task).makes("episode")
+    except ConfigError:
+        return  # `_data` names the mistake in the task.
+    limits = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    if has_many_rows:
+        # Each row has max_new_tokens, and an episode may have any number of rows.
+        names = ("sampled_tokens", "episode_tokens")
+        limits = {f"environment.{name}": getattr(config.environment, name) for name in names}
+    key, limit = min(limits.items(), key=lambda item: item[1] or math.inf)
+    if limit and (found := config.algorithm.overlong.max_tokens) > limit:
+        yield f"algorithm.overlong.max_tokens: found {found}, allowed: at most {key}, {limit}; no episode draws more"
 
 
 def _from_file(config: Config) -> Findings:
