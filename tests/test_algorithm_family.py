@@ -111,7 +111,7 @@ def rows_of(rewards: list[list[float]], tokens: list[list[int]]) -> list:
     """[prompt][episode][row], a prompt token before as many trained ones as said."""
     return [
         [
-            [{"reward": reward, "loss_mask": np.array([0] + [1] * count, np.uint8)}]
+            [{"reward": reward} | dict.fromkeys(("loss_mask", "token_versions"), np.array([0] + [1] * count, np.uint8))]
             for reward, count in zip(*line, strict=True)
         ]
         for line in zip(rewards, tokens, strict=True)

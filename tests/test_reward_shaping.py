@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from relax_hpc.algorithms import Distill, DrGrpo, Grpo, Ppo, ReinforcePP, ReinforcePPBaseline, Rloo
+from relax_hpc.algorithms import ALGORITHMS, Distill, DrGrpo, Grpo, Ppo, ReinforcePP, ReinforcePPBaseline, Rloo
 from relax_hpc.algorithms.base import KlConfig, OverlongConfig
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Generation
+from relax_hpc.engines.engine import Ended, Episode, EpisodeRow, Generation
 from relax_hpc.roles.advantages import shuffled
 from relax_hpc.rollout.samples import group_rows
 from relax_hpc.versions import Version
@@ -48,13 +50,17 @@ def test_long_episodes_lose_more_the_longer_they_are() -> None:
 
 
 def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
-    """Log-ratios 0.5 and 0.25 of the first, of tokens that are trained: 0.1 * 0.75 off its reward."""
+    """Log-ratios 0.5 and 0.25 of the first, of tokens that it drew: 0.1 * 0.75 off its reward."""
     prompts = [prompt_of((1, 2, 2), (0, 1, 1))]
     for (row,), rollout, ref in zip(prompts[0], ([9, -1, -1], [9, -1]), ([0, -1.5, -1.25], [0, -1]), strict=True):
         row |= {"rollout_logprobs": np.array(rollout, np.float32), "ref_logprobs": np.array(ref, np.float32)}
     algorithm = DrGrpo(kl_in_reward=0.1)
     assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
     assert algorithm.needs == ("reward", "rollout_logprobs", "ref_logprobs")
+    # What is masked was drawn all the same: else an episode that was cut would have the higher reward for it.
+    for masked in ([0, 0, 0], [0, 0, 1]):
+        prompts[0][0][0]["loss_mask"] = np.array(masked, np.uint8)
+        assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
     twice = Grpo(kl_in_reward=0.1, kl=KlConfig(coefficient=0.1))
     (finding,) = twice.findings()
     assert finding.startswith("kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both")
@@ -121,6 +127,53 @@ def test_episodes_that_were_cut_are_left_out_and_their_rewards_count() -> None:
     good, cut = DrGrpo().token_advantages([[[row] for row in rows]])
     assert good[-1] == 0.5 and not cut.any()
     assert [row["loss_mask"].sum() for row in group_rows(prompt, 0, answers, [1.0, 0.0])] == [2, 2]
+
+
+@pytest.mark.parametrize("cut_row", [0, 1])
+@pytest.mark.parametrize("end", get_args(Ended))
+def test_an_episode_is_left_out_if_any_of_its_rows_was_cut(end: str, cut_row: int) -> None:
+    """A row that was cut, by whichever bound, is no whole attempt: the rows before and behind it are not either. The
+    other ends are the policy's or its environment's own, or a bound in turns."""
+    versions = np.full(2, Version(1, 1).encode(), np.int32)
+    reasons = ["stop", "stop"]
+    reasons[cut_row] = end
+    rows = [
+        EpisodeRow((1, 2, 3 + number), Generation([5, 6], [-1.0, -1.0], versions.copy(), reason))
+        for number, reason in enumerate(reasons)
+    ]
+    whole = Generation([5, 6], [-1.0, -1.0], versions.copy(), "stop")
+    made = group_rows(Prompt("p", (1, 2, 3), "2+2?", "4"), 0, [Episode(rows), whole], [1.0, 0.0], whole_only=True)
+    trained = [int(row["loss_mask"].sum()) for row in made]
+    assert trained == ([0, 0, 2] if end in CUTS else [2, 2, 2])
+
+
+CUTS = {"length", "turn_budget", "sampled_budget", "episode_budget"}
+"""Ends that cut what the policy would have said."""
+
+
+def two_rows(reward: float, *drawn: int) -> list:
+    """An episode with a row for each number in ``drawn``, of so many tokens that the policy drew."""
+    rows = [row for (row,) in prompt_of(*((reward, count, count) for count in drawn))]
+    for row in rows:
+        row |= {name: np.zeros(len(row["loss_mask"]), np.float32) for name in ("values", "teacher_logprobs")}
+        row |= {name: np.zeros(len(row["loss_mask"]), np.float32) for name in ("rollout_logprobs", "ref_logprobs")}
+    return rows
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if kind.gives])
+def test_a_penalty_for_length_counts_the_tokens_of_all_rows(name: str) -> None:
+    """Both episodes draw 4 tokens in their last row. The first has drawn 4 more in a row before, 8 in all: it loses the
+    whole penalty, in every algorithm that learns from rewards."""
+    algorithm = ALGORITHMS[name](overlong=OverlongConfig(max_tokens=8, buffer=2, penalty=0.5))
+    if name == "distill":
+        algorithm.reward_weight = 1.0
+    prompts = [[two_rows(1.0, 4, 4), two_rows(1.0, 4)]]
+    assert algorithm.task_rewards(prompts).tolist() == [[0.5, 1.0]]
+    fields = algorithm.given(prompts)
+    long, short = fields[1]["advantages"][-1], fields[2]["advantages"][-1]
+    assert long < short, "a penalty that reaches no advantage is none"
+    plain = dataclasses.replace(algorithm, overlong=OverlongConfig()).given(prompts)
+    assert plain[1]["advantages"][-1] == pytest.approx(plain[2]["advantages"][-1])
 
 
 def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ class Algorithm:
     mask_older_tokens: bool = False
     """Leave tokens out of the loss that were drawn by older weights than the last one of their row."""
     mask_truncated: bool = False
-    """Leave episodes out of the loss that were cut at their longest; their rewards count for the others."""
+    """Leave episodes out of the loss any row of which was cut: at its longest, or by a budget of a turn or of the
+    episode. Their rewards count for the others."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards over the step's episodes. Nothing should be learned."""
 
@@ -219,12 +220,12 @@ class Algorithm:
         return rewards - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else rewards
 
     def rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
-        """`task_rewards` less the KL penalties of all tokens of an episode."""
-        found = self.task_rewards(prompts)
+        """`task_rewards` less the KL penalties of all tokens that an episode drew."""
+        rewards = self.task_rewards(prompts)
         if not self.kl_in_reward:
-            return found
-        penalties = [[sum(float(penalty(row).sum()) for row in episode) for episode in prompt] for prompt in prompts]
-        return found - self.kl_in_reward * np.array(penalties)
+            return rewards
+        drawn = [[sum(float(divergence(row).sum()) for row in episode) for episode in prompt] for prompt in prompts]
+        return rewards - self.kl_in_reward * np.array(drawn)
 
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """Advantages of the tokens of every row, in their order, [tokens] float32: its episode's advantage where the
@@ -291,14 +292,30 @@ def trained_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
 def sampled_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
     """Tokens that the policy drew, trained on or not, [prompts, episodes] int64."""
     return np.array(
-        [[sum(np.count_nonzero(row["token_versions"]) for row in episode) for episode in prompt] for prompt in prompts]
+        [[sum(np.count_nonzero(drawn_tokens(row)) for row in episode) for episode in prompt] for prompt in prompts]
     )
 
 
-def penalty(row: Row) -> np.ndarray:
-    """log(rollout / reference) of the trained tokens of a row, float64: k1 of KL(policy || reference)."""
-    trained = row["loss_mask"] > 0
-    return row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
+def drawn_tokens(row: Row) -> np.ndarray:
+    """Whether the policy drew each token of ``row``, trained on or not: bool [tokens]."""
+    return row["token_versions"] != 0
+
+
+def divergence(row: Row) -> np.ndarray:
+    """log(rollout / reference) of each token of ``row`` that the policy drew, 0 of others: float64 [tokens].
+
+    It estimates KL(policy || reference) by k1. A token that is masked counts too: the reward of its episode stands in
+    the baseline of others, and would be too high if only trained tokens paid.
+    """
+    return np.where(drawn_tokens(row), row["rollout_logprobs"].astype(np.float64) - row["ref_logprobs"], 0.0)
+
+
+def divergence_to_come(episode: Sequence[Row]) -> np.ndarray:
+    """Sum of `divergence` over each trained token of an episode and all tokens after it, in the order of its rows:
+    float64 [trained tokens]."""
+    every = np.concatenate([divergence(row) for row in episode])
+    trained = np.concatenate([row["loss_mask"] for row in episode]) > 0
+    return every[::-1].cumsum()[::-1][trained]
 
 
 def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from relax_hpc.algorithms.base import KlConfig, Prompt, Row, centred, normalised, penalty, spread
+from relax_hpc.algorithms.base import KlConfig, Prompt, Row, centred, divergence_to_come, normalised, spread
 from relax_hpc.algorithms.grpo import Grpo
 
 
@@ -55,9 +55,8 @@ class ReinforcePP(Grpo):
 
     def _returns(self, episode: Sequence[Row], reward: float) -> np.ndarray:
         """Returns of the trained tokens of an episode's rows, one row after the other, [n]: its reward less the KL
-        penalties of this token and later ones."""
-        penalties = np.concatenate([penalty(row) for row in episode])
-        return reward - self.kl_in_reward * penalties[::-1].cumsum()[::-1]
+        penalties of this token and all that were drawn later."""
+        return reward - self.kl_in_reward * divergence_to_come(episode)
 
 
 @dataclass(kw_only=True)

@@ -69,6 +69,7 @@ def prompts_of(case: Case, mask: Tensor) -> list[Prompt]:
         {
             "reward": float(case.rewards[row]),
             "loss_mask": mask[row].numpy().astype(np.uint8),
+            "token_versions": mask[row].numpy().astype(np.int32),
             "rollout_logprobs": case.old[row].numpy(),
             "ref_logprobs": case.ref[row].numpy(),
             "values": case.values[row].numpy(),
