@@ -92,7 +92,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
     out = dict.fromkeys(("loss", "weight", "tokens", "episodes", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
     sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
-    sums += " correction_weight correction_square correction_cut"
+    sums += " correction_weight correction_square correction_cut sampled_entropy zero_advantage"
     maxima = "train_rollout_logprob_max rollout_ratio_max rollout_inverse_ratio_max"
     out |= dict.fromkeys(f"{sums} {maxima}".split(), 0.0)
     rows, columns = batch.mask.shape
@@ -122,6 +122,8 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             out["kl/old"] += ratio - 1 - (new - old)
             out["entropy"] += entropy
             out["rollout_kl"] += math.exp(old - rollout) - 1 - (old - rollout)
+            out["sampled_entropy"] -= rollout
+            out["zero_advantage"] += adv == 0
             out["correction_weight"] += weight
             out["correction_square"] += weight * weight
             out["correction_cut"] += cut

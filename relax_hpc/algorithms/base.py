@@ -129,7 +129,9 @@ class Algorithm:
     """Weight of the loss that has the tokens of a micro-batch spread over the experts of each layer (arXiv 2101.03961,
     equation 4). Of use for models with experts alone. 0: there is none."""
     log_entropy: bool = False
-    """Write the policy's entropy also where it is not in the loss. Neither: it is not computed."""
+    """Measure the policy's entropy (`loss/entropy_nats`) although it is not in the loss and costs something: with
+    kernels `fused` it is free, and measured in any case. `loss/sampled_entropy_nats` is an estimate by the drawn tokens
+    that is always there."""
     kl: KlConfig = field(default_factory=KlConfig)
     kl_in_reward: float = bounded(0.0, 0.0)
     """Weight of a KL penalty in the reward, log(rollout / reference) of each token (k1), which needs a reference;
@@ -177,6 +179,11 @@ class Algorithm:
     def needs_entropy(self) -> bool:
         """Whether anybody has asked for the entropy of the policy."""
         return self.log_entropy or self.entropy_coefficient != 0
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loss learns from advantages: where all of them are 0, nothing is learned from rewards."""
+        return "advantages" in self.gives
 
     @property
     def whole_step(self) -> bool:

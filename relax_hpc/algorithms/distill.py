@@ -54,6 +54,11 @@ class Distill(Grpo):
         return not self.teacher_top_k or self.reward_weight > 0
 
     @property
+    def has_advantages(self) -> bool:
+        """See `Algorithm`: a divergence is learned from without any."""
+        return self.uses_old
+
+    @property
     def fewest_samples(self) -> int:
         """Episodes that a prompt must have: only the rewards' advantage compares them."""
         return 2 if self.reward_weight else 1

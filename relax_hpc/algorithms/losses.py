@@ -82,7 +82,8 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
 
     Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
     `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and `loss/divergence`, whose sum is the loss; over
-    masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of the engine's policy to the old one),
+    masked tokens `ratio`, `clip_fraction`, `kl/old`, `sampled_entropy` (of the engine's policy, by its own draws),
+    `zero_advantage` if there are advantages, `rollout_kl` (KL of the engine's policy to the old one),
     `correction_weight`, `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
     `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
     algorithm/* of the algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
@@ -105,12 +106,15 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
         loss = loss + terms["loss/divergence"]
 
     difference = (x.old_logprobs - x.rollout_logprobs).abs()
+    no_advantages = x.advantages is None or not algorithm.has_advantages
     per_token = {
         "ratio": found.ratio,
         "clip_fraction": found.clipped,
         "kl/reference": kl,
         "kl/old": k3(x.logprobs, x.old_logprobs),
         "entropy": x.entropy,
+        "sampled_entropy": -x.rollout_logprobs,
+        "zero_advantage": None if no_advantages else x.advantages == 0,
         "rollout_kl": k3(x.old_logprobs, x.rollout_logprobs),
         "correction_weight": corrected.weight,
         "correction_square": corrected.weight.square(),
