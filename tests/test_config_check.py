@@ -20,6 +20,7 @@ from relax_hpc.data import row_files
 from relax_hpc.engines.sglang import flags
 from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.tasks import Task
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
 
@@ -39,6 +40,13 @@ def same_fields() -> Iterator[None]:
     yield
     FIELDS.clear()
     FIELDS.update(known)
+
+
+class Unrewarded(Task):
+    """Rows of one's own, and no reward."""
+
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        yield {"id": split, "prompt": "1?", "answer": "1"}
 
 
 EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
@@ -161,6 +169,14 @@ FINDINGS = [
     ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
     ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
     (
+        {"groups.actor.resources.gpus_per_node": 8, "groups.rollout.env": {"CUDA_VISIBLE_DEVICES": "0,1"}},
+        [
+            "groups.actor.resources.gpus_per_node: found 8 with model.device cpu, which uses no GPU; set model.device",
+            "groups.rollout.env.CUDA_VISIBLE_DEVICES: found '0,1' with model.device cpu",
+        ],
+    ),
+    ({"groups.rollout.env": {"CUDA_VISIBLE_DEVICES": ""}}, []),
+    (
         {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
         ["algorithm.kl.coefficient: found 0.1, but role ref"],
     ),
@@ -279,6 +295,13 @@ FINDINGS = [
         ["environment.options: ZoomIn", "argument 'zoom'"],
     ),
     ({"environment.max_turns": 3}, ["environment: found settings, but no environment.kind"]),
+    (
+        {"rollout.reward": "", "data.task": "tests.test_config_check:Unrewarded", "warm_start.steps": 0},
+        ["rollout.reward: found nothing with data.task 'tests.test_config_check:Unrewarded', which has no reward, a"],
+    ),
+    ({"rollout.reward": "", "data.task": "tests.test_tasks:TwoTurns", "warm_start.steps": 0}, []),
+    ({"rollout.reward": "", "data.task": "tests.cut_episodes:CutSortDigits"}, []),
+    ({"rollout.reward": ""}, []),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
     ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
     ({"rollout.replicas": 2, "rollout.without": ["rollout/2"]}, ["found 'rollout/2', allowed: rollout/0 to 1"]),
@@ -422,6 +445,25 @@ def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
     config = load([], {"data.train": str(path), "model.path": str(path.parent / "model"), **data})
     mistakes = [line for line in files.check_files(config) if line.startswith("data.train")]
     return mistakes, [line for line in files.notes(config) if line.startswith("data.train")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ({}, True),
+        ({"eval.reward": "math"}, True),
+        ({"algorithm": {"name": "ppo"}}, True),
+        ({"rollout.reward": "math"}, False),
+        ({"rollout.reward": "environment"}, False),
+        ({"algorithm": {"name": "sft"}}, False),
+    ],
+    ids=str,
+)
+def test_prompts_of_files_have_no_reward_that_nobody_has_chosen(overrides: dict[str, Any], is_refused: bool) -> None:
+    config = load([], {"data.train": "prompts.jsonl", "model.path": "/nowhere"} | overrides)
+    found = [line for line in check(config) if line.startswith("rollout.reward")]
+    says = "rollout.reward: found nothing with prompts of files, allowed: the reward to learn from, such as math, "
+    assert len(found) == is_refused and all(line.startswith(says) for line in found)
 
 
 def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def model(size: Path, tmp_path: Path) -> Path:
 def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size: Path, model: Path) -> None:
     # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
-    run["site.name"] = "cluster"
+    run |= {"site.name": "cluster", "rollout.reward": "math"}
     config = resolve(load([size], run))
     assert check(config) == []
     nodes, gpus = nodes_of(size), gpus_of(size)
@@ -153,7 +153,7 @@ def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -
     (said,) = (line for line in size.read_text().splitlines() if line.startswith("# With a KL in the loss: "))
     # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
-    run["site.name"] = "cluster"
+    run |= {"site.name": "cluster", "rollout.reward": "math"}
     layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl": {"coefficient": 0.1}}}
     with_kl = model / f"{size.stem}.yaml"
     with_kl.write_text(dump_yaml(layer))

@@ -355,6 +355,7 @@ def _sampling(config: Config) -> Findings:
 
 def _devices(config: Config) -> Findings:
     if config.model.device != "cuda":
+        yield from _unused_gpus(config)
         return
     if config.layout == "local":
         # With a site, `local` is the layout of one job: what counts is its node, and not the one that submits.
@@ -367,6 +368,21 @@ def _devices(config: Config) -> Findings:
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
                 "roles to a group that has some"
             )
+
+
+def _unused_gpus(config: Config) -> Findings:
+    """GPUs that groups ask for in a run on CPUs, the default, which would leave them idle."""
+    for name, group in config.groups.items():
+        asked = {
+            "resources.gpus_per_node": group.resources.gpus_per_node,
+            "env.CUDA_VISIBLE_DEVICES": group.env.get("CUDA_VISIBLE_DEVICES", ""),
+        }
+        for key, value in asked.items():
+            if value:
+                yield (
+                    f"groups.{name}.{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: "
+                    "cuda, or leave it out"
+                )
 
 
 def _queue(config: Config) -> Findings:

@@ -159,6 +159,8 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
         needed.remove("actor_fwd")
         found.tree = _with_inner_actor_fwd(found.tree)
     found.tree = _with_optional(found.tree, {name: {} for name in needed})
+    if found.tree["model"]["device"] == "cuda" and "model.dtype" not in found.sources:
+        found.tree = found.tree | {"model": found.tree["model"] | {"dtype": "bfloat16"}}
     if found.tree["environment"]["kind"] == AGENT:
         found.tree = _with_gateway(found.tree)
     if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
