@@ -7,6 +7,7 @@ verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py), which each t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -170,8 +171,7 @@ def test_gradients_equal_finite_differences(algorithm, reduction):
 
 CORRECTIONS = [
     CorrectionConfig(kind=kind, level=level, low=0.9, high=1.05)
-    for kind in ("truncate", "mask", "off")
-    for level in ("token", "sequence")
+    for kind, level in itertools.product(("truncate", "mask", "off"), ("token", "sequence"))
 ]
 
 
@@ -450,7 +450,7 @@ def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward
         correction = config.algorithm.correction
         assert (correction.kind, correction.level) == ("truncate", "token")
     dump(config, tmp_path / "config.yaml")
-    assert load([tmp_path / "config.yaml"]) == config, "a run that is resumed keeps what it has"
+    assert load([tmp_path / "config.yaml"]) == config, "a run that is resumed keeps its roles"
 
 
 @pytest.mark.parametrize(
@@ -463,8 +463,8 @@ def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward
 )
 def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, instead):
     config = load([], {"data.task": "sort_digits", "groups.actor_fwd": {}} | overrides)
-    found = [note for note in notes(config) if note.startswith("groups.actor_fwd.roles: found actor_fwd with")]
-    assert bool(found) == bool(instead) and all(instead in note for note in found)
+    warnings = [note for note in notes(config) if note.startswith("groups.actor_fwd.roles: found actor_fwd with")]
+    assert bool(warnings) == bool(instead) and all(instead in note for note in warnings)
 
 
 @pytest.mark.parametrize(

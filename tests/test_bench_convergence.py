@@ -230,11 +230,11 @@ def test_the_claim_is_of_1_and_of_a_true_4(bench, monkeypatch, capsys, tmp_path)
         lost = {"0": 0.0, "1": 0.01, "true-4": 0.02, "true-8": 0.2}
         for mode, loss in lost.items():
             write_run(tmp_path / "20-steps" / f"{mode}-seed-{seed}", line(0.3 + 0.001 * seed - loss), 20)
-    words = ["--seeds", *map(str, range(8)), "--claim", "--modes"]
-    code, rows = report(bench, monkeypatch, capsys, tmp_path, *words, "0", "1", "true-4", "true-8")
+    options = ["--seeds", *map(str, range(8)), "--claim", "--modes"]
+    code, rows = report(bench, monkeypatch, capsys, tmp_path, *options, "0", "1", "true-4", "true-8")
     assert code == 0 and rows["true-8"]["claim"] == rows["0"]["claim"] == "" and rows["true-8"][VERDICT] == "LOSES"
     assert rows["1"]["claim"] == rows["true-4"]["claim"] == "at most 0.03 below: met"
-    assert report(bench, monkeypatch, capsys, tmp_path, *words, "0", "1", "true-8")[0] == 1
+    assert report(bench, monkeypatch, capsys, tmp_path, *options, "0", "1", "true-8")[0] == 1
 
 
 def test_few_seeds_are_no_proof(bench, monkeypatch, capsys, tmp_path) -> None:

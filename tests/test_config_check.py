@@ -43,7 +43,7 @@ def same_fields() -> Iterator[None]:
 
 
 class Unrewarded(Task):
-    """Rows of one's own, and no reward."""
+    """Has rows, and no reward."""
 
     def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
         yield {"id": split, "prompt": "1?", "answer": "1"}
@@ -175,6 +175,14 @@ FINDINGS = [
             "groups.rollout.env.CUDA_VISIBLE_DEVICES: found '0,1' with model.device cpu",
         ],
     ),
+    (
+        {"groups.actor.resources.options": {"gres": "gpu:a100:4"}, "site.options": {"gres": "gres/gpu:2,tmp:1"}},
+        [
+            "groups.actor.resources.options.gres: found 'gpu:a100:4' with model.device cpu",
+            "site.options.gres: found 'gres/gpu:2,tmp:1' with model.device cpu",
+        ],
+    ),
+    ({"site.options": {"gres": "tmp:1"}}, []),
     ({"groups.rollout.env": {"CUDA_VISIBLE_DEVICES": ""}}, []),
     (
         {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
@@ -461,9 +469,9 @@ def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
 )
 def test_prompts_of_files_have_no_reward_that_nobody_has_chosen(overrides: dict[str, Any], is_refused: bool) -> None:
     config = load([], {"data.train": "prompts.jsonl", "model.path": "/nowhere"} | overrides)
-    found = [line for line in check(config) if line.startswith("rollout.reward")]
-    says = "rollout.reward: found nothing with prompts of files, allowed: the reward to learn from, such as math, "
-    assert len(found) == is_refused and all(line.startswith(says) for line in found)
+    findings = [line for line in check(config) if line.startswith("rollout.reward")]
+    expected = "rollout.reward: found nothing with prompts of files, allowed: the reward to learn from, such as math, "
+    assert len(findings) == is_refused and all(line.startswith(expected) for line in findings)
 
 
 def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:

@@ -86,12 +86,12 @@ def test_tokens_that_are_drawn_and_not_trained_are_paid_for_by_the_one_before() 
     ratio = {"rollout_logprobs": [0, -1, -1, -1], "ref_logprobs": [0, -1.5, -1.25, -1.125]}
     first = row_of(1.0, [0, 1, 0, 1], [0] * 4, **ratio, token_versions=[0, 4, 4, 5])
     second = row_of(1.0, [0, 0], [0, 0], rollout_logprobs=[0, -1], ref_logprobs=[0, -2], token_versions=[0, 4])
-    made, _ = Ppo(kl_in_reward=0.1, whiten=False).given([[[first, second]]])
-    assert made["returns"] == pytest.approx([0, 1 - 0.1 * 1.875, 0, 1 - 0.1 * 1.125])
-    made, _ = Ppo(kl_in_reward=0.1, whiten=False, gae_lambda=0.0).given([[[first, second]]])
-    assert made["advantages"] == pytest.approx([0, -0.1 * 0.75, 0, 1 - 0.1 * 1.125])
-    (_, made) = Ppo(kl_in_reward=0.1, whiten=False).given([[[second, first]]])
-    assert made["returns"] == pytest.approx([0, 1 - 0.1 * 0.875, 0, 1 - 0.1 * 0.125])
+    fields, _ = Ppo(kl_in_reward=0.1, whiten=False).given([[[first, second]]])
+    assert fields["returns"] == pytest.approx([0, 1 - 0.1 * 1.875, 0, 1 - 0.1 * 1.125])
+    fields, _ = Ppo(kl_in_reward=0.1, whiten=False, gae_lambda=0.0).given([[[first, second]]])
+    assert fields["advantages"] == pytest.approx([0, -0.1 * 0.75, 0, 1 - 0.1 * 1.125])
+    (_, fields) = Ppo(kl_in_reward=0.1, whiten=False).given([[[second, first]]])
+    assert fields["returns"] == pytest.approx([0, 1 - 0.1 * 0.875, 0, 1 - 0.1 * 0.125])
 
 
 @settings(max_examples=20, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -95,10 +96,13 @@ def test_rewards_are_permuted_anew_in_every_step_and_alike_in_the_same(samples: 
                 row["ticket"] = first_ticket + number
         return prompts
 
-    drawn = [[row["reward"] for prompt in shuffled(step(8 * number), 3) for (row,) in prompt] for number in (0, 1, 1)]
-    given = [row["reward"] for prompt in step(0) for (row,) in prompt]
-    assert drawn[0] != drawn[1] == drawn[2] and given not in drawn
-    assert [sorted(rewards) for rewards in drawn] == [given] * 3, "each reward once"
+    def rewards_in(prompts: list) -> list[float]:
+        return [row["reward"] for (row,) in chain.from_iterable(prompts)]
+
+    drawn = [rewards_in(shuffled(step(8 * number), 3)) for number in (0, 1, 1)]
+    before = rewards_in(step(0))
+    assert drawn[0] != drawn[1] == drawn[2] and before not in drawn
+    assert [sorted(rewards) for rewards in drawn] == [before] * 3, "each reward once"
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_trained_tokens() -> None:
@@ -142,8 +146,9 @@ def test_an_episode_is_left_out_if_any_of_its_rows_was_cut(end: str, cut_row: in
         for number, reason in enumerate(reasons)
     ]
     whole = Generation([5, 6], [-1.0, -1.0], versions.copy(), "stop")
-    made = group_rows(Prompt("p", (1, 2, 3), "2+2?", "4"), 0, [Episode(rows), whole], [1.0, 0.0], whole_only=True)
-    trained = [int(row["loss_mask"].sum()) for row in made]
+    prompt = Prompt("p", (1, 2, 3), "2+2?", "4")
+    group = group_rows(prompt, 0, [Episode(rows), whole], [1.0, 0.0], whole_only=True)
+    trained = [int(row["loss_mask"].sum()) for row in group]
     assert trained == ([0, 0, 2] if end in CUTS else [2, 2, 2])
 
 

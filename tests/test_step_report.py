@@ -87,18 +87,13 @@ def test_a_single_update_is_reported_as_it_is() -> None:
 
 def rows_with(*groups: list[float]) -> list[dict]:
     """A row of each episode, with its reward, of prompt groups."""
-    return [
-        {
-            "row_id": row_id(ticket, episode, 0),
-            "reward": np.float32(reward),
-            "token_ids": np.arange(3),
-            "token_versions": np.array([0, 4, 4], np.int32),
-            "prompt_len": 1,
-            "finish_reason": "stop",
-        }
-        for ticket, rewards in enumerate(groups)
-        for episode, reward in enumerate(rewards)
-    ]
+    rows = []
+    for ticket, rewards in enumerate(groups):
+        for episode, reward in enumerate(rewards):
+            row = {"row_id": row_id(ticket, episode, 0), "reward": np.float32(reward), "token_ids": np.arange(3)}
+            versions = np.array([0, 4, 4], np.int32)
+            rows.append(row | {"token_versions": versions, "prompt_len": 1, "finish_reason": "stop"})
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -125,12 +120,12 @@ def test_groups_of_equal_rewards_are_counted(groups: list[list[float]], share: f
 
 def loss_metrics(algorithm: Algorithm, advantages: list[float]) -> dict[str, float]:
     """Tags of an update on a row of these advantages."""
-    one = torch.tensor([advantages], dtype=torch.float64)
-    scores = {"logprobs": one * 0 - 1, "old_logprobs": one * 0 - 1, "rollout_logprobs": one * 0 - 2}
-    likeliest = {"likeliest": torch.full((1, len(advantages), 2), -1.0, dtype=torch.float64)}
-    likeliest["teacher_top_logprobs"] = likeliest["likeliest"]
-    more = likeliest if isinstance(algorithm, Distill) else {}
-    _, sums = algorithm.loss(TokenBatch(**scores, **more, mask=one * 0 + 1, advantages=one))
+    row = torch.tensor([advantages], dtype=torch.float64)
+    scores = {"logprobs": row * 0 - 1, "old_logprobs": row * 0 - 1, "rollout_logprobs": row * 0 - 2}
+    if isinstance(algorithm, Distill):
+        top = torch.full((1, len(advantages), 2), -1.0, dtype=torch.float64)
+        scores |= {"likeliest": top, "teacher_top_logprobs": top}
+    _, sums = algorithm.loss(TokenBatch(**scores, mask=row * 0 + 1, advantages=row))
     means = mean_metrics({name: float(value) for name, value in sums.items()})
     return StepResult([means], 1, tally_of([1.0]), 1e-3, 1.0).values()
 
@@ -155,8 +150,8 @@ def test_it_is_said_once_of_each_stretch_that_nothing_was_learned(tmp_path: Path
             writer.write(step, {"reward/mean": 0.0, "perf/step_s": 1.0} | values)
             terminal.show_progress()
     terminal.close()
-    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert [line.partition(";")[0] for line in said] == [
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert [line.partition(";")[0] for line in lines] == [
         "step 1: nothing was learned from rewards: all rewards inside each prompt group are equal "
         "(reward/zero_std_share 1, reward/mean 0.250)",
         "step 4: rewards are learned from again",

@@ -169,12 +169,12 @@ def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence
     ranks = SimpleNamespace(
         parts=lambda rows, settings: [list(range(len(rows)))],
         media=lambda rows: None,
-        collect=lambda rows, mine, values, tail: values,
+        collect=lambda rows, numbers, values, tail: values,
     )
     context = SimpleNamespace(config=config, role="reference", model=tiny)
     for row, scores in zip(samples, Scorer(context, ranks, tiny).score(samples), strict=True):
         assert np.array_equal(scores != 0, row["token_versions"] > 0) == bool(kl_in_reward)
-        assert not row["loss_mask"].any(), "what is trained stays as it is"
+        assert not row["loss_mask"].any(), "the mask of the loss does not change"
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 5.0)])

@@ -242,9 +242,9 @@ def test_an_entropy_that_costs_nothing_is_measured(tiny: Path, monkeypatch, is_f
         ours = Trainer(policy(tiny), settings, OptimizerConfig(lr=LR), temperature=0.9)
         ours.accumulate([batch(rows(2))])
         metrics.append(ours.step(LR))
-    measured, asked = metrics
+    measured, logged = metrics
     assert ("entropy" in measured) == (is_free and algorithm.has_advantages)
-    assert measured == {name: value for name, value in asked.items() if name in measured}
+    assert measured == {name: value for name, value in logged.items() if name in measured}
 
 
 @pytest.mark.parametrize("count", [3, 200, 2500])

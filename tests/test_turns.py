@@ -159,42 +159,44 @@ def test_contexts_are_rows_of_an_episode() -> None:
 
 
 class Going(Environment):
-    """Goes on in a context after each turn, as it is told, and is done after the last one."""
+    """Answers each turn in the next context of a list, and is done after the last one."""
 
-    def __init__(self, *where: Context | None, said: str = "more", pictured: Sequence[int] = ()) -> None:
+    def __init__(self, *contexts: Context | None, text: str = "more", pictured: Sequence[int] = ()) -> None:
         """``pictured``: turns after which it shows a picture, too."""
-        self.where, self.said, self.pictured = where, said, pictured
+        self.contexts, self.text, self.pictured = contexts, text, pictured
         self.responses: list[Response] = []
 
     def step(self, response: Response) -> Step:
         self.responses.append(response)
-        done = response.turn == len(self.where)
+        done = response.turn == len(self.contexts)
         media = (MediaPart("image", b"GIF8"),) if response.turn in self.pictured else ()
-        said = Observation(f"{self.said} {response.turn}", media=media)
-        return Step((said,), done, context=None if done else self.where[response.turn])
+        observation = Observation(f"{self.text} {response.turn}", media=media)
+        return Step((observation,), done, context=None if done else self.contexts[response.turn])
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_branch_begins_with_as_many_turns_as_it_names(turns: int) -> None:
     """Of three turns of the first history: all of its tokens up to the end of that turn, and none of what came then."""
-    made, *_ = played(lambda: Going(None, None, Context("branch", turns)))
-    whole, branch = made.rows
+    episode, *_ = played(lambda: Going(None, None, Context("branch", turns)))
+    whole, branch = episode.rows
     assert len(whole.turns) == 3
     expected = (*whole.prompt, *whole.made.token_ids[: whole.turns[turns - 1]])
     assert tuple(branch.prompt) == expected
     assert spelled((), branch.made).startswith("\n<|im_start|>user\n<tool_response>\nmore 2")
 
 
-@pytest.mark.parametrize(("where", "row"), [((None,), 0), ((Context("agent"),), 1), ((Context("a"), Context("")), 0)])
-def test_a_reward_reads_the_row_in_which_the_episode_ended(where: tuple[Context | None, ...], row: int) -> None:
-    made, *_ = played(lambda: Going(*where))
-    assert made.outcome["row"] == row
-    last = made.rows[row]
-    begun = len(last.made.token_ids) - list(last.made.token_versions != 0)[::-1].index(False)
-    seen = reward_input(Prompt("p", tuple(made.rows[0].prompt), "go", "answer"), made, TOKENIZER)
-    assert seen.response_text == TOKENIZER.decode(last.made.token_ids[begun:-1])
-    others = [one for one in made.rows if one is not last]
-    assert all(seen.response_text not in TOKENIZER.decode(one.made.token_ids) for one in others)
+@pytest.mark.parametrize(
+    ("contexts", "number"), [((None,), 0), ((Context("agent"),), 1), ((Context("a"), Context("")), 0)]
+)
+def test_a_reward_reads_the_row_in_which_the_episode_ended(contexts: tuple[Context | None, ...], number: int) -> None:
+    episode, *_ = played(lambda: Going(*contexts))
+    assert episode.outcome["row"] == number
+    response = episode.rows[number].made
+    start_of_turn = len(response.token_ids) - list(response.token_versions != 0)[::-1].index(False)
+    text = reward_input(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), episode, TOKENIZER).response_text
+    assert text == TOKENIZER.decode(response.token_ids[start_of_turn:-1])
+    other_rows = [row for row in episode.rows if row.made is not response]
+    assert all(text not in TOKENIZER.decode(row.made.token_ids) for row in other_rows)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +205,17 @@ def test_a_reward_reads_the_row_in_which_the_episode_ended(where: tuple[Context 
 def test_an_environment_is_told_which_of_its_turns_were_cut(limits: dict[str, int], finish: str) -> None:
     environments: list[Going] = []
 
-    def made() -> Going:
+    def make_environment() -> Going:
         environments.append(Going(None))
         return environments[-1]
 
-    played(made, **limits)
+    played(make_environment, **limits)
     assert environments[0].responses[0].finish_reason == finish
 
 
 def test_what_others_say_is_not_counted_as_sampled() -> None:
     """Each observation alone has more tokens than the whole episode may sample."""
-    played_with = lambda **limits: played(lambda: Going(None, None, said="the tool said 12 " * 8), **limits)  # noqa: E731
+    played_with = lambda **limits: played(lambda: Going(None, None, text="the tool said 12 " * 8), **limits)  # noqa: E731
     free, drawing, _ = played_with()
     (row,) = free.rows
     assert free.finish_reason == "env_done" and row.turns[1] - row.turns[0] > drawing.drawn
@@ -246,16 +248,16 @@ class Placing:
         return expanded, tuple(media)
 
 
-def shown(*where: Context | None, pictured: Sequence[int]) -> list[Row]:
+def rows_with_pictures(*contexts: Context | None, pictured: Sequence[int]) -> list[Row]:
     """Rows of an episode whose environment shows pictures."""
     bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: Place(PICTURE)})
     rules = Rules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
     playing = Player(
-        OnEnvironments(Inside(lambda: Going(*where, pictured=pictured)), rules), 0, 60.0, lambda fault: None
+        OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules), 0, 60.0, lambda fault: None
     )
-    made = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
-    assert isinstance(made, Episode), made
-    return group_rows(Prompt("p", tuple(made.rows[0].prompt), "go", "answer"), 3, [made], [0.5])
+    episode = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
+    assert isinstance(episode, Episode), episode
+    return group_rows(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), 3, [episode], [0.5])
 
 
 def pictures(row: Row) -> list[str]:
@@ -268,13 +270,13 @@ def pictures(row: Row) -> list[str]:
 
 
 def test_pictures_of_later_observations_are_where_their_tokens_are() -> None:
-    (row,) = shown(None, None, None, pictured=(0, 2))
+    (row,) = rows_with_pictures(None, None, None, pictured=(0, 2))
     assert pictures(row) == ["picture-0", "picture-1"]
 
 
 @pytest.mark.parametrize(("turns", "kept"), [(1, []), (2, ["picture-0"])])
 def test_a_branch_has_the_pictures_that_come_before_it(turns: int, kept: list[str]) -> None:
-    whole, branch = shown(None, None, Context("branch", turns), pictured=(0, 1, 2))
+    whole, branch = rows_with_pictures(None, None, Context("branch", turns), pictured=(0, 1, 2))
     assert pictures(whole) == ["picture-0", "picture-1"] and pictures(branch) == [*kept, "picture-2"]
 
 

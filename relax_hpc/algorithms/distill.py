@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -86,16 +87,16 @@ class Distill(Grpo):
 
     def _of_rewards(self) -> Iterator[str]:
         """Settings that change rewards, which are not learned from."""
-        why = "rewards are not learned from"
+        reason = "rewards are not learned from"
         if self.shuffle_rewards:
-            yield f"shuffle_rewards: found true with reward_weight 0, allowed: false; {why}"
+            yield f"shuffle_rewards: found true with reward_weight 0, allowed: false; {reason}"
         if self.kl_in_reward:
-            yield f"kl_in_reward: found {self.kl_in_reward:g} with reward_weight 0, allowed: 0; {why}"
-        if found := self.overlong.max_tokens:
-            yield f"overlong.max_tokens: found {found} with reward_weight 0, allowed: 0; {why}"
+            yield f"kl_in_reward: found {self.kl_in_reward:g} with reward_weight 0, allowed: 0; {reason}"
+        if self.overlong.max_tokens:
+            yield f"overlong.max_tokens: found {self.overlong.max_tokens} with reward_weight 0, allowed: 0; {reason}"
 
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        rows = [row for prompt in prompts for episode in prompt for row in episode]
+        rows = list(chain.from_iterable(chain.from_iterable(prompts)))
         if self.reward_weight:
             by_reward = [self.reward_weight * values for values in super().token_advantages(prompts)]
         else:

@@ -24,8 +24,8 @@ class Ppo(Grpo):
 
     The steps of an episode are its trained tokens, of all its rows one after the other: what others put between them is
     no action, and no step. The last step gets the episode's reward. Each step loses `kl_in_reward` times its divergence
-    and that of the drawn tokens which follow it and are not trained. The critic, a group of its own, values what is
-    before each token, and learns A + V from its value_loss.
+    and that of the drawn tokens which follow it and are not trained. The critic, another group, values the state before
+    each token, and learns A + V from its value_loss.
     """
 
     gives: ClassVar[tuple[str, ...]] = ("advantages", "returns")

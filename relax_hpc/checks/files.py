@@ -144,7 +144,8 @@ def notes(config: Config) -> Iterator[str]:
 
 def _stale_denominator(config: Config) -> Iterator[str]:
     """Note on a group actor_fwd at a staleness above 0, whose scores are older than the policy before the step."""
-    if not config.max_staleness or not (group := group_with(config, "actor_fwd")):
+    group = group_with(config, "actor_fwd")
+    if not config.max_staleness or not group:
         return
     if config.algorithm.updates > 1:
         instead = "groups: {actor_fwd: null} and actor: {forward: [actor_fwd]}"

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from relax_hpc.checks.environment import check_environment
@@ -235,7 +235,8 @@ def _algorithm(config: Config) -> Findings:
     yield from (f"algorithm.{finding}" for finding in config.algorithm.findings())
     yield from _fields(config)
     yield from _overlong(config)
-    if (warmup := getattr(config.algorithm, "critic_warmup_steps", 0)) >= config.steps:
+    warmup = getattr(config.algorithm, "critic_warmup_steps", 0)
+    if warmup >= config.steps:
         yield (
             f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, {config.steps}; the policy "
             "would never be trained"
@@ -267,8 +268,12 @@ def _overlong(config: Config) -> Findings:
         names = ("sampled_tokens", "episode_tokens")
         limits = {f"environment.{name}": getattr(config.environment, name) for name in names}
     key, limit = min(limits.items(), key=lambda item: item[1] or math.inf)
-    if limit and (found := config.algorithm.overlong.max_tokens) > limit:
-        yield f"algorithm.overlong.max_tokens: found {found}, allowed: at most {key}, {limit}; no episode draws more"
+    most_punished = config.algorithm.overlong.max_tokens
+    if limit and most_punished > limit:
+        yield (
+            f"algorithm.overlong.max_tokens: found {most_punished}, allowed: at most {key}, {limit}; no episode draws "
+            "more"
+        )
 
 
 def _from_file(config: Config) -> Findings:
@@ -371,18 +376,24 @@ def _devices(config: Config) -> Findings:
 
 
 def _unused_gpus(config: Config) -> Findings:
-    """GPUs that groups ask for in a run on CPUs, the default, which would leave them idle."""
+    """GPUs that are asked for in a run on CPUs, the default, which would leave them idle."""
+    requests: dict[str, object] = {"site.options.gres": _gpus_of(config.site.options)}
     for name, group in config.groups.items():
-        asked = {
-            "resources.gpus_per_node": group.resources.gpus_per_node,
-            "env.CUDA_VISIBLE_DEVICES": group.env.get("CUDA_VISIBLE_DEVICES", ""),
-        }
-        for key, value in asked.items():
-            if value:
-                yield (
-                    f"groups.{name}.{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: "
-                    "cuda, or leave it out"
-                )
+        requests[f"groups.{name}.resources.gpus_per_node"] = group.resources.gpus_per_node
+        requests[f"groups.{name}.resources.options.gres"] = _gpus_of(group.resources.options)
+        requests[f"groups.{name}.env.CUDA_VISIBLE_DEVICES"] = group.env.get("CUDA_VISIBLE_DEVICES", "")
+    for key, value in requests.items():
+        if value:
+            yield (
+                f"{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: cuda, or leave it "
+                "out"
+            )
+
+
+def _gpus_of(options: Mapping[str, str]) -> str:
+    """Option gres among sbatch ``options``, if it asks for GPUs."""
+    gres = options.get("gres", "")
+    return gres if "gpu" in gres else ""
 
 
 def _queue(config: Config) -> Findings:

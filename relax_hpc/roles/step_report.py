@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class Tally:
             rewards = {float(episode[0]["reward"]) for episode in prompt}
             self.compared += len(prompt) > 1
             self.equal += len(prompt) > 1 and len(rewards) == 1
-        for episode in (episode for prompt in prompts for episode in prompt):
+        for episode in chain.from_iterable(prompts):
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
             self.row_tokens += [len(row["token_ids"]) for row in episode]
@@ -113,7 +114,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     what the metric of an update is a mean over itself: tokens, or the loss's `weight`. Updates without a trained token
     and values that are not finite have no part in means and maxima; `empty` and `skipped` count such updates.
     """
-    names = dict.fromkeys(name for update in updates for name in update)
+    names = dict.fromkeys(chain.from_iterable(updates))
     return {name: _over_updates(name, [update for update in updates if name in update]) for name in names}
 
 

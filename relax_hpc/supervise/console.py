@@ -89,12 +89,12 @@ class Terminal:
 
     def _show_signal(self, step: int, values: Mapping[str, float]) -> None:
         """Warn of the first step of a stretch of steps that teach the policy nothing, and say when it is over."""
-        why = why_nothing_learned(values, self.config.algorithm.updates)
-        if why and not self._teaches_nothing:
-            self.say(f"step {step}: nothing was learned from rewards: {why}; look at the samples and the reward")
-        elif self._teaches_nothing and not why:
+        reason = why_nothing_learned(values, self.config.algorithm.updates)
+        if reason and not self._teaches_nothing:
+            self.say(f"step {step}: nothing was learned from rewards: {reason}; look at the samples and the reward")
+        elif self._teaches_nothing and not reason:
             self.say(f"step {step}: rewards are learned from again")
-        self._teaches_nothing = bool(why)
+        self._teaches_nothing = bool(reason)
 
     def summary(self) -> None:
         """Print where the run's results are, and draw the reward plot."""

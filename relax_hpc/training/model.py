@@ -281,7 +281,7 @@ class PolicyModel:
 
     @property
     def entropy_is_free(self) -> bool:
-        """Whether entropies cost nothing beside log-probabilities."""
+        """Whether entropies cost nothing if log-probabilities are computed."""
         return self._chunk_kernels.entropy_is_free
 
     def likeliest(self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int) -> Tensor:

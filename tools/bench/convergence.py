@@ -161,11 +161,13 @@ def mode_table(found: Runs, args: argparse.Namespace) -> Table:
     return columns, rows, is_claim_met if args.claim else all(verdicts)
 
 
-def area_differences(mode: str, found: Runs) -> list[float]:
+def area_differences(mode: str, runs: Runs) -> list[float]:
     """Reward area of ``mode`` less that of staleness 0, of each seed that both have."""
-    shared = sorted(set(found[mode]) & set(found.get(BASE, {})))
-    pairs = [(found[mode][seed], found[BASE][seed]) for seed in shared]
-    return [area_between(rewards_by_version(one), rewards_by_version(base)) for one, base in pairs]
+    mode_runs, base_runs = runs[mode], runs.get(BASE, {})
+    shared_seeds = sorted(mode_runs.keys() & base_runs.keys())
+    return [
+        area_between(rewards_by_version(mode_runs[seed]), rewards_by_version(base_runs[seed])) for seed in shared_seeds
+    ]
 
 
 def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:

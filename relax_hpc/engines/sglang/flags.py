@@ -110,7 +110,7 @@ def check(config: Config) -> Iterator[str]:
 
 
 def _other_draws(flags: Mapping[str, object]) -> Iterator[str]:
-    """Mistakes in ``flags`` that change what is drawn without a trace in the log-probabilities."""
+    """Mistakes in ``flags`` by which tokens are drawn otherwise than their log-probabilities say."""
     for flag, value in flags.items():
         harmless, instead = _DRAWS_OTHERWISE.get(_name_of(flag), (value, ""))
         if value != harmless and value is not None:
