@@ -276,7 +276,8 @@ def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
         groups["hub"]["roles"].append("data")
     left = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
     said = _nest({key: value for key, value in usual.items() if key not in found.sources})
-    return merge(Config, tree | {"groups": left}, said)
+    inside = [role for role in tree["actor"]["forward"] if role not in OF_DRAWN_ROWS]
+    return merge(Config, tree | {"groups": left, "actor": tree["actor"] | {"forward": inside}}, said)
 
 
 def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:
