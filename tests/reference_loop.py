@@ -64,8 +64,8 @@ class StepRecord:
     updates: list[dict[str, float]] = field(default_factory=list)
 
     def line(self) -> dict[str, object]:
-        """What is printed: the mean reward, SHA-256 of all token ids, and means over the optimizer steps, of losses by
-        their tokens."""
+        """What is printed: the mean reward, SHA-256 of all token ids, and means over the optimizer
+        steps, of losses by their tokens."""
         tokens = hashlib.sha256(b"".join(row["token_ids"].tobytes() for row in self.rows)).hexdigest()
         reward = sum(float(row["reward"]) for row in self.rows) / len(self.rows)
         sizes = [update["tokens"] for update in self.updates]

@@ -182,8 +182,9 @@ CORRECTIONS = [
     ids=lambda learner: f"{learner.name}-{learner.correction.kind}-{learner.correction.level}",
 )
 def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_policy(estimator, learner):
-    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and trained by another. The
-    weight of the policy's loss, which the correction may cut or mask, has no part in it."""
+    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and
+    trained by another. The weight of the policy's loss, which the correction may cut or mask, has
+    no part in it."""
     rollout, old, ref = (
         torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6])
     )
@@ -210,7 +211,8 @@ def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_polic
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_divergence_by_k1_is_capped_on_both_sides(sign):
-    """Log-ratio +-3 with a cap of 0.5: its value is the cap, and its gradient that of the weight alone."""
+    """Log-ratio +-3 with a cap of 0.5: its value is the cap, and its gradient that of the weight
+    alone."""
     kl = KlConfig(coefficient=1.0, estimator="k1", importance=True, cap=0.5)
     batch = one_row(0.0, [-1.0], [-1.0]).replace(ref_logprobs=torch.full((1, 1), -1.0 - 3 * sign).double())
     loss, (gradient,), _ = loss_and_gradient(Grpo(kl=kl), batch)

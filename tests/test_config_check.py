@@ -183,7 +183,7 @@ FINDINGS = [
         ],
     ),
     ({"site.options": {"gres": "tmp:1"}}, []),
-    ({"groups.rollout.env": {"CUDA_VISIBLE_DEVICES": ""}}, []),
+    ({"groups.rollout.env": {"CUDA_VISIBLE_DEVICES": ""}, "groups.actor.env": {"CUDA_VISIBLE_DEVICES": "-1"}}, []),
     (
         {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
         ["algorithm.kl.coefficient: found 0.1, but role ref"],

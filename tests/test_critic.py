@@ -62,8 +62,9 @@ def test_values_are_hidden_states_times_the_head(one_rank: None, tiny: Path) -> 
 def test_at_staleness_0_rows_of_a_later_step_wait_for_the_update_before_it(
     max_staleness: int, step_of_rows: int | None, is_due: bool
 ) -> None:
-    """The critic is about to train step 3. Rows of step 4 that came already get their values after that update,
-    so a run is the same bit for bit. ``step_of_rows`` None: the run is at its end, and no rows come."""
+    """The critic is about to train step 3. Rows of step 4 that came already get their values after
+    that update, so a run is the same bit for bit. ``step_of_rows`` None: the run is at its end, and
+    no rows come."""
     claim = None if step_of_rows is None else Claim(1, step_of_rows, (), (), 0)
     values, answer = Values.__new__(Values), Future[Claim | None]()
     values.context = SimpleNamespace(config=Config(max_staleness=max_staleness))

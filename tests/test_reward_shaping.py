@@ -58,7 +58,8 @@ def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
     algorithm = DrGrpo(kl_in_reward=0.1)
     assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
     assert algorithm.needs == ("reward", "rollout_logprobs", "ref_logprobs")
-    # What is masked was drawn all the same: else an episode that was cut would have the higher reward for it.
+    # What is masked was drawn all the same: else an episode that was cut would have the higher
+    # reward for it.
     for masked in ([0, 0, 0], [0, 0, 1]):
         prompts[0][0][0]["loss_mask"] = np.array(masked, np.uint8)
         assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
@@ -68,7 +69,8 @@ def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
 
 
 def test_one_response_to_a_prompt_is_enough_where_none_are_compared() -> None:
-    """REINFORCE++ has the step's mean, PPO a critic, distillation its teacher; the others refuse it."""
+    """REINFORCE++ has the step's mean, PPO a critic, distillation its teacher; the others refuse
+    it."""
     prompts = [prompt_of((reward, 2, 2)) for reward in (0, 1)]
     for number, ((row,),) in enumerate(prompts):
         row["values"] = np.array([0, 0.25, 0.5], np.float32)
@@ -136,8 +138,9 @@ def test_episodes_that_were_cut_are_left_out_and_their_rewards_count() -> None:
 @pytest.mark.parametrize("cut_row", [0, 1])
 @pytest.mark.parametrize("end", get_args(Ended))
 def test_an_episode_is_left_out_if_any_of_its_rows_was_cut(end: str, cut_row: int) -> None:
-    """A row that was cut, by whichever bound, is no whole attempt: the rows before and behind it are not either. The
-    other ends are the policy's or its environment's own, or a bound in turns."""
+    """A row that was cut, by whichever bound, is no whole attempt: the rows before and behind it
+    are not either. The other ends are the policy's or its environment's own, or a bound in
+    turns."""
     versions = np.full(2, Version(1, 1).encode(), np.int32)
     reasons = ["stop", "stop"]
     reasons[cut_row] = end
@@ -157,7 +160,8 @@ CUTS = {"length", "turn_budget", "sampled_budget", "episode_budget"}
 
 
 def two_rows(reward: float, *drawn: int) -> list:
-    """An episode with a row for each number in ``drawn``, of so many tokens that the policy drew."""
+    """An episode with a row for each number in ``drawn``, of so many tokens that the policy
+    drew."""
     rows = [row for (row,) in prompt_of(*((reward, count, count) for count in drawn))]
     for row in rows:
         row |= {name: np.zeros(len(row["loss_mask"]), np.float32) for name in ("values", "teacher_logprobs")}
@@ -167,8 +171,8 @@ def two_rows(reward: float, *drawn: int) -> list:
 
 @pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if kind.gives])
 def test_a_penalty_for_length_counts_the_tokens_of_all_rows(name: str) -> None:
-    """Both episodes draw 4 tokens in their last row. The first has drawn 4 more in a row before, 8 in all: it loses the
-    whole penalty, in every algorithm that learns from rewards."""
+    """Both episodes draw 4 tokens in their last row. The first has drawn 4 more in a row before, 8
+    in all: it loses the whole penalty, in every algorithm that learns from rewards."""
     algorithm = ALGORITHMS[name](overlong=OverlongConfig(max_tokens=8, buffer=2, penalty=0.5))
     if name == "distill":
         algorithm.reward_weight = 1.0

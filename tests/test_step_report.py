@@ -53,8 +53,9 @@ def update(weight: float, tokens: float, **metrics: float) -> dict[str, float]:
 
 
 def test_metrics_of_several_updates_are_sums_means_or_maxima() -> None:
-    """Two passes of two mini-batches. A spike in the first update, which the last one does not have, is seen; an update
-    without tokens and one whose gradient is not finite are counted, each by its name, and are in no mean."""
+    """Two passes of two mini-batches. A spike in the first update, which the last one does not
+    have, is seen; an update without tokens and one whose gradient is not finite are counted, each
+    by its name, and are in no mean."""
     names = ("train_rollout_logprob_max", "train_rollout_ratio_p99", "rollout_kl", "experts/load_max")
     many, few = (dict(zip(names, values, strict=True)) for values in ((2.0, 3.0, 0.5, 4.0), (1.0, 1.5, 0.1, 1.0)))
     updates = [

@@ -161,7 +161,8 @@ def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:
 def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence(
     tiny: Path, kl_in_reward: float
 ) -> None:
-    """An episode that was cut is not trained, but its reward counts for others, less the divergence of all it drew."""
+    """An episode that was cut is not trained, but its reward counts for others, less the divergence
+    of all it drew."""
     config = Config(algorithm=DrGrpo(kl_in_reward=kl_in_reward))
     samples = rows(2, seed=5)
     for row in samples:

@@ -249,7 +249,8 @@ def test_an_entropy_that_costs_nothing_is_measured(tiny: Path, monkeypatch, is_f
 
 @pytest.mark.parametrize("count", [3, 200, 2500])
 def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, count: int):
-    """Log-ratios of either sign; one in 100 or 1,000 of them is at the quantile or above, as if all were sorted."""
+    """Log-ratios of either sign; one in 100 or 1,000 of them is at the quantile or above, as if all
+    were sorted."""
     ours = trainer(tiny)
     far = np.random.default_rng(count).permutation(np.linspace(-3.0, 3.0, count))
     zero = torch.zeros(1, count, dtype=torch.float64)

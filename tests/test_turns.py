@@ -176,7 +176,8 @@ class Going(Environment):
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_branch_begins_with_as_many_turns_as_it_names(turns: int) -> None:
-    """Of three turns of the first history: all of its tokens up to the end of that turn, and none of what came then."""
+    """Of three turns of the first history: all of its tokens up to the end of that turn, and none
+    of what came then."""
     episode, *_ = played(lambda: Going(None, None, Context("branch", turns)))
     whole, branch = episode.rows
     assert len(whole.turns) == 3
@@ -230,7 +231,8 @@ TOKENS_OF_A_PICTURE = 3
 
 
 class Placing:
-    """Stands for `ObservedMedia`: each picture has some tokens, and a blob of the number of its turn."""
+    """Stands for `ObservedMedia`: each picture has some tokens, and a blob of the number of its
+    turn."""
 
     def __init__(self) -> None:
         self.count = 0

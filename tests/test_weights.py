@@ -294,8 +294,8 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version
 
 @pytest.mark.parametrize("slabs", [2, 3, 5])
 def test_as_many_versions_stay_in_memory_as_slabs_are_asked_for(stage, slabs):
-    """A reader of version 0 is not disturbed by as many newer ones as there are other slabs, and the next takes its
-    place."""
+    """A reader of version 0 is not disturbed by as many newer ones as there are other slabs, and
+    the next takes its place."""
     source = Source(stage.run, stage.actor, {"w": torch.zeros(8)}, slabs=slabs, file_every=0)
     ring = source.publisher.ring
     for number in range(slabs + 1):

@@ -42,8 +42,9 @@ class KlConfig:
     cap: float = bounded(10.0, 0.0)
     """Largest divergence of a token, in nats: beyond it its gradient is 0. 0: none, and one token may be the step."""
     importance: bool = False
-    """Weigh each token's divergence by policy / rollout, whatever `correction` does: by k1 and k3 value and gradient
-    are then those of KL(policy || reference), off-policy too; as in DeepSeek-V3.2, arXiv 2512.02556."""
+    """Weigh each token's divergence by policy / rollout, whatever `correction` does: by k1 and k3
+    value and gradient are then those of KL(policy || reference), off-policy too; as in
+    DeepSeek-V3.2, arXiv 2512.02556."""
     refresh_every: int = bounded(0, 0)
     """Steps after which the reference takes the policy's weights as they then are. 0: it stays as it is."""
 
@@ -103,7 +104,8 @@ class Algorithm:
     ratio_to_rollout: ClassVar[bool] = False
     """Whether the loss takes the ratio policy / rollout itself, so that no correction weighs it."""
     fewest_samples: ClassVar[int] = 2
-    """Episodes that a prompt must have: at least 2 where advantages compare the rewards of a prompt's episodes."""
+    """Episodes that a prompt must have: at least 2 where advantages compare the rewards of a
+    prompt's episodes."""
     sequences: ClassVar[int] = 0
     """Sequences in each row of the files that are learned from as they are: 1, or 2 that are compared. 0: files have
     prompts, and engines draw what is learned from."""
@@ -129,9 +131,9 @@ class Algorithm:
     """Weight of the loss that has the tokens of a micro-batch spread over the experts of each layer (arXiv 2101.03961,
     equation 4). Of use for models with experts alone. 0: there is none."""
     log_entropy: bool = False
-    """Measure the policy's entropy (`loss/entropy_nats`) although it is not in the loss and costs something: with
-    kernels `fused` it is free, and measured in any case. `loss/sampled_entropy_nats` is an estimate by the drawn tokens
-    that is always there."""
+    """Measure the policy's entropy (`loss/entropy_nats`) although it is not in the loss and costs
+    something: with kernels `fused` it is free, and measured in any case.
+    `loss/sampled_entropy_nats` is an estimate by the drawn tokens that is always there."""
     kl: KlConfig = field(default_factory=KlConfig)
     kl_in_reward: float = bounded(0.0, 0.0)
     """Weight of a KL penalty in the reward, log(rollout / reference) of each token (k1), which needs a reference;
@@ -143,8 +145,8 @@ class Algorithm:
     mask_older_tokens: bool = False
     """Leave tokens out of the loss that were drawn by older weights than the last one of their row."""
     mask_truncated: bool = False
-    """Leave episodes out of the loss any row of which was cut: at its longest, or by a budget of a turn or of the
-    episode. Their rewards count for the others."""
+    """Leave episodes out of the loss any row of which was cut: at its longest, or by a budget of a
+    turn or of the episode. Their rewards count for the others."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards over the step's episodes. Nothing should be learned."""
 
@@ -156,11 +158,12 @@ class Algorithm:
         return ("reward", "rollout_logprobs", "ref_logprobs") if self.kl_in_reward else ("reward",)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
-        """Fields of rows that the loss looks at. ``stale``: whether older versions than the trained one may have drawn
-        the rows; no algorithm of this package needs other fields then.
+        """Fields of rows that the loss looks at. ``stale``: whether older versions than the trained
+        one may have drawn the rows; no algorithm of this package needs other fields then.
 
-        The clip is around the policy before the step, however old the rows are (decoupled PPO, arXiv 2110.00641). With
-        one update in a step that is the policy itself, and no `old_logprobs` are needed.
+        The clip is around the policy before the step, however old the rows are (decoupled PPO,
+        arXiv 2110.00641). With one update in a step that is the policy itself, and no
+        `old_logprobs` are needed.
         """
         old = ("old_logprobs",) if self.uses_old and self.updates > 1 else ()
         return (*self.gives, *old, *(("ref_logprobs",) if self.kl.coefficient else ()))
@@ -182,7 +185,8 @@ class Algorithm:
 
     @property
     def has_advantages(self) -> bool:
-        """Whether the loss learns from advantages: where all of them are 0, nothing is learned from rewards."""
+        """Whether the loss learns from advantages: where all of them are 0, nothing is learned from
+        rewards."""
         return "advantages" in self.gives
 
     @property
@@ -216,8 +220,8 @@ class Algorithm:
         """Advantages of episodes, [prompts, episodes] float64, from ``rewards``; ``tokens``: how many of each are
         trained on.
 
-        ``rewards`` are finite float64, `fewest_samples` of a prompt or more; of window `step` all of the step's prompts
-        are there.
+        ``rewards`` are finite float64, `fewest_samples` of a prompt or more; of window `step` all
+        of the step's prompts are there.
         """
         raise NotImplementedError(f"{type(self).__name__} says nothing of advantages")
 
@@ -238,8 +242,8 @@ class Algorithm:
         """Advantages of the tokens of every row, in their order, [tokens] float32: its episode's advantage where the
         loss mask is set, else 0.
 
-        ValueError: a prompt has fewer than `fewest_samples` episodes, or not as many as the others, or a reward is not
-        finite.
+        ValueError: a prompt has fewer than `fewest_samples` episodes, or not as many as the others,
+        or a reward is not finite.
         """
         values = self.advantages(self.rewards(prompts), trained_tokens(prompts))
         found = zip(prompts, values, strict=True)
@@ -279,8 +283,8 @@ class Algorithm:
 
 
 def rewards_of(prompts: Sequence[Prompt], fewest: int = 2) -> np.ndarray:
-    """Rewards [prompts, episodes], float64. ValueError: fewer than ``fewest`` of a prompt, unequal numbers, or not
-    finite."""
+    """Rewards [prompts, episodes], float64. ValueError: fewer than ``fewest`` of a prompt, unequal
+    numbers, or not finite."""
     rewards = np.array([[episode[0]["reward"] for episode in prompt] for prompt in prompts], dtype=np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < fewest:
         raise ValueError(f"rewards have shape {rewards.shape}, expected [prompts, episodes >= {fewest}]")
@@ -309,17 +313,18 @@ def drawn_tokens(row: Row) -> np.ndarray:
 
 
 def divergence(row: Row) -> np.ndarray:
-    """log(rollout / reference) of each token of ``row`` that the policy drew, 0 of others: float64 [tokens].
+    """log(rollout / reference) of each token of ``row`` that the policy drew, 0 of others: float64
+    [tokens].
 
-    It estimates KL(policy || reference) by k1. A token that is masked counts too: the reward of its episode stands in
-    the baseline of others, and would be too high if only trained tokens paid.
+    It estimates KL(policy || reference) by k1. A token that is masked counts too: the reward of its
+    episode stands in the baseline of others, and would be too high if only trained tokens paid.
     """
     return np.where(drawn_tokens(row), row["rollout_logprobs"].astype(np.float64) - row["ref_logprobs"], 0.0)
 
 
 def divergence_to_come(episode: Sequence[Row]) -> np.ndarray:
-    """Sum of `divergence` over each trained token of an episode and all tokens after it, in the order of its rows:
-    float64 [trained tokens]."""
+    """Sum of `divergence` over each trained token of an episode and all tokens after it, in the
+    order of its rows: float64 [trained tokens]."""
     every = np.concatenate([divergence(row) for row in episode])
     trained = np.concatenate([row["loss_mask"] for row in episode]) > 0
     return every[::-1].cumsum()[::-1][trained]

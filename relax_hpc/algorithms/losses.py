@@ -80,14 +80,16 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     of which some may be in other batches; `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no
     episode's tokens weigh less for being many). The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
-    Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
-    `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and `loss/divergence`, whose sum is the loss; over
-    masked tokens `ratio`, `clip_fraction`, `kl/old`, `sampled_entropy` (of the engine's policy, by its own draws),
-    `zero_advantage` if there are advantages, `rollout_kl` (KL of the engine's policy to the old one),
-    `correction_weight`, `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
-    `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
-    algorithm/* of the algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
-    `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their totals into means.
+    Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of
+    its tokens), `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and
+    `loss/divergence`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`,
+    `sampled_entropy` (of the engine's policy, by its own draws), `zero_advantage` if there are
+    advantages, `rollout_kl` (KL of the engine's policy to the old one), `correction_weight`,
+    `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
+    `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and algorithm/* of the
+    algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
+    `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their
+    totals into means.
 
     ValueError: shapes differ, or a coefficient is set whose input is missing.
     """
@@ -157,10 +159,12 @@ def _checked(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
 
 
 def _kl_of_loss(kl: Tensor | None, x: TokenBatch, settings: KlConfig) -> Tensor | None:
-    """Divergences ``kl`` [b, s] as the loss has them: capped, and weighed by importance if ``settings`` say so.
+    """Divergences ``kl`` [b, s] as the loss has them: capped, and weighed by importance if
+    ``settings`` say so.
 
-    The weight is policy / rollout with its gradient, so that the expectation over what the engine draws is that over
-    the policy. The correction's weight does not serve: it is bounded, 0 outside of a mask, or 1.
+    The weight is policy / rollout with its gradient, so that the expectation over what the engine
+    draws is that over the policy. The correction's weight does not serve: it is bounded, 0 outside
+    of a mask, or 1.
     """
     if kl is None or not settings.coefficient:
         return kl

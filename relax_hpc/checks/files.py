@@ -143,7 +143,8 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def _stale_denominator(config: Config) -> Iterator[str]:
-    """Note on a group actor_fwd at a staleness above 0, whose scores are older than the policy before the step."""
+    """Note on a group actor_fwd at a staleness above 0, whose scores are older than the policy
+    before the step."""
     group = group_with(config, "actor_fwd")
     if not config.max_staleness or not group:
         return

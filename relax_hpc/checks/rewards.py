@@ -39,7 +39,8 @@ def check_rewards(config: Config) -> Iterator[str]:
 
 
 def _unnamed(config: Config) -> Iterator[str]:
-    """Whether a run would learn from the default reward of the demo, because neither it nor its task names one."""
+    """Whether a run would learn from the default reward of the demo, because neither it nor its
+    task names one."""
     if config.rollout.reward or config.algorithm.from_file:
         return
     try:

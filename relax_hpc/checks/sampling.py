@@ -32,8 +32,8 @@ def cut_by(shape: RolloutConfig | EvalConfig) -> str:
 def _cut(config: Config, key: str) -> Iterator[str]:
     """Mistakes of a run that draws from a part of the vocabulary, by the setting ``key``.
 
-    A token's weight is old / rollout, and rollout is the distribution it was drawn from: the part that is left. An
-    expectation over the whole policy cannot be estimated from such tokens.
+    A token's weight is old / rollout, and rollout is the distribution it was drawn from: the part
+    that is left. An expectation over the whole policy cannot be estimated from such tokens.
     """
     algorithm, whole = config.algorithm, f"{_WHOLE[key]:g}"
     value = f"rollout.{key}: found {getattr(config.rollout, key)}"

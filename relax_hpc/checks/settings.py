@@ -383,7 +383,8 @@ def _unused_gpus(config: Config) -> Findings:
         requests[f"groups.{name}.resources.options.gres"] = _gpus_of(group.resources.options)
         requests[f"groups.{name}.env.CUDA_VISIBLE_DEVICES"] = group.env.get("CUDA_VISIBLE_DEVICES", "")
     for key, value in requests.items():
-        if value:
+        # CUDA_VISIBLE_DEVICES=-1 hides all GPUs.
+        if value and value != "-1":
             yield (
                 f"{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: cuda, or leave it "
                 "out"

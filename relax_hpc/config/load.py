@@ -248,8 +248,9 @@ def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
 def _with_inner_actor_fwd(tree: dict[str, Any]) -> dict[str, Any]:
     """``tree`` with role `actor_fwd` inside of the actor.
 
-    There its scores are those of the policy before the step. A group scores rows when they come: at a staleness above 0
-    the clip would be around a policy that is several versions old, which costs most of what staleness costs.
+    There its scores are those of the policy before the step. A group scores rows when they come: at
+    a staleness above 0 the clip would be around a policy that is several versions old, which costs
+    most of what staleness costs.
     """
     actor = tree["actor"]
     return tree | {"actor": actor | {"forward": [*actor["forward"], "actor_fwd"]}}

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 
 def why_nothing_learned(values: Mapping[str, float | None], updates: int) -> str:
-    """Reason why no reward has changed the policy in a step of so many ``updates``; empty: one has, or it is unknown.
+    """Reason why no reward has changed the policy in a step of so many ``updates``; empty: one has,
+    or it is unknown.
 
     >>> why_nothing_learned({"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0, "reward/mean": 0.0}, 1)
     'all rewards inside each prompt group are equal (reward/zero_std_share 1, reward/mean 0.000)'

@@ -51,7 +51,8 @@ class Scorer:
         self.top_k = config.algorithm.teacher_top_k if context.role == "teacher" else 0
         """Likeliest tokens that are given with each; 0: none."""
         self.scores_all_drawn = context.role == "reference" and config.algorithm.kl_in_reward > 0
-        """Whether tokens are scored that the policy drew and does not train: they pay for their divergence too."""
+        """Whether tokens are scored that the policy drew and does not train: they pay for their
+        divergence too."""
         self.placeholders = placeholders_of(directory)
         # Routes are those of the policy's engine.
         settings = config.model if context.role == "actor_fwd" else replace(config.model, routing_replay="off")

@@ -19,8 +19,8 @@ from relax_hpc.training.swapped import SwappedWeights
 class InnerRoles:
     """The roles of `actor.forward` in one rank; every rank makes and calls it alike.
 
-    The reference has a copy of its weights. actor_fwd scores with the weights before the step. These
-    are the present ones during the first mini-batch; if there are more mini-batches, they are
+    The reference has a copy of its weights. actor_fwd scores with the weights before the step.
+    These are the present ones during the first mini-batch; if there are more mini-batches, they are
     copied. If the loss does not use old log-probabilities, actor_fwd scores nothing; nor does it if
     the step has one update, because the trainer's own log-probabilities are the old ones then.
     """

@@ -110,9 +110,10 @@ _WITH_LARGEST = ("loss/grad_norm", "loss/clip_fraction", "kl/old")
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of several updates of a step as one value each.
 
-    Counts are added up. Of maxima the largest counts, and of quantiles, which have no mean. All others are means, over
-    what the metric of an update is a mean over itself: tokens, or the loss's `weight`. Updates without a trained token
-    and values that are not finite have no part in means and maxima; `empty` and `skipped` count such updates.
+    Counts are added up. Of maxima the largest counts, and of quantiles, which have no mean. All
+    others are means, over what the metric of an update is a mean over itself: tokens, or the loss's
+    `weight`. Updates without a trained token and values that are not finite have no part in means
+    and maxima; `empty` and `skipped` count such updates.
     """
     names = dict.fromkeys(chain.from_iterable(updates))
     return {name: _over_updates(name, [update for update in updates if name in update]) for name in names}
@@ -186,9 +187,9 @@ def mfu_report(
 
 
 def policy_values(result: StepResult) -> dict[str, float]:
-    """Scalars of a policy's step. The comparisons of rollout and old log-probs are of the first pass, in which each row
-    counts once. `drift` is of the first update, before it: what moved since the old log-probs were made is apart from
-    what the step's updates move.
+    """Scalars of a policy's step. The comparisons of rollout and old log-probs are of the first
+    pass, in which each row counts once. `drift` is of the first update, before it: what moved since
+    the old log-probs were made is apart from what the step's updates move.
 
     `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
     """

@@ -121,7 +121,8 @@ def last_response(answer: Generation | Episode) -> Generation:
 
 
 def was_cut(answer: Generation | Episode) -> bool:
-    """Whether a bound has cut what the policy would have said, in any row of an episode, see `CUT`."""
+    """Whether a bound has cut what the policy would have said, in any row of an episode, see
+    `CUT`."""
     responses = [row.made for row in answer.rows] if isinstance(answer, Episode) else [answer]
     return any(response.finish_reason in CUT for response in responses)
 

@@ -88,7 +88,8 @@ class Terminal:
             self._show_signal(line["step"], values)
 
     def _show_signal(self, step: int, values: Mapping[str, float]) -> None:
-        """Warn of the first step of a stretch of steps that teach the policy nothing, and say when it is over."""
+        """Warn of the first step of a stretch of steps that teach the policy nothing, and say when
+        it is over."""
         reason = why_nothing_learned(values, self.config.algorithm.updates)
         if reason and not self._teaches_nothing:
             self.say(f"step {step}: nothing was learned from rewards: {reason}; look at the samples and the reward")

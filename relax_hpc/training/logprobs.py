@@ -79,8 +79,9 @@ class ChunkKernels(Protocol):
 
 
 class PlainKernels:
-    """`ChunkKernels` in torch, for every device. An entropy takes one more tensor of a chunk's size, and a pass over
-    it: 2 % of the output layer's time on a CPU, with a vocabulary of 151,936."""
+    """`ChunkKernels` in torch, for every device. An entropy takes one more tensor of a chunk's
+    size, and a pass over it: 2 % of the output layer's time on a CPU, with a vocabulary of
+    151,936."""
 
     entropy_is_free = False
 

@@ -125,9 +125,10 @@ class Trainer:
     def step(self, lr: float) -> dict[str, float]:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
 
-        Collective over all ranks, and all get the same metrics: means over the step's tokens (see `mean_metrics`),
-        quantiles of ratios (`RatioTail`), `grad_norm` before clipping, `skipped` 1.0 if the norm was not finite, and
-        `empty` 1.0 if no token was trained. Either leaves weights and optimizer as they were.
+        Collective over all ranks, and all get the same metrics: means over the step's tokens (see
+        `mean_metrics`), quantiles of ratios (`RatioTail`), `grad_norm` before clipping, `skipped`
+        1.0 if the norm was not finite, and `empty` 1.0 if no token was trained. Either leaves
+        weights and optimizer as they were.
         """
         totals = self._reduce_metrics()
         load = self._experts.take()

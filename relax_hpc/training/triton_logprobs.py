@@ -16,7 +16,8 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class TritonKernels:
-    """Triton's `ChunkKernels`, see the module. An entropy is one more sum over logits that are read in any case."""
+    """Triton's `ChunkKernels`, see the module. An entropy is one more sum over logits that are read
+    in any case."""
 
     entropy_is_free = True
 

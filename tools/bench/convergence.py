@@ -75,7 +75,8 @@ class Claim:
     """Largest half-width of the paired interval of 95 %."""
 
     def judged(self, differences: Sequence[float]) -> tuple[str, bool]:
-        """Verdict on a mode's ``differences`` to staleness 0, one a seed, in words; and whether the claim holds."""
+        """Verdict on a mode's ``differences`` to staleness 0, one a seed, in words; and whether the
+        claim holds."""
         if len(differences) < self.least_seeds:
             return f"not decided: found {len(differences)} seeds, needs {self.least_seeds}", False
         difference = paired(differences)

@@ -6,8 +6,8 @@ A mode is a word:
 - `true-4`: samples are 4 versions old in the mean, whatever is fast: of 2 * 4 + 1 versions one is published, and a step
   may be as many versions after it, so that staleness goes from 0 to 8 and begins anew.
 - with `-group` behind it: a group actor_fwd makes the old log-probabilities from the published
-  weights. In a `true-` mode these are the weights of the engines: the clip is around the policy that
-  drew the samples, and old / rollout is 1.
+weights. In a `true-` mode these are the weights of the engines: the clip is around the policy that
+drew the samples, and old / rollout is 1.
 - with `-uncorrected` behind it: no weight by old / rollout, so the loss ignores staleness.
 - `shuffled`: rewards are permuted over the step's responses.
 - the name of an algorithm, at staleness 0; `distill` is taught by what mode `0` of the same seed has become.

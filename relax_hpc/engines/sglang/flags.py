@@ -41,8 +41,9 @@ _DRAWS_OTHERWISE = {
     # The engine would draw after another prompt than the one in the row.
     "allow_auto_truncate": (False, "lower data.max_prompt_tokens, or set data.truncate"),
 }
-"""Arguments by which tokens are drawn from another distribution than the one whose log-probabilities are reported ->
-the value that changes nothing, and what to do instead. No metric shows the difference."""
+"""Arguments by which tokens are drawn from another distribution than the one whose
+log-probabilities are reported -> the value that changes nothing, and what to do instead. No metric
+shows the difference."""
 ROUTES_FLAG = "enable_return_routed_experts"
 ROUTES_RELEASE = "0.5.21"
 """Release of SGLang whose scheduler `first_routes` changes."""
@@ -110,7 +111,8 @@ def check(config: Config) -> Iterator[str]:
 
 
 def _other_draws(flags: Mapping[str, object]) -> Iterator[str]:
-    """Mistakes in ``flags`` by which tokens are drawn otherwise than their log-probabilities say."""
+    """Mistakes in ``flags`` by which tokens are drawn otherwise than their log-probabilities
+    say."""
     for flag, value in flags.items():
         harmless, instead = _DRAWS_OTHERWISE.get(_name_of(flag), (value, ""))
         if value != harmless and value is not None:

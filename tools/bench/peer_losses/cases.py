@@ -97,8 +97,8 @@ class Comparison:
 
 
 def our_loss(algorithm: Algorithm, drawn_by_old: bool = False) -> Answer:
-    """The mean loss of an algorithm and its gradient in the log-probabilities, [1 + b s]. ``drawn_by_old``: the old
-    policy has drawn the tokens, for peers that know no third one."""
+    """The mean loss of an algorithm and its gradient in the log-probabilities, [1 + b s].
+    ``drawn_by_old``: the old policy has drawn the tokens, for peers that know no third one."""
 
     def answer(case: Case) -> Tensor:
         def loss(logprobs: Tensor) -> Tensor:
