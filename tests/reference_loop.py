@@ -64,10 +64,17 @@ class StepRecord:
     updates: list[dict[str, float]] = field(default_factory=list)
 
     def line(self) -> dict[str, object]:
-        """What is printed: losses of the last optimizer step, the mean reward, SHA-256 of all token ids."""
+        """What is printed: the mean reward, SHA-256 of all token ids, and means over the optimizer
+        steps, of losses by their tokens."""
         tokens = hashlib.sha256(b"".join(row["token_ids"].tobytes() for row in self.rows)).hexdigest()
         reward = sum(float(row["reward"]) for row in self.rows) / len(self.rows)
-        return {"step": self.step, "reward": reward, "token_digest": tokens, **self.updates[-1]}
+        sizes = [update["tokens"] for update in self.updates]
+        means = {
+            name: float(np.average([update[name] for update in self.updates], weights=sizes))
+            for name in self.updates[0]
+        }
+        means["grad_norm"] = float(np.mean([update["grad_norm"] for update in self.updates]))
+        return {"step": self.step, "reward": reward, "token_digest": tokens, **means}
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
     attention = 2 * 2 * 16 * (3 * 3 + 5 * 5)
     tally = Tally()
     tally.row_tokens = [3, 5]
-    result = StepResult({}, {}, tally, 0.1, 2.0)
+    result = StepResult([{}], 1, tally, 0.1, 2.0)
     expected = 2 * 3 * (2 * matrices * 8 + attention) / (2.0 * 1e6)
     assert mfu_report(result, spec, 2, 1e6) == {"perf/mfu": pytest.approx(expected)}
     tally.media = {"seen": (Kind.IMAGE, (1, 2, 4))}

@@ -7,6 +7,7 @@ verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py), which each t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from relax_hpc.algorithms import (
 )
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
 from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.checks.files import notes
 from relax_hpc.checks.settings import check
 from relax_hpc.config import dump, load
 from relax_hpc.config.load import gather, load_resolved
@@ -110,7 +112,7 @@ def rows_of(rewards: list[list[float]], tokens: list[list[int]]) -> list:
     """[prompt][episode][row], a prompt token before as many trained ones as said."""
     return [
         [
-            [{"reward": reward, "loss_mask": np.array([0] + [1] * count, np.uint8)}]
+            [{"reward": reward} | dict.fromkeys(("loss_mask", "token_versions"), np.array([0] + [1] * count, np.uint8))]
             for reward, count in zip(*line, strict=True)
         ]
         for line in zip(rewards, tokens, strict=True)
@@ -167,9 +169,22 @@ def test_gradients_equal_finite_differences(algorithm, reduction):
     assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(),))
 
 
+CORRECTIONS = [
+    CorrectionConfig(kind=kind, level=level, low=0.9, high=1.05)
+    for kind, level in itertools.product(("truncate", "mask", "off"), ("token", "sequence"))
+]
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_policy(estimator):
-    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and trained by another."""
+@pytest.mark.parametrize(
+    "learner",
+    [*(Grpo(correction=each) for each in CORRECTIONS), Gspo(), Cispo(), M2po()],
+    ids=lambda learner: f"{learner.name}-{learner.correction.kind}-{learner.correction.level}",
+)
+def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_policy(estimator, learner):
+    """Exact sums over a categorical that is drawn by an engine, scored by an old policy, and
+    trained by another. The weight of the policy's loss, which the correction may cut or mask, has
+    no part in it."""
     rollout, old, ref = (
         torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6])
     )
@@ -179,7 +194,8 @@ def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_polic
 
     def gradient(importance: bool) -> torch.Tensor:
         kl = KlConfig(coefficient=1.0, estimator=estimator, importance=importance)
-        algorithm = Grpo(kl=kl, correction=CorrectionConfig(high=1e9))
+        algorithm = dataclasses.replace(learner, kl=kl)
+        assert list(algorithm.findings()) == [] or not importance
         total = torch.zeros((), dtype=torch.float64)
         for token in range(3):
             values = {name: one[None, None, token] for name, one in (("logprobs", policy), ("old_logprobs", old))}
@@ -191,6 +207,16 @@ def test_a_kl_weighed_by_importance_has_the_gradient_of_the_divergence_off_polic
 
     assert torch.allclose(gradient(True), exact, atol=1e-12)
     assert (gradient(False) - exact).norm() > 0.3 * exact.norm()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_divergence_by_k1_is_capped_on_both_sides(sign):
+    """Log-ratio +-3 with a cap of 0.5: its value is the cap, and its gradient that of the weight
+    alone."""
+    kl = KlConfig(coefficient=1.0, estimator="k1", importance=True, cap=0.5)
+    batch = one_row(0.0, [-1.0], [-1.0]).replace(ref_logprobs=torch.full((1, 1), -1.0 - 3 * sign).double())
+    loss, (gradient,), _ = loss_and_gradient(Grpo(kl=kl), batch)
+    assert (loss, gradient) == pytest.approx((0.5 * sign, 0.5 * sign))
 
 
 def test_a_divergence_that_is_far_off_has_no_gradient():
@@ -376,7 +402,9 @@ def test_a_kl_whose_gradient_is_zero_is_refused():
     [
         ({}, set()),
         ({"algorithm.passes": 2}, {"actor_fwd"}),
-        ({"max_staleness": 1}, {"actor_fwd"}),
+        ({"max_staleness": 1}, set()),
+        ({"max_staleness": 1, "groups.actor_fwd": {}}, {"actor_fwd"}),
+        ({"max_staleness": 4, "algorithm.mini_batches": 2}, set()),
         ({"algorithm.kl.coefficient": 0.1}, {"reference"}),
         ({"algorithm": {"name": "reinforce_pp", "kl_in_reward": 0.1, "passes": 2}}, {"actor_fwd", "reference"}),
         ({"algorithm.name": OWN, "algorithm.passes": 2, "max_staleness": 4}, set()),
@@ -393,6 +421,52 @@ def test_the_roles_that_score_are_those_that_the_algorithm_needs(overrides, role
     assert set(tasks["actor"].needs) == {"token_ids", "reward", "advantages"} | scores
     assert tasks["advantages"].needs == config.algorithm.needs
     assert tasks["advantages"].whole_step == (config.algorithm.name == "reinforce_pp")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forward"),
+    [
+        ({}, []),
+        ({"algorithm.passes": 1}, []),
+        ({"algorithm.passes": 2}, ["actor_fwd"]),
+        ({"algorithm.mini_batches": 4, "weights.publish_every": 3}, ["actor_fwd"]),
+        ({"algorithm": {"name": "ppo", "passes": 2}}, ["actor_fwd"]),
+        ({"algorithm": {"name": "ppo"}}, []),
+        ({"algorithm.passes": 2, "actor.forward": ["reference"]}, ["reference", "actor_fwd"]),
+        ({"algorithm.passes": 2, "groups.actor_fwd": {}}, []),
+        ({"algorithm.passes": 2, "groups.actor_fwd.resources.nodes": 2}, []),
+        ({"algorithm.passes": 2, "groups.actor_fwd": None}, []),
+        ({"algorithm": {"name": "m2po", "passes": 2}}, []),
+        ({"algorithm": {"name": "distill", "passes": 2, "teacher_top_k": 4}}, []),
+    ],
+)
+def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward, tmp_path):
+    """The newest denominator is the policy before the step. With one update that is the trained
+    policy itself; with several the actor scores the rows before the first. A group's scores are
+    older, so there is such a group only if a layer names it."""
+    config = load([], {"max_staleness": 4} | overrides)
+    assert config.actor.forward == forward
+    is_group_asked = any(key.startswith("groups.actor_fwd") and value is not None for key, value in overrides.items())
+    assert ("actor_fwd" in config.groups) == is_group_asked
+    if config.algorithm.name != "m2po":
+        correction = config.algorithm.correction
+        assert (correction.kind, correction.level) == ("truncate", "token")
+    dump(config, tmp_path / "config.yaml")
+    assert load([tmp_path / "config.yaml"]) == config, "a run that is resumed keeps its roles"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "instead"),
+    [
+        ({"max_staleness": 1, "algorithm.passes": 2}, "actor: {forward: [actor_fwd]}"),
+        ({"max_staleness": 1}, "with one update in a step the policy itself is the newest"),
+        ({"algorithm.passes": 2}, ""),
+    ],
+)
+def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, instead):
+    config = load([], {"data.task": "sort_digits", "groups.actor_fwd": {}} | overrides)
+    warnings = [note for note in notes(config) if note.startswith("groups.actor_fwd.roles: found actor_fwd with")]
+    assert bool(warnings) == bool(instead) and all(instead in note for note in warnings)
 
 
 @pytest.mark.parametrize(

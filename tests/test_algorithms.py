@@ -92,7 +92,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
     out = dict.fromkeys(("loss", "weight", "tokens", "episodes", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
     sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
-    sums += " correction_weight correction_square correction_cut"
+    sums += " correction_weight correction_square correction_cut sampled_entropy zero_advantage"
     maxima = "train_rollout_logprob_max rollout_ratio_max rollout_inverse_ratio_max"
     out |= dict.fromkeys(f"{sums} {maxima}".split(), 0.0)
     rows, columns = batch.mask.shape
@@ -111,7 +111,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             d = ref - new
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.estimator]
             cap = config.kl.cap or math.inf
-            off_policy = ratio * weight if config.kl.importance else 1.0
+            off_policy = math.exp(new - rollout) if config.kl.importance else 1.0
             out["tokens"] += 1
             out["loss/policy"] += share * weight * -min(adv * ratio, adv * inside)
             out["loss/kl"] += share * config.kl.coefficient * off_policy * min(max(kl, -cap), cap)
@@ -122,6 +122,8 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             out["kl/old"] += ratio - 1 - (new - old)
             out["entropy"] += entropy
             out["rollout_kl"] += math.exp(old - rollout) - 1 - (old - rollout)
+            out["sampled_entropy"] -= rollout
+            out["zero_advantage"] += adv == 0
             out["correction_weight"] += weight
             out["correction_square"] += weight * weight
             out["correction_cut"] += cut

@@ -114,7 +114,8 @@ def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Mapping[int,
     (directory / "fickle.py").write_text(FICKLE)
     groups = {"reference": None}  # not needed, and a start saved
     data = {"task": "", "train": str(directory / "train.jsonl"), "max_prompt_tokens": 8, "shuffle": False}
-    return {"model": {"path": str(directory / "model")}, "data": data, "groups": groups}
+    rollout = {"reward": "answer_partial"}
+    return {"model": {"path": str(directory / "model")}, "data": data, "rollout": rollout, "groups": groups}
 
 
 BAD_LINES = [

@@ -110,7 +110,7 @@ def test_an_interval_of_samples_that_are_not_paired(curves) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["0", "true-4", "true-4-newest", "colocate", "true-16-uncorrected", "shuffled", "m2po", "ppo"]
+    "mode", ["0", "true-4", "true-4-group", "true-8", "colocate", "true-16-uncorrected", "shuffled", "m2po", "ppo"]
 )
 def test_every_mode_is_a_good_configuration(runs, mode, tmp_path) -> None:
     words = ["--config", str(runs.CONFIG), "--run_dir", str(tmp_path / "run"), *runs.words_of(mode)]
@@ -207,6 +207,34 @@ def test_modes_are_compared_seed_by_seed(bench, monkeypatch, capsys, tmp_path) -
 )
 def test_a_loss_is_found_ruled_out_or_not_known(bench, differences, verdict, ok) -> None:
     assert bench("convergence").judged(bench("curves").paired(differences), 0.05) == (verdict, ok)
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict", "is_met"),
+    [
+        ([-0.02, -0.03] * 4, "at most 0.03 below: met", True),
+        ([0.01, 0.02] * 4, "at most 0.03 below: met", True),
+        ([-0.03, -0.04] * 4, "at most 0.03 below: MISSED", False),
+        ([-0.02, -0.03] * 3 + [-0.02], "not decided: found 7 seeds, needs 8", False),
+        ([-0.05, 0.05] * 4, "not decided: half-width 0.045, needs 0.015", False),
+        ([], "not decided: found 0 seeds, needs 8", False),
+    ],
+)
+def test_the_claim_needs_seeds_and_a_narrow_interval(bench, differences, verdict, is_met) -> None:
+    assert bench("convergence").CLAIM.judged(differences) == (verdict, is_met)
+
+
+def test_the_claim_is_of_1_and_of_a_true_4(bench, monkeypatch, capsys, tmp_path) -> None:
+    """What staleness 8 loses is reported alone; without one of the two modes nothing is claimed."""
+    for seed in range(8):
+        lost = {"0": 0.0, "1": 0.01, "true-4": 0.02, "true-8": 0.2}
+        for mode, loss in lost.items():
+            write_run(tmp_path / "20-steps" / f"{mode}-seed-{seed}", line(0.3 + 0.001 * seed - loss), 20)
+    options = ["--seeds", *map(str, range(8)), "--claim", "--modes"]
+    code, rows = report(bench, monkeypatch, capsys, tmp_path, *options, "0", "1", "true-4", "true-8")
+    assert code == 0 and rows["true-8"]["claim"] == rows["0"]["claim"] == "" and rows["true-8"][VERDICT] == "LOSES"
+    assert rows["1"]["claim"] == rows["true-4"]["claim"] == "at most 0.03 below: met"
+    assert report(bench, monkeypatch, capsys, tmp_path, *options, "0", "1", "true-8")[0] == 1
 
 
 def test_few_seeds_are_no_proof(bench, monkeypatch, capsys, tmp_path) -> None:

@@ -201,6 +201,27 @@ def test_a_reference_is_there_for_a_kl_or_if_asked_for(tmp_path: Path) -> None:
         assert load([tmp_path / "config.yaml"]) == config
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ({}, "float32"),
+        ({"device": "cpu"}, "float32"),
+        ({"device": "cuda"}, "bfloat16"),
+        ({"device": "cuda", "dtype": "float32"}, "float32"),
+        ({"device": "cpu", "dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_unless_another_type_is_set(
+    model: dict[str, str], dtype: str, tmp_path: Path
+) -> None:
+    """The default, float32, is for CPUs. A run that exists keeps the type that it has."""
+    config = load([], {"model": model})
+    assert config.model.dtype == dtype
+    config.model.dtype = "float32"
+    dump(config, tmp_path / "config.yaml")
+    assert load([tmp_path / "config.yaml"]).model.dtype == "float32"
+
+
 def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:
     assert load([write(tmp_path, "a.yaml", "# nothing"), write(tmp_path, "b.yaml", "rollout:\ndata: {}")]) == Config()
 

@@ -24,6 +24,7 @@ from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.tasks import Task
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
 
@@ -45,8 +46,17 @@ def same_fields() -> Iterator[None]:
     FIELDS.update(known)
 
 
+class Unrewarded(Task):
+    """Has rows, and no reward."""
+
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        yield {"id": split, "prompt": "1?", "answer": "1"}
+
+
 EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
 SEEING_EXPERTS = EXPERTS | {"model.tiny.vision_layers": 2, "model.tiny.moe_intermediate_size": 48}
+COUNTING = {"environment.kind": "tests.test_turns:Counting"}
+PLAYED_BY_THE_TASK = {"data.task": "tests.test_tasks:TwoTurns", "warm_start.steps": 0}
 FINDINGS = [
     ({"model.routing_replay": "record"}, ["model.routing_replay: found record with a qwen3 model, allowed: off"]),
     ({"model.frozen_towers": ["audio"]}, ["model.frozen_towers: found audio, allowed: none; a qwen3 model takes no"]),
@@ -163,8 +173,59 @@ FINDINGS = [
     ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
     ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
     (
+        {"groups.actor.resources.gpus_per_node": 8, "groups.rollout.env": {"CUDA_VISIBLE_DEVICES": "0,1"}},
+        [
+            "groups.actor.resources.gpus_per_node: found 8 with model.device cpu, which uses no GPU; set model.device",
+            "groups.rollout.env.CUDA_VISIBLE_DEVICES: found '0,1' with model.device cpu",
+        ],
+    ),
+    (
+        {"groups.actor.resources.options": {"gres": "gpu:a100:4"}, "site.options": {"gres": "gres/gpu:2,tmp:1"}},
+        [
+            "groups.actor.resources.options.gres: found 'gpu:a100:4' with model.device cpu",
+            "site.options.gres: found 'gres/gpu:2,tmp:1' with model.device cpu",
+        ],
+    ),
+    ({"site.options": {"gres": "tmp:1"}}, []),
+    ({"groups.rollout.env": {"CUDA_VISIBLE_DEVICES": ""}, "groups.actor.env": {"CUDA_VISIBLE_DEVICES": "-1"}}, []),
+    (
         {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
         ["algorithm.kl.coefficient: found 0.1, but role ref"],
+    ),
+    (
+        {"algorithm": {"name": "ppo", "critic_warmup_steps": 300}},
+        ["algorithm.critic_warmup_steps: found 300, allowed: less than steps, 300; the policy would never be trained"],
+    ),
+    ({"algorithm": {"name": "ppo", "critic_warmup_steps": 299}}, []),
+    (
+        {"algorithm.overlong.max_tokens": 7},
+        ["algorithm.overlong.max_tokens: found 7, allowed: at most rollout.max_new_tokens, 6; no episode draws more"],
+    ),
+    ({"algorithm.overlong.max_tokens": 7, **COUNTING}, []),
+    ({"algorithm.overlong.max_tokens": 7, **PLAYED_BY_THE_TASK}, []),
+    (
+        {"algorithm.overlong.max_tokens": 7, **COUNTING, "environment.sampled_tokens": 6},
+        ["algorithm.overlong.max_tokens: found 7, allowed: at most environment.sampled_tokens, 6"],
+    ),
+    (
+        {"algorithm.overlong.max_tokens": 9, **COUNTING, "environment.episode_tokens": 8},
+        ["algorithm.overlong.max_tokens: found 9, allowed: at most environment.episode_tokens, 8"],
+    ),
+    *(({"samples_per_prompt": 1, "algorithm": {"name": name}}, []) for name in ("ppo", "reinforce_pp")),
+    *(
+        (
+            {"samples_per_prompt": 1, "algorithm": {"name": name}},
+            [f"samples_per_prompt: found 1, allowed with {name}: at least 2; the rewards of a prompt's episodes are c"],
+        )
+        for name in ("grpo", "dr_grpo", "rloo", "gspo", "cispo", "sapo", "m2po", "dual_clip", "reinforce_pp_baseline")
+    ),
+    (
+        {"samples_per_prompt": 1, "algorithm": {"name": "reinforce_pp", "baseline": "prompt"}},
+        ["samples_per_prompt: found 1, allowed with reinforce_pp: at least 2"],
+    ),
+    (
+        {"samples_per_prompt": 1, "algorithm": {"name": "ppo"}, "rollout.filter": "rewards_differ"},
+        ["rollout.filter: found rewards_differ with samples_per_prompt 1, of which it drops every prompt"],
     ),
     ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     (
@@ -187,6 +248,54 @@ FINDINGS = [
         {"rollout.top_p": 0.9, "rollout.engine.kind": "simulated"},
         ["rollout.top_p: found 0.9 with engine simulated, which draws tokens evenly"],
     ),
+    (
+        {"rollout.top_p": 0.9, "rollout.top_k": 50, "algorithm": {"name": "m2po"}},
+        ["rollout.top_k: found 50 with algorithm m2po, allowed: 0; its ratio is to the engine's log-probabilities"],
+    ),
+    (
+        {
+            "rollout.min_p": 0.1,
+            "rollout.top_k": 50,
+            "algorithm.kl": {"coefficient": 0.1, "importance": True},
+        },
+        ["rollout.top_k: found 50 with algorithm.kl.importance, allowed: 0, or kl.importance false"],
+    ),
+    ({"rollout.top_k": 50, "algorithm.kl": {"importance": True}}, []),
+    (
+        {"rollout.engine.flags.preferred_sampling_params": {"top_k": 5, "repetition_penalty": 1.3}},
+        ["rollout.engine.flags.preferred_sampling_params: found {'top_k': 5", "set rollout.temperature, top_p"],
+    ),
+    (
+        {"rollout.engine.flags.preferred-sampling-params": '{"min_p": 0.1}'},
+        [
+            "rollout.engine.flags.preferred-sampling-params: found '{\"min_p\": 0.1}', allowed: None",
+            "underscores (preferred_sampling_params)",
+        ],
+    ),
+    (
+        {
+            "rollout.engine.flags.speculative_accept_threshold_single": 0.9,
+            "rollout.engine.flags.speculative_accept_threshold_acc": 0.5,
+            "rollout.engine.flags.enable_strict_thinking": True,
+            "rollout.engine.flags.enable_custom_logit_processor": True,
+            "rollout.engine.flags.allow_auto_truncate": True,
+        },
+        [
+            "speculative_accept_threshold_single: found 0.9, allowed: 1.0; tokens would be drawn otherwise",
+            "speculative_accept_threshold_acc: found 0.5, allowed: 1.0",
+            "enable_strict_thinking: found True, allowed: False",
+            "enable_custom_logit_processor: found True, allowed: False",
+            "allow_auto_truncate: found True, allowed: False; tokens would be drawn otherwise",
+        ],
+    ),
+    (
+        {
+            "rollout.engine.flags.speculative_accept_threshold_acc": 1.0,
+            "rollout.engine.flags.allow_auto_truncate": False,
+            "rollout.engine.flags.preferred_sampling_params": None,
+        },
+        [],
+    ),
     ({"rollout.top_k": 1}, ["rollout.top_k: found 1, which leaves one token"]),
     ({"eval.responses": 4}, ["eval.responses: found 4 with eval.temperature 0, allowed: 1"]),
     ({"eval.pass_at": [1, 2]}, ["eval.pass_at: found 2, allowed: 1 to 1 (eval.responses)"]),
@@ -198,6 +307,13 @@ FINDINGS = [
         ["environment.options: ZoomIn", "argument 'zoom'"],
     ),
     ({"environment.max_turns": 3}, ["environment: found settings, but no environment.kind"]),
+    (
+        {"rollout.reward": "", "data.task": "tests.test_config_check:Unrewarded", "warm_start.steps": 0},
+        ["rollout.reward: found nothing with data.task 'tests.test_config_check:Unrewarded', which has no reward, a"],
+    ),
+    ({"rollout.reward": "", "data.task": "tests.test_tasks:TwoTurns", "warm_start.steps": 0}, []),
+    ({"rollout.reward": "", "data.task": "tests.cut_episodes:CutSortDigits"}, []),
+    ({"rollout.reward": ""}, []),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
     ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
     ({"rollout.replicas": 2, "rollout.without": ["rollout/2"]}, ["found 'rollout/2', allowed: rollout/0 to 1"]),
@@ -341,6 +457,25 @@ def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
     config = load([], {"data.train": str(path), "model.path": str(path.parent / "model"), **data})
     mistakes = [line for line in files.check_files(config) if line.startswith("data.train")]
     return mistakes, [line for line in files.notes(config) if line.startswith("data.train")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ({}, True),
+        ({"eval.reward": "math"}, True),
+        ({"algorithm": {"name": "ppo"}}, True),
+        ({"rollout.reward": "math"}, False),
+        ({"rollout.reward": "environment"}, False),
+        ({"algorithm": {"name": "sft"}}, False),
+    ],
+    ids=str,
+)
+def test_prompts_of_files_have_no_reward_that_nobody_has_chosen(overrides: dict[str, Any], is_refused: bool) -> None:
+    config = load([], {"data.train": "prompts.jsonl", "model.path": "/nowhere"} | overrides)
+    findings = [line for line in check(config) if line.startswith("rollout.reward")]
+    expected = "rollout.reward: found nothing with prompts of files, allowed: the reward to learn from, such as math, "
+    assert len(findings) == is_refused and all(line.startswith(expected) for line in findings)
 
 
 def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:

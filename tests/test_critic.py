@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.roles.critic import Values
+from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from tests.audit import audit
 from tests.convert_helpers import to
@@ -49,6 +53,27 @@ def test_values_are_hidden_states_times_the_head(one_rank: None, tiny: Path) -> 
             states = model(torch.tensor(row["token_ids"][None].astype(np.int64))).last_hidden_state[0]
         expected = torch.cat([torch.zeros(1), (states @ head)[:-1]]).numpy() * row["loss_mask"]
         assert line == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "step_of_rows", "is_due"),
+    [(0, 3, True), (0, 4, False), (1, 4, True), (0, None, False), (1, None, False)],
+)
+def test_at_staleness_0_rows_of_a_later_step_wait_for_the_update_before_it(
+    max_staleness: int, step_of_rows: int | None, is_due: bool
+) -> None:
+    """The critic is about to train step 3. Rows of step 4 that came already get their values after
+    that update, so a run is the same bit for bit. ``step_of_rows`` None: the run is at its end, and
+    no rows come."""
+    claim = None if step_of_rows is None else Claim(1, step_of_rows, (), (), 0)
+    values, answer = Values.__new__(Values), Future[Claim | None]()
+    values.context = SimpleNamespace(config=Config(max_staleness=max_staleness))
+    values.asked = answer
+    assert values.due(3) is answer, "it is waited for, whatever comes"
+    answer.set_result(claim)
+    assert (values.due(3) is answer) == is_due
+    if claim:
+        assert values.due(4) is answer, "now it is that step's turn"
 
 
 def test_a_critic_learns_what_it_is_told(one_rank: None, tiny: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Distill, Grpo
-from relax_hpc.algorithms.base import CorrectionConfig
+from relax_hpc.algorithms.base import CorrectionConfig, OverlongConfig
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.checks.model_files import spec_at
 from relax_hpc.checks.settings import check
@@ -153,7 +153,7 @@ def test_forms_that_make_no_sense_are_refused_and_no_advantages_wait_for_a_teach
     form = Distill(divergence="forward", teacher_top_k=16)
     assert not [*form.findings()] and form.needs == ("reward",) and not form.uses_old
     assert form.loss_needs(stale=True) == ("advantages", "teacher_top_ids", "teacher_top_logprobs")
-    assert "old_logprobs" in Distill(teacher_top_k=16, reward_weight=0.5).loss_needs(stale=True)
+    assert "old_logprobs" in Distill(teacher_top_k=16, reward_weight=0.5, passes=2).loss_needs()
     assert "teacher_logprobs" in Distill().needs and Distill().loss_needs() == ("advantages",)
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="teacher_top_k is set but the batch has no likeliest tokens"):
@@ -175,8 +175,10 @@ def test_rewards_are_added_by_their_weight_and_far_tokens_are_bounded() -> None:
     by_reward = Grpo().token_advantages(prompts)
     both = Distill(reward_weight=2.0, teacher_cap=0.0).token_advantages(prompts)
     assert both[1] == pytest.approx(2 * by_reward[1] + np.array([0, -0.5, -30.0]))
-    (finding,) = Distill(shuffle_rewards=True).findings()
-    assert finding.startswith("shuffle_rewards: found true with reward_weight 0")
+    unused = {"shuffle_rewards": True, "kl_in_reward": 0.1, "overlong": OverlongConfig(max_tokens=4)}
+    findings = [finding.partition(":")[0] for finding in Distill(**unused).findings()]
+    assert findings == ["shuffle_rewards", "kl_in_reward", "overlong.max_tokens"], "no reward is learned from"
+    assert not [*Distill(**unused, reward_weight=1.0).findings()]
 
 
 def lines(path: Path) -> list[dict]:

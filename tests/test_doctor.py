@@ -41,7 +41,7 @@ PLAIN_MISTAKES = [
     ({"rollout": {"groups_per_request": 64}}, "warning: rollout.groups_per_request: found 64, .* raise max_staleness"),
     ({"actor": {"parallel": {"data": 64}}, "algorithm": {"mini_batches": 32}}, "error: actor.parallel.data: found 64"),
     ({"model": {"path": "/nowhere"}}, "error: model.path: found '/nowhere', which is not a directory"),
-    (group("actor", gpus_per_node=1), "warning: groups.actor.resources.gpus_per_node: found 1 with model.device cpu"),
+    (group("actor", gpus_per_node=1), "error: groups.actor.resources.gpus_per_node: found 1 with model.device cpu"),
     (group("actor", gpus_per_node=1), "warning: site.gpu_request: found none, so the 1 GPUs a node of groups.actor"),
     (site(setup=["module purge", "export A='b"]), "error: site.setup: bash cannot read it: .*line 2: unexpected EOF"),
     (site(srun_options={"mpi": "none"}), "error: site.srun_options.mpi: .* set site.mpi.launcher instead"),

@@ -136,6 +136,7 @@ def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_
     cluster = Path("configs/clusters/2-nodes.yaml")
     sft, dpo = (load([cluster], settings(name, layout="local")) for name in ("sft", "dpo"))
     assert {name: group.roles for name, group in sft.groups.items()} == {"hub": ["data"], "actor": ["actor"]}
+    assert sft.actor.forward == dpo.actor.forward == [], "there are no old log-probabilities"
     assert dpo.groups["reference"].roles == ["reference"] and dpo.groups.keys() == {"hub", "actor", "reference"}
     assert (sft.samples_per_prompt, dpo.samples_per_prompt, sft.weights.file_every) == (1, 2, 0)
     inside = load([], settings("dpo") | {"actor.forward": ["reference"]})

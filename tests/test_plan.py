@@ -152,7 +152,7 @@ def test_what_is_said_to_make_it_fit_does() -> None:
     [
         ("8-nodes", "Qwen3-30B-A3B", "actor", ["actor.parallel.expert: 8"]),
         ("4-nodes", "Qwen3-30B-A3B", "actor", ["actor.optimizer.offload: true", "actor.parallel.expert: 8"]),
-        ("4-nodes", "Qwen3-235B-A22B", "actor_fwd", ["actor_fwd.parallel.expert: 8"]),
+        ("4-nodes", "Qwen3-235B-A22B", "reference", ["reference.parallel.expert: 8"]),
         ("8-nodes", "Qwen3-235B-A22B", "actor", []),
         ("8-nodes-moe", "Qwen3-30B-A3B", "", []),
         ("2-nodes-moe", "Qwen3-235B-A22B", "actor", []),
@@ -162,8 +162,10 @@ def test_what_is_said_to_make_it_fit_does() -> None:
 def test_experts_that_do_not_fit_are_dealt_out_or_refused(
     cluster: str, model: str, place: str, mend: list[str]
 ) -> None:
+    scorer = {"groups.reference.resources": {"nodes": 1, "gpus_per_node": 8}, "reference.parallel.data": 8}
+
     def lacking(**overrides: Any) -> dict[str, list[str]]:
-        config = sized(cluster, model, **overrides)
+        config = sized(cluster, model, **(scorer if place == "reference" else {}), **overrides)
         places = plan(config, spec_at(config.model))
         return {name: list(one.remedies) for one in places if one.lacks for name in one.groups}
 
@@ -205,8 +207,8 @@ def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.Capture
     assert "fits" in capsys.readouterr().out
     assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [place["fits"] for place in found["places"]] == [True] * 3
-    assert {role["role"] for place in found["places"] for role in place["roles"]} == {"rollout", "actor", "actor_fwd"}
+    assert [place["fits"] for place in found["places"]] == [True] * 2
+    assert {role["role"] for place in found["places"] for role in place["roles"]} == {"rollout", "actor"}
 
 
 def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,8 +241,8 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     ("flags", "said"),
     [
         ({"tp_size": 3}, "tp_size: found 3, allowed: divisors of the 32 attention heads"),
-        ({"tp_size": 4}, "5 engines of tp_size 4 take 20 GPUs, and group rollout has 5"),
-        ({"pp_size": 2}, "5 engines of tp_size 1 and pp_size 2 take 10 GPUs"),
+        ({"tp_size": 4}, "6 engines of tp_size 4 take 24 GPUs, and group rollout has 6"),
+        ({"pp_size": 2}, "6 engines of tp_size 1 and pp_size 2 take 12 GPUs"),
     ],
 )
 def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], said: str) -> None:
@@ -277,7 +279,7 @@ def test_8b_with_rows_of_16384_fits_one_gpu_with_its_states_on_the_host(kernels:
 
 
 def test_engines_and_an_actor_that_take_turns_share_their_gpus() -> None:
-    shared = {"groups.rollout": None, "groups.actor_fwd": None, "groups.actor.roles": ["rollout", "actor"]}
+    shared = {"groups.rollout": None, "groups.actor.roles": ["rollout", "actor"]}
     turns = {"rollout.engine.flags.mem_fraction_static": 0.5, "rollout.replicas": 2}
     config = sized("1-nodes", "Qwen3-4B", **shared | turns)
     (apart,) = plan(config, spec_at(config.model))

@@ -48,8 +48,11 @@ def test_advantages_are_the_sum_of_the_paper(lengths, gamma, gae_lambda, seed) -
 
 
 def row_of(reward: float, mask: list[int], values: list[float], **more: list[float]) -> Row:
+    """A row whose trained tokens are those that the policy drew, unless ``more`` has other
+    `token_versions`."""
     arrays = {name: np.array(value, np.float32) for name, value in {"values": values, **more}.items()}
-    return {"reward": reward, "loss_mask": np.array(mask, np.uint8), **arrays}
+    masks = {"loss_mask": np.array(mask, np.uint8), "token_versions": np.array(mask, np.int32)}
+    return {"reward": reward, **masks, **arrays}
 
 
 def test_tokens_of_others_are_no_steps() -> None:
@@ -76,6 +79,21 @@ def test_a_token_pays_for_leaving_the_reference() -> None:
     (made, _) = algorithm.given([[[row], [other]]])
     assert made["returns"] == pytest.approx([0, 1 - 0.1 * 0.75, 1 - 0.1 * 0.25])
     assert algorithm.needs == ("reward", "rollout_logprobs", "ref_logprobs", "values")
+
+
+def test_tokens_that_are_drawn_and_not_trained_are_paid_for_by_the_one_before() -> None:
+    """Divergences 0.5, 0.25, 0.125 and 1 of the tokens drawn, of which the first and third are
+    trained; the fourth is in the second row. What is before the first trained token changes no
+    return."""
+    ratio = {"rollout_logprobs": [0, -1, -1, -1], "ref_logprobs": [0, -1.5, -1.25, -1.125]}
+    first = row_of(1.0, [0, 1, 0, 1], [0] * 4, **ratio, token_versions=[0, 4, 4, 5])
+    second = row_of(1.0, [0, 0], [0, 0], rollout_logprobs=[0, -1], ref_logprobs=[0, -2], token_versions=[0, 4])
+    fields, _ = Ppo(kl_in_reward=0.1, whiten=False).given([[[first, second]]])
+    assert fields["returns"] == pytest.approx([0, 1 - 0.1 * 1.875, 0, 1 - 0.1 * 1.125])
+    fields, _ = Ppo(kl_in_reward=0.1, whiten=False, gae_lambda=0.0).given([[[first, second]]])
+    assert fields["advantages"] == pytest.approx([0, -0.1 * 0.75, 0, 1 - 0.1 * 1.125])
+    (_, fields) = Ppo(kl_in_reward=0.1, whiten=False).given([[[second, first]]])
+    assert fields["returns"] == pytest.approx([0, 1 - 0.1 * 0.875, 0, 1 - 0.1 * 0.125])
 
 
 @settings(max_examples=20, deadline=None)

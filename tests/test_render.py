@@ -133,7 +133,7 @@ def model(size: Path, tmp_path: Path) -> Path:
 def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size: Path, model: Path) -> None:
     # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
-    run["site.name"] = "cluster"
+    run |= {"site.name": "cluster", "rollout.reward": "math"}
     config = resolve(load([size], run))
     assert check(config) == []
     nodes, gpus = nodes_of(size), gpus_of(size)
@@ -153,7 +153,7 @@ def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -
     (said,) = (line for line in size.read_text().splitlines() if line.startswith("# With a KL in the loss: "))
     # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
-    run["site.name"] = "cluster"
+    run |= {"site.name": "cluster", "rollout.reward": "math"}
     layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl": {"coefficient": 0.1}}}
     with_kl = model / f"{size.stem}.yaml"
     with_kl.write_text(dump_yaml(layer))
@@ -185,12 +185,12 @@ def lines(text: str, option: str) -> list[str]:
 
 def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() -> None:
     het = render(compose(FOUR, "het"))["run.sbatch"]
-    assert het.count("#SBATCH hetjob\n") == 3
-    assert len(lines(het, "no-kill")) == len(lines(het, "no-requeue")) == 4
+    assert het.count("#SBATCH hetjob\n") == 2
+    assert len(lines(het, "no-kill")) == len(lines(het, "no-requeue")) == 3
     assert lines(het, "requeue") == []
     assert lines(het, "signal") == ["--signal=B:USR2@300"], "once: Slurm signals the batch script alone"
     jobs = render(compose(FOUR, "jobs"))
-    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch", "actor_fwd.sbatch"]
+    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch"]
     for group, text in ((name.removesuffix(".sbatch"), text) for name, text in jobs.items()):
         assert (len(lines(text, "requeue")), lines(text, "no-")) == (1, [])
         assert text.endswith(f"relax_hpc.lifecycle.head --run_dir /scratch/demo --group {group}\n")
@@ -205,7 +205,7 @@ def test_a_hub_of_two_nodes_outlives_one_of_them_in_each_layout() -> None:
 def test_a_group_of_a_het_run_in_a_job_of_its_own_comes_back_by_itself() -> None:
     text = render_group(compose(FOUR, "het"), "rollout-2")
     assert (lines(text, "requeue"), lines(text, "no-kill")) == (["--requeue"], [])
-    assert lines(text, "nodes") == ["--nodes=2"] and "hetjob" not in text
+    assert lines(text, "nodes") == ["--nodes=3"] and "hetjob" not in text
     assert lines(text, "job-name") == ["--job-name=demo-rollout-2"]
     assert text.endswith("--run_dir /scratch/demo --group rollout-2\n")
 

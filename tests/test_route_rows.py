@@ -173,7 +173,7 @@ def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) 
         model = SimpleNamespace(routed=True, pack_split=WHOLE, router_tokens=lambda _: whole)
         watch, tally = RouteWatch(context, ranks, model), Tally()
         assert watch.agree(computed, tally)
-        assert policy_values(StepResult({}, {}, counted(tally), 0.1, 1.0))["r3/routes_equal"] == 1.0
+        assert policy_values(StepResult([{}], 1, counted(tally), 0.1, 1.0))["r3/routes_equal"] == 1.0
         wrong = rows[-1]["row_id"]
         assert not watch.agree([(computed[0][0], batches_of(rows, claim.assignment[0], wrong))], Tally())
         assert f"quarantined: {wrong}: 0.000 of its routes are the trainer's own" in capsys.readouterr().out

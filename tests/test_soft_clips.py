@@ -117,7 +117,7 @@ def test_m2po_leaves_no_token_that_the_paper_takes_out(log_ratios, budget) -> No
 def test_m2po_asks_for_no_other_correction() -> None:
     assert list(M2po().findings()) == [] and "old_logprobs" not in M2po(passes=2).loss_needs(stale=True)
     wrong = M2po(correction=CorrectionConfig(), kl=KlConfig(importance=True))
-    assert [finding.partition(":")[0] for finding in wrong.findings()] == ["correction.kind", "kl.importance"]
+    assert [finding.partition(":")[0] for finding in wrong.findings()] == ["correction.kind"]
     (finding,) = Sapo(temperature_down=0.0).findings()
     assert finding.startswith("temperature_down: found 0.0")
 

@@ -130,10 +130,11 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
 @pytest.mark.parametrize(
     ("task", "over", "train", "evaluation"),
     [
-        ("", {}, "answer_partial", "answer_exact"),
-        ("sort_digits", {"eval.reward": ""}, "answer_partial", "answer_partial"),
-        ("tests.test_tasks:TwoTurns", {}, "tests.test_tasks:TwoTurns.reward", "answer_exact"),
-        ("tests.test_tasks:TwoTurns", {"rollout.reward": "a:b", "eval.reward": ""}, "a:b", "a:b"),
+        ("", {"rollout.reward": "math"}, "math", "math"),
+        ("", {"rollout.reward": "math", "eval.reward": "exact"}, "math", "exact"),
+        ("sort_digits", {}, "answer_partial", "answer_partial"),
+        ("tests.test_tasks:TwoTurns", {}, "tests.test_tasks:TwoTurns.reward", "tests.test_tasks:TwoTurns.reward"),
+        ("tests.test_tasks:TwoTurns", {"rollout.reward": "a:b"}, "a:b", "a:b"),
     ],
 )
 def test_the_reward_is_the_tasks_own_unless_another_is_named(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import DrGrpo, Grpo, M2po
 from relax_hpc.config.schema import Config, OptimizerConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.roles.forward import Scorer
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.swapped import SwappedWeights
@@ -134,6 +136,9 @@ def test_which_roles_have_anything_to_score(tiny: Path) -> None:
     assert inner_roles(model, mini_batches=1, passes=2).roles == {"actor_fwd", "reference"}
     assert inner_roles(model, mini_batches=1).roles == {"reference"}, "one update: its own are the old ones"
     assert InnerRoles(model, Config(), tiny).roles == set()
+    config = Config(algorithm=M2po(passes=2))
+    config.actor.forward = ["actor_fwd"]
+    assert InnerRoles(model, config, tiny).roles == set(), "its ratio is to the engine's own"
 
 
 def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:
@@ -150,6 +155,27 @@ def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:
     inner = InnerRoles(model, config, tiny)
     inner.score(0, samples)
     assert torch.equal(samples[0].fields["ref_logprobs"], expected) and same(weights_of(model), before)
+
+
+@pytest.mark.parametrize("kl_in_reward", [0.0, 0.1])
+def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence(
+    tiny: Path, kl_in_reward: float
+) -> None:
+    """An episode that was cut is not trained, but its reward counts for others, less the divergence
+    of all it drew."""
+    config = Config(algorithm=DrGrpo(kl_in_reward=kl_in_reward))
+    samples = rows(2, seed=5)
+    for row in samples:
+        row |= {"token_versions": row["loss_mask"].astype(np.int32), "loss_mask": np.zeros_like(row["loss_mask"])}
+    ranks = SimpleNamespace(
+        parts=lambda rows, settings: [list(range(len(rows)))],
+        media=lambda rows: None,
+        collect=lambda rows, numbers, values, tail: values,
+    )
+    context = SimpleNamespace(config=config, role="reference", model=tiny)
+    for row, scores in zip(samples, Scorer(context, ranks, tiny).score(samples), strict=True):
+        assert np.array_equal(scores != 0, row["token_versions"] > 0) == bool(kl_in_reward)
+        assert not row["loss_mask"].any(), "the mask of the loss does not change"
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 5.0)])

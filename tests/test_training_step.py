@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relax_hpc.algorithms import ALGORITHMS, Grpo, Sft
+from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Sft
 from relax_hpc.algorithms.base import CorrectionConfig
+from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.config.schema import OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
@@ -197,8 +198,9 @@ def test_a_step_without_tokens_changes_nothing(tiny: Path):
     before = ours.model.export_hf()
     masked = [row | {"loss_mask": row["loss_mask"] * 0} for row in rows(2)]
     ours.accumulate([batch(masked)])
-    assert ours.step(LR)["skipped"] == 1.0
-    assert ours.step(LR)["skipped"] == 1.0
+    for _ in range(2):
+        metrics = ours.step(LR)
+        assert (metrics["skipped"], metrics["empty"]) == (0.0, 1.0), "its gradient is 0, which is finite"
     assert difference(before, ours.model.export_hf()) == 0.0
 
 
@@ -222,12 +224,44 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
     bad[0]["advantages"][7] = math.inf
     ours.accumulate([batch(bad)])
     metrics = ours.step(LR)
-    assert metrics["skipped"] == 1.0 and not math.isfinite(metrics["grad_norm"])
+    assert (metrics["skipped"], metrics["empty"]) == (1.0, 0.0) and not math.isfinite(metrics["grad_norm"])
     assert difference(before, ours.model.export_hf()) == 0.0
     for each in (ours, clean):
         each.accumulate([batch(rows(2))])
         assert each.step(LR)["skipped"] == 0.0
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
+
+
+@pytest.mark.parametrize(("is_free", "algorithm"), [(False, Grpo()), (True, Grpo()), (True, Sft())])
+def test_an_entropy_that_costs_nothing_is_measured(tiny: Path, monkeypatch, is_free: bool, algorithm: Algorithm):
+    """Unless nothing would report it, as in supervised learning; it has no part in the loss."""
+    monkeypatch.setattr(logprobs.PlainKernels, "entropy_is_free", is_free)
+    metrics = []
+    for log_entropy in (False, True):
+        settings = dataclasses.replace(algorithm, log_entropy=log_entropy)
+        ours = Trainer(policy(tiny), settings, OptimizerConfig(lr=LR), temperature=0.9)
+        ours.accumulate([batch(rows(2))])
+        metrics.append(ours.step(LR))
+    measured, logged = metrics
+    assert ("entropy" in measured) == (is_free and algorithm.has_advantages)
+    assert measured == {name: value for name, value in logged.items() if name in measured}
+
+
+@pytest.mark.parametrize("count", [3, 200, 2500])
+def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, count: int):
+    """Log-ratios of either sign; one in 100 or 1,000 of them is at the quantile or above, as if all
+    were sorted."""
+    ours = trainer(tiny)
+    far = np.random.default_rng(count).permutation(np.linspace(-3.0, 3.0, count))
+    zero = torch.zeros(1, count, dtype=torch.float64)
+    rollout = torch.from_numpy(-far)[None]
+    ours._ratios.add(TokenBatch(logprobs=zero, old_logprobs=zero, rollout_logprobs=rollout, mask=zero + 1))
+    ordered = np.sort(np.abs(far))[::-1]
+    expected = {
+        "train_rollout_ratio_p99": math.exp(ordered[max(1, math.ceil(0.01 * count)) - 1]),
+        "train_rollout_ratio_p999": math.exp(ordered[max(1, math.ceil(0.001 * count)) - 1]),
+    }
+    assert ours.tails(count) == pytest.approx(expected, rel=1e-6)
 
 
 class Operations(TorchDispatchMode):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import EnvironmentConfig
+from relax_hpc.data.media import Place, PromptMedium
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import CUT, BadAnswer, Episode, Generation
 from relax_hpc.environments.base import (
@@ -25,6 +27,7 @@ from relax_hpc.environments.base import (
     Response,
     Step,
 )
+from relax_hpc.multimodal.medium import Kind
 from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.rollout.bridge import Bridge
@@ -155,6 +158,130 @@ def test_contexts_are_rows_of_an_episode() -> None:
     assert [row["row_id"] for row in rows] == [f"000000003.00.{number:02d}" for number in range(4)]
 
 
+class Going(Environment):
+    """Answers each turn in the next context of a list, and is done after the last one."""
+
+    def __init__(self, *contexts: Context | None, text: str = "more", pictured: Sequence[int] = ()) -> None:
+        """``pictured``: turns after which it shows a picture, too."""
+        self.contexts, self.text, self.pictured = contexts, text, pictured
+        self.responses: list[Response] = []
+
+    def step(self, response: Response) -> Step:
+        self.responses.append(response)
+        done = response.turn == len(self.contexts)
+        media = (MediaPart("image", b"GIF8"),) if response.turn in self.pictured else ()
+        observation = Observation(f"{self.text} {response.turn}", media=media)
+        return Step((observation,), done, context=None if done else self.contexts[response.turn])
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_branch_begins_with_as_many_turns_as_it_names(turns: int) -> None:
+    """Of three turns of the first history: all of its tokens up to the end of that turn, and none
+    of what came then."""
+    episode, *_ = played(lambda: Going(None, None, Context("branch", turns)))
+    whole, branch = episode.rows
+    assert len(whole.turns) == 3
+    expected = (*whole.prompt, *whole.made.token_ids[: whole.turns[turns - 1]])
+    assert tuple(branch.prompt) == expected
+    assert spelled((), branch.made).startswith("\n<|im_start|>user\n<tool_response>\nmore 2")
+
+
+@pytest.mark.parametrize(
+    ("contexts", "number"), [((None,), 0), ((Context("agent"),), 1), ((Context("a"), Context("")), 0)]
+)
+def test_a_reward_reads_the_row_in_which_the_episode_ended(contexts: tuple[Context | None, ...], number: int) -> None:
+    episode, *_ = played(lambda: Going(*contexts))
+    assert episode.outcome["row"] == number
+    response = episode.rows[number].made
+    start_of_turn = len(response.token_ids) - list(response.token_versions != 0)[::-1].index(False)
+    text = reward_input(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), episode, TOKENIZER).response_text
+    assert text == TOKENIZER.decode(response.token_ids[start_of_turn:-1])
+    other_rows = [row for row in episode.rows if row.made is not response]
+    assert all(text not in TOKENIZER.decode(row.made.token_ids) for row in other_rows)
+
+
+@pytest.mark.parametrize(
+    ("limits", "finish"), [({}, "stop"), ({"turn_tokens": 1}, "length"), ({"sampled_tokens": 1}, "length")]
+)
+def test_an_environment_is_told_which_of_its_turns_were_cut(limits: dict[str, int], finish: str) -> None:
+    environments: list[Going] = []
+
+    def make_environment() -> Going:
+        environments.append(Going(None))
+        return environments[-1]
+
+    played(make_environment, **limits)
+    assert environments[0].responses[0].finish_reason == finish
+
+
+def test_what_others_say_is_not_counted_as_sampled() -> None:
+    """Each observation alone has more tokens than the whole episode may sample."""
+    played_with = lambda **limits: played(lambda: Going(None, None, text="the tool said 12 " * 8), **limits)  # noqa: E731
+    free, drawing, _ = played_with()
+    (row,) = free.rows
+    assert free.finish_reason == "env_done" and row.turns[1] - row.turns[0] > drawing.drawn
+    bounded, *_ = played_with(sampled_tokens=drawing.drawn)
+    assert same(bounded, free) and bounded.finish_reason == "env_done"
+    short, *_ = played_with(sampled_tokens=drawing.drawn - 1)
+    assert short.finish_reason == "sampled_budget"
+
+
+PICTURE = TOKENIZER.encode("<|image_pad|>", False, True)[0]
+TOKENS_OF_A_PICTURE = 3
+
+
+class Placing:
+    """Stands for `ObservedMedia`: each picture has some tokens, and a blob of the number of its
+    turn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def placed(self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]):
+        expanded, media = list[int](), list[PromptMedium]()
+        for token in ids:
+            if token != PICTURE:
+                expanded.append(token)
+                continue
+            span = (len(expanded), TOKENS_OF_A_PICTURE)
+            media.append(PromptMedium(Kind.IMAGE, b"", (span,), Path(f"picture-{self.count}")))
+            expanded += [PICTURE] * TOKENS_OF_A_PICTURE
+            self.count += 1
+        return expanded, tuple(media)
+
+
+def rows_with_pictures(*contexts: Context | None, pictured: Sequence[int]) -> list[Row]:
+    """Rows of an episode whose environment shows pictures."""
+    bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: Place(PICTURE)})
+    rules = Rules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
+    playing = Player(
+        OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules), 0, 60.0, lambda fault: None
+    )
+    episode = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
+    assert isinstance(episode, Episode), episode
+    return group_rows(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), 3, [episode], [0.5])
+
+
+def pictures(row: Row) -> list[str]:
+    """Pictures of a row, each of whose places is checked."""
+    covered = np.zeros(len(row["token_ids"]), bool)
+    for span in row["spans"]:
+        covered[span["start"] : span["start"] + span["length"]] = True
+    assert np.array_equal(covered, row["token_ids"] == PICTURE), "its places are those of its tokens"
+    return [span["media_id"] for span in row["spans"]]
+
+
+def test_pictures_of_later_observations_are_where_their_tokens_are() -> None:
+    (row,) = rows_with_pictures(None, None, None, pictured=(0, 2))
+    assert pictures(row) == ["picture-0", "picture-1"]
+
+
+@pytest.mark.parametrize(("turns", "kept"), [(1, []), (2, ["picture-0"])])
+def test_a_branch_has_the_pictures_that_come_before_it(turns: int, kept: list[str]) -> None:
+    whole, branch = rows_with_pictures(None, None, Context("branch", turns), pictured=(0, 1, 2))
+    assert pictures(whole) == ["picture-0", "picture-1"] and pictures(branch) == [*kept, "picture-2"]
+
+
 def test_an_opening_goes_behind_the_prompt() -> None:
     made, *_ = played(Opening)
     (row,) = made.rows
@@ -190,7 +317,7 @@ def test_no_budget_is_exceeded_and_the_end_says_which(
     assert {one.finish_reason for one in rows} == {reason} and reason in {"env_done", "max_turns", *CUT}
     assert stopped or reason in CUT
     assert (reason != "max_turns") or len(ends) == turns
-    assert (reason != "turn_budget" or turn) and (reason != "sampled_budget" or sampled)
+    assert (reason != "turn_budget" or turn) and (reason != "sampled_budget" or drawn == sampled)
     assert reason != "episode_budget" or whole
 
 

@@ -292,6 +292,20 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version
     assert stage.fetch(reader) == (2 if plane == "shm" else 0), "what came by a socket is a copy"
 
 
+@pytest.mark.parametrize("slabs", [2, 3, 5])
+def test_as_many_versions_stay_in_memory_as_slabs_are_asked_for(stage, slabs):
+    """A reader of version 0 is not disturbed by as many newer ones as there are other slabs, and
+    the next takes its place."""
+    source = Source(stage.run, stage.actor, {"w": torch.zeros(8)}, slabs=slabs, file_every=0)
+    ring = source.publisher.ring
+    for number in range(slabs + 1):
+        source.tensors["w"].fill_(number)
+        source.publish(Version(1, number))
+        (first,) = struct.unpack("<f", ring.record(0, 0)[:4])
+        assert first == (0 if number < slabs else slabs)
+    source.publisher.close()
+
+
 def test_a_slab_is_written_again_only_when_its_version_is_out(stage, monkeypatch):
     """The thread is held at version 0: with two slabs, version 2 has to wait, and no version has another's weights."""
     stage.put(0, file_every=0)

@@ -42,8 +42,9 @@ class KlConfig:
     cap: float = bounded(10.0, 0.0)
     """Largest divergence of a token, in nats: beyond it its gradient is 0. 0: none, and one token may be the step."""
     importance: bool = False
-    """Weigh each token's divergence by how much likelier the policy draws it than whoever drew it: value and gradient
-    are then those of KL(policy || reference), off-policy too, by k1 and k3; as in DeepSeek-V3.2, arXiv 2512.02556."""
+    """Weigh each token's divergence by policy / rollout, whatever `correction` does: by k1 and k3
+    value and gradient are then those of KL(policy || reference), off-policy too; as in
+    DeepSeek-V3.2, arXiv 2512.02556."""
     refresh_every: int = bounded(0, 0)
     """Steps after which the reference takes the policy's weights as they then are. 0: it stays as it is."""
 
@@ -100,6 +101,11 @@ class Algorithm:
     """Fields of rows that `given` makes."""
     uses_old: ClassVar[bool] = True
     """Whether the loss looks at the log-probabilities by the policy before the step."""
+    ratio_to_rollout: ClassVar[bool] = False
+    """Whether the loss takes the ratio policy / rollout itself, so that no correction weighs it."""
+    fewest_samples: ClassVar[int] = 2
+    """Episodes that a prompt must have: at least 2 where advantages compare the rewards of a
+    prompt's episodes."""
     sequences: ClassVar[int] = 0
     """Sequences in each row of the files that are learned from as they are: 1, or 2 that are compared. 0: files have
     prompts, and engines draw what is learned from."""
@@ -125,7 +131,9 @@ class Algorithm:
     """Weight of the loss that has the tokens of a micro-batch spread over the experts of each layer (arXiv 2101.03961,
     equation 4). Of use for models with experts alone. 0: there is none."""
     log_entropy: bool = False
-    """Write the policy's entropy also where it is not in the loss. Neither: it is not computed."""
+    """Measure the policy's entropy (`loss/entropy_nats`) although it is not in the loss and costs
+    something: with kernels `fused` it is free, and measured in any case.
+    `loss/sampled_entropy_nats` is an estimate by the drawn tokens that is always there."""
     kl: KlConfig = field(default_factory=KlConfig)
     kl_in_reward: float = bounded(0.0, 0.0)
     """Weight of a KL penalty in the reward, log(rollout / reference) of each token (k1), which needs a reference;
@@ -137,7 +145,8 @@ class Algorithm:
     mask_older_tokens: bool = False
     """Leave tokens out of the loss that were drawn by older weights than the last one of their row."""
     mask_truncated: bool = False
-    """Leave episodes out of the loss that were cut at their longest; their rewards count for the others."""
+    """Leave episodes out of the loss any row of which was cut: at its longest, or by a budget of a
+    turn or of the episode. Their rewards count for the others."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards over the step's episodes. Nothing should be learned."""
 
@@ -149,11 +158,14 @@ class Algorithm:
         return ("reward", "rollout_logprobs", "ref_logprobs") if self.kl_in_reward else ("reward",)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
-        """Fields of rows that the loss looks at; ``stale``: rows may be of older versions than the one trained.
+        """Fields of rows that the loss looks at. ``stale``: whether older versions than the trained
+        one may have drawn the rows; no algorithm of this package needs other fields then.
 
-        Before the only update of a step the policy's own log-probabilities are the old ones, unless rows are older.
+        The clip is around the policy before the step, however old the rows are (decoupled PPO,
+        arXiv 2110.00641). With one update in a step that is the policy itself, and no
+        `old_logprobs` are needed.
         """
-        old = ("old_logprobs",) if self.uses_old and (self.updates > 1 or stale) else ()
+        old = ("old_logprobs",) if self.uses_old and self.updates > 1 else ()
         return (*self.gives, *old, *(("ref_logprobs",) if self.kl.coefficient else ()))
 
     @property
@@ -170,6 +182,12 @@ class Algorithm:
     def needs_entropy(self) -> bool:
         """Whether anybody has asked for the entropy of the policy."""
         return self.log_entropy or self.entropy_coefficient != 0
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loss learns from advantages: where all of them are 0, nothing is learned from
+        rewards."""
+        return "advantages" in self.gives
 
     @property
     def whole_step(self) -> bool:
@@ -202,28 +220,30 @@ class Algorithm:
         """Advantages of episodes, [prompts, episodes] float64, from ``rewards``; ``tokens``: how many of each are
         trained on.
 
-        ``rewards`` are finite float64, at least two of a prompt; of window `step` all of the step's prompts are there.
+        ``rewards`` are finite float64, `fewest_samples` of a prompt or more; of window `step` all
+        of the step's prompts are there.
         """
         raise NotImplementedError(f"{type(self).__name__} says nothing of advantages")
 
     def task_rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Rewards [prompts, episodes], float64, less what `overlong` takes off. ValueError as of `rewards_of`."""
-        found = rewards_of(prompts)
-        return found - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else found
+        rewards = rewards_of(prompts, self.fewest_samples)
+        return rewards - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else rewards
 
     def rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
-        """`task_rewards` less the KL penalties of all tokens of an episode."""
-        found = self.task_rewards(prompts)
+        """`task_rewards` less the KL penalties of all tokens that an episode drew."""
+        rewards = self.task_rewards(prompts)
         if not self.kl_in_reward:
-            return found
-        penalties = [[sum(float(penalty(row).sum()) for row in episode) for episode in prompt] for prompt in prompts]
-        return found - self.kl_in_reward * np.array(penalties)
+            return rewards
+        drawn = [[sum(float(divergence(row).sum()) for row in episode) for episode in prompt] for prompt in prompts]
+        return rewards - self.kl_in_reward * np.array(drawn)
 
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """Advantages of the tokens of every row, in their order, [tokens] float32: its episode's advantage where the
         loss mask is set, else 0.
 
-        ValueError: a prompt has less than two episodes, or not as many as the others, or a reward is not finite.
+        ValueError: a prompt has fewer than `fewest_samples` episodes, or not as many as the others,
+        or a reward is not finite.
         """
         values = self.advantages(self.rewards(prompts), trained_tokens(prompts))
         found = zip(prompts, values, strict=True)
@@ -262,11 +282,12 @@ class Algorithm:
         return policy_loss(batch, self)
 
 
-def rewards_of(prompts: Sequence[Prompt]) -> np.ndarray:
-    """Rewards [prompts, episodes], float64. ValueError: less than two of a prompt, unequal numbers, or not finite."""
+def rewards_of(prompts: Sequence[Prompt], fewest: int = 2) -> np.ndarray:
+    """Rewards [prompts, episodes], float64. ValueError: fewer than ``fewest`` of a prompt, unequal
+    numbers, or not finite."""
     rewards = np.array([[episode[0]["reward"] for episode in prompt] for prompt in prompts], dtype=np.float64)
-    if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards have shape {rewards.shape}, expected [prompts, episodes >= 2]")
+    if rewards.ndim != 2 or rewards.shape[1] < fewest:
+        raise ValueError(f"rewards have shape {rewards.shape}, expected [prompts, episodes >= {fewest}]")
     if not np.isfinite(rewards).all():
         raise ValueError("rewards are not finite")
     return rewards
@@ -282,14 +303,31 @@ def trained_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
 def sampled_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
     """Tokens that the policy drew, trained on or not, [prompts, episodes] int64."""
     return np.array(
-        [[sum(np.count_nonzero(row["token_versions"]) for row in episode) for episode in prompt] for prompt in prompts]
+        [[sum(np.count_nonzero(drawn_tokens(row)) for row in episode) for episode in prompt] for prompt in prompts]
     )
 
 
-def penalty(row: Row) -> np.ndarray:
-    """log(rollout / reference) of the trained tokens of a row, float64: k1 of KL(policy || reference)."""
-    trained = row["loss_mask"] > 0
-    return row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
+def drawn_tokens(row: Row) -> np.ndarray:
+    """Whether the policy drew each token of ``row``, trained on or not: bool [tokens]."""
+    return row["token_versions"] != 0
+
+
+def divergence(row: Row) -> np.ndarray:
+    """log(rollout / reference) of each token of ``row`` that the policy drew, 0 of others: float64
+    [tokens].
+
+    It estimates KL(policy || reference) by k1. A token that is masked counts too: the reward of its
+    episode stands in the baseline of others, and would be too high if only trained tokens paid.
+    """
+    return np.where(drawn_tokens(row), row["rollout_logprobs"].astype(np.float64) - row["ref_logprobs"], 0.0)
+
+
+def divergence_to_come(episode: Sequence[Row]) -> np.ndarray:
+    """Sum of `divergence` over each trained token of an episode and all tokens after it, in the
+    order of its rows: float64 [trained tokens]."""
+    every = np.concatenate([divergence(row) for row in episode])
+    trained = np.concatenate([row["loss_mask"] for row in episode]) > 0
+    return every[::-1].cumsum()[::-1][trained]
 
 
 def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -54,6 +55,16 @@ class Distill(Grpo):
         return not self.teacher_top_k or self.reward_weight > 0
 
     @property
+    def has_advantages(self) -> bool:
+        """See `Algorithm`: a divergence is learned from without any."""
+        return self.uses_old
+
+    @property
+    def fewest_samples(self) -> int:
+        """Episodes that a prompt must have: only the rewards' advantage compares them."""
+        return 2 if self.reward_weight else 1
+
+    @property
     def needs(self) -> tuple[str, ...]:
         scored = () if self.teacher_top_k else ("rollout_logprobs", "teacher_logprobs")
         return tuple(dict.fromkeys((*super().needs, *scored)))
@@ -64,8 +75,8 @@ class Distill(Grpo):
 
     def findings(self) -> Iterator[str]:
         yield from super().findings()
-        if self.shuffle_rewards and not self.reward_weight:
-            yield "shuffle_rewards: found true with reward_weight 0, allowed: false; rewards are not learned from"
+        if not self.reward_weight:
+            yield from self._of_rewards()
         if self.divergence != "reverse" and not self.teacher_top_k:
             yield (
                 f"divergence: found {self.divergence} with teacher_top_k 0, allowed: reverse, or a teacher_top_k such "
@@ -74,12 +85,25 @@ class Distill(Grpo):
         if self.divergence == "jsd" and self.beta in (0.0, 1.0):
             yield f"beta: found {self.beta:g} with divergence jsd, allowed: between; its ends are forward and reverse"
 
+    def _of_rewards(self) -> Iterator[str]:
+        """Settings that change rewards, which are not learned from."""
+        reason = "rewards are not learned from"
+        if self.shuffle_rewards:
+            yield f"shuffle_rewards: found true with reward_weight 0, allowed: false; {reason}"
+        if self.kl_in_reward:
+            yield f"kl_in_reward: found {self.kl_in_reward:g} with reward_weight 0, allowed: 0; {reason}"
+        if self.overlong.max_tokens:
+            yield f"overlong.max_tokens: found {self.overlong.max_tokens} with reward_weight 0, allowed: 0; {reason}"
+
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        by_reward = [self.reward_weight * known for known in super().token_advantages(prompts)]
+        rows = list(chain.from_iterable(chain.from_iterable(prompts)))
+        if self.reward_weight:
+            by_reward = [self.reward_weight * values for values in super().token_advantages(prompts)]
+        else:
+            by_reward = [np.zeros(len(row["loss_mask"]), np.float32) for row in rows]
         if self.teacher_top_k:
             return by_reward
-        rows = [row for prompt in prompts for episode in prompt for row in episode]
-        return [known + self._by_teacher(row) for known, row in zip(by_reward, rows, strict=True)]
+        return [values + self._by_teacher(row) for values, row in zip(by_reward, rows, strict=True)]
 
     def _by_teacher(self, row: Row) -> np.ndarray:
         found = (row["teacher_logprobs"] - row["rollout_logprobs"]).astype(np.float32)

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 class Gspo(Grpo):
     """Group sequence policy optimization, arXiv 2507.18071, with GRPO's advantages.
 
-    The ratio of every token is s = exp(mean over the response of log(policy / old)) (equation 7), and what it is
-    clipped at is small, as means of many tokens are near 1 (section 5.1: 3e-4 and 4e-4). Its gradient is taken token by
-    token (GSPO-token, equation 13): s_t = sg[s] policy_t / sg[policy_t]; for equal advantages it is that of s itself.
+    The ratio of every token is s = exp(mean over the response of log(policy / old)) (equation 7),
+    and what it is clipped at is small, as means of many tokens are near 1 (section 5.1: 3e-4 and
+    4e-4). Its gradient is taken token by token (GSPO-token, equation 13): s_t = sg[s] policy_t /
+    sg[policy_t]. If all tokens of a row have the same advantage and the same weight by
+    `correction`, that is the gradient of s itself. With correction.level token each token has its
+    own weight w_t, and the gradient is that of mean(w_t s_t), not of w s.
 
     A response here is a *row*, of which an episode may have several: the paper's likelihood is that of one sequence
     given what came before it, and a row is what was drawn in one context. Rows of an episode have ratios of their own,

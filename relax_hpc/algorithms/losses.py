@@ -80,13 +80,16 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     of which some may be in other batches; `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no
     episode's tokens weigh less for being many). The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
-    Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
-    `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and `loss/divergence`, whose sum is the loss; over
-    masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of the engine's policy to the old one),
-    `correction_weight`, `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
-    `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
-    algorithm/* of the algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
-    `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their totals into means.
+    Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of
+    its tokens), `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and
+    `loss/divergence`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`,
+    `sampled_entropy` (of the engine's policy, by its own draws), `zero_advantage` if there are
+    advantages, `rollout_kl` (KL of the engine's policy to the old one), `correction_weight`,
+    `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
+    `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and algorithm/* of the
+    algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
+    `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their
+    totals into means.
 
     ValueError: shapes differ, or a coefficient is set whose input is missing.
     """
@@ -97,7 +100,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
     kl = None if x.ref_logprobs is None else KL_ESTIMATORS[algorithm.kl.estimator](x.ref_logprobs, x.logprobs)
-    terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _of_loss(kl, x, corrected.weight, algorithm.kl))
+    terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _kl_of_loss(kl, x, algorithm.kl))
     terms["loss/entropy"] = _scaled(-algorithm.entropy_coefficient, share, x.entropy)
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
     if found.divergence is not None:
@@ -105,12 +108,15 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
         loss = loss + terms["loss/divergence"]
 
     difference = (x.old_logprobs - x.rollout_logprobs).abs()
+    no_advantages = x.advantages is None or not algorithm.has_advantages
     per_token = {
         "ratio": found.ratio,
         "clip_fraction": found.clipped,
         "kl/reference": kl,
         "kl/old": k3(x.logprobs, x.old_logprobs),
         "entropy": x.entropy,
+        "sampled_entropy": -x.rollout_logprobs,
+        "zero_advantage": None if no_advantages else x.advantages == 0,
         "rollout_kl": k3(x.old_logprobs, x.rollout_logprobs),
         "correction_weight": corrected.weight,
         "correction_square": corrected.weight.square(),
@@ -152,12 +158,18 @@ def _checked(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     return batch.clean()
 
 
-def _of_loss(kl: Tensor | None, x: TokenBatch, weight: Tensor, settings: KlConfig) -> Tensor | None:
-    """Divergences [b, s] as they enter the loss; ``weight`` is the correction's."""
+def _kl_of_loss(kl: Tensor | None, x: TokenBatch, settings: KlConfig) -> Tensor | None:
+    """Divergences ``kl`` [b, s] as the loss has them: capped, and weighed by importance if
+    ``settings`` say so.
+
+    The weight is policy / rollout with its gradient, so that the expectation over what the engine
+    draws is that over the policy. The correction's weight does not serve: it is bounded, 0 outside
+    of a mask, or 1.
+    """
     if kl is None or not settings.coefficient:
         return kl
-    bounded = kl.clamp(-settings.cap, settings.cap) if settings.cap else kl
-    return bounded * ratio_to_old(x) * weight if settings.importance else bounded
+    capped = kl.clamp(-settings.cap, settings.cap) if settings.cap else kl
+    return capped * safe_exp(x.logprobs - x.rollout_logprobs) if settings.importance else capped
 
 
 def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:

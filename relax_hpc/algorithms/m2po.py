@@ -32,6 +32,7 @@ class M2po(Grpo):
     """
 
     uses_old: ClassVar[bool] = False
+    ratio_to_rollout: ClassVar[bool] = True
 
     name: str = "m2po"
     budget: float = bounded(0.04, 0.0)
@@ -46,8 +47,6 @@ class M2po(Grpo):
         yield from super().findings()
         if self.correction.kind != "off":
             yield f"correction.kind: found {self.correction.kind} with m2po, allowed: off; its ratio is to rollout's"
-        if self.kl.importance:
-            yield "kl.importance: found true with m2po, allowed: false; it has no weights of tokens"
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Prompt, Row, penalty, spread
+from relax_hpc.algorithms.base import Prompt, Row, divergence_to_come, spread
 from relax_hpc.algorithms.gae import gae
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.settings import bounded
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 class Ppo(Grpo):
     """Proximal policy optimization, arXiv 1707.06347, with generalized advantage estimation, arXiv 1506.02438.
 
-    The steps of an episode are its trained tokens, of all its rows one after the other: what others put between them is
-    no action, and no step. The last one gets the episode's reward, each loses `kl_in_reward` times its divergence. The
-    critic, a group of its own, values what is before each token, and learns A + V from its value_loss.
+    The steps of an episode are its trained tokens, of all its rows one after the other: what others
+    put between them is no action, and no step. The last step gets the episode's reward. Each step
+    loses `kl_in_reward` times its divergence and that of the drawn tokens which follow it and are
+    not trained. The critic, another group, values the state before each token, and learns A + V
+    from its value_loss.
     """
 
     gives: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+    fewest_samples: ClassVar[int] = 1
 
     name: str = "ppo"
     gamma: float = bounded(1.0, 0.0, 1.0)
@@ -82,10 +85,11 @@ class Ppo(Grpo):
         return _spread(episodes, advantages), _spread(episodes, advantages + values)
 
     def _rewards_of(self, episode: Sequence[Row]) -> np.ndarray | float:
-        """Reward of each of its trained tokens for staying near the reference, 0 or less."""
+        """Reward of each of its trained tokens for staying near the reference. A token that is
+        drawn and not trained is paid for by the trained one before it."""
         if not self.kl_in_reward:
             return 0.0
-        return -self.kl_in_reward * np.concatenate([penalty(row) for row in episode])
+        return self.kl_in_reward * np.diff(divergence_to_come(episode), append=0.0)
 
 
 def _trained(row: Row, values: np.ndarray) -> np.ndarray:

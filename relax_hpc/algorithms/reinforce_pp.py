@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from relax_hpc.algorithms.base import KlConfig, Prompt, Row, centred, normalised, penalty, spread
+from relax_hpc.algorithms.base import KlConfig, Prompt, Row, centred, divergence_to_come, normalised, spread
 from relax_hpc.algorithms.grpo import Grpo
 
 
@@ -27,6 +27,11 @@ class ReinforcePP(Grpo):
     name: str = "reinforce_pp"
     baseline: Literal["none", "prompt"] = "none"
     """Baseline that is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
+
+    @property
+    def fewest_samples(self) -> int:
+        """Episodes that a prompt must have: its mean needs two, that of the step one."""
+        return 2 if self.baseline == "prompt" else 1
 
     def findings(self) -> Iterator[str]:
         yield from super().findings()
@@ -50,9 +55,8 @@ class ReinforcePP(Grpo):
 
     def _returns(self, episode: Sequence[Row], reward: float) -> np.ndarray:
         """Returns of the trained tokens of an episode's rows, one row after the other, [n]: its reward less the KL
-        penalties of this token and later ones."""
-        penalties = np.concatenate([penalty(row) for row in episode])
-        return reward - self.kl_in_reward * penalties[::-1].cumsum()[::-1]
+        penalties of this token and all that were drawn later."""
+        return reward - self.kl_in_reward * divergence_to_come(episode)
 
 
 @dataclass(kw_only=True)

@@ -131,12 +131,29 @@ def notes(config: Config) -> Iterator[str]:
     """Notes on what is no mistake, but may not be meant, or was not looked at."""
     if missing := unread():
         yield f"model.path: the tokenizer was not read, for want of {', '.join(missing)} here"
+    yield from _stale_denominator(config)
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
     for rows in data_sets(config.data):
         # A set that cannot be read is a mistake, which `check_files` reports.
         with suppress(ConfigError):
             if is_there(rows.path):
                 yield from _prompt_notes(rows.setting, read_prompts(rows, tokenizer, config), config.data)
+
+
+def _stale_denominator(config: Config) -> Iterator[str]:
+    """Note on a group actor_fwd at a staleness above 0, whose scores are older than the policy
+    before the step."""
+    group = group_with(config, "actor_fwd")
+    if not config.max_staleness or not group:
+        return
+    if config.algorithm.updates > 1:
+        instead = "groups: {actor_fwd: null} and actor: {forward: [actor_fwd]}"
+    else:
+        instead = "groups: {actor_fwd: null}, as with one update in a step the policy itself is the newest"
+    yield (
+        f"groups.{group}.roles: found actor_fwd with max_staleness {config.max_staleness}; its log-probabilities "
+        f"are older than the policy before the step, and the clip around them costs reward; better: {instead}"
+    )
 
 
 def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:

@@ -44,7 +44,16 @@ def _of_files(config: Config) -> Iterator[str]:
 
 def _of_drawn_rows(config: Config) -> Iterator[str]:
     name = config.algorithm.name
-    if (found := config.samples_per_prompt) < 2:
-        yield f"samples_per_prompt: found {found}, allowed with {name}: at least 2; their rewards are compared"
+    samples, fewest = config.samples_per_prompt, config.algorithm.fewest_samples
+    if samples < fewest:
+        yield (
+            f"samples_per_prompt: found {samples}, allowed with {name}: at least {fewest}; the rewards of a prompt's "
+            "episodes are compared"
+        )
+    elif samples == 1 and config.rollout.filter == "rewards_differ":
+        yield (
+            "rollout.filter: found rewards_differ with samples_per_prompt 1, of which it drops every prompt group; "
+            "leave it out, or draw more samples"
+        )
     if any("data" in group.roles for group in config.groups.values()):
         yield f"groups: found role data with algorithm {name}, which learns from no file; remove it"

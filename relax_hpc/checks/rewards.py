@@ -13,6 +13,7 @@ from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rewards.of_run import reward_settings
 from relax_hpc.rollout.filters import get_filter
+from relax_hpc.tasks import TASKS, get_task
 
 SETTLED_HERE = ("format", "remote", "judge")
 """Rewards whose settings are looked at by making one."""
@@ -20,6 +21,7 @@ SETTLED_HERE = ("format", "remote", "judge")
 
 def check_rewards(config: Config) -> Iterator[str]:
     """Check rollout.reward and eval.reward, the rewards that they are made of, and rollout.filter."""
+    yield from _unnamed(config)
     leaves = set[str]()
     # A task's own is there with the task.
     for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):
@@ -35,6 +37,24 @@ def check_rewards(config: Config) -> Iterator[str]:
             get_filter(config.rollout.filter)
         except ConfigError as error:
             yield f"rollout.filter: {str(error).partition(': ')[2]}"
+
+
+def _unnamed(config: Config) -> Iterator[str]:
+    """Whether a run would learn from the default reward of the demo, because neither it nor its
+    task names one."""
+    if config.rollout.reward or config.algorithm.from_file:
+        return
+    try:
+        task = get_task(config.data.task)
+    except ConfigError:
+        return  # Another check names the mistake in the task.
+    if task.makes("reward") or isinstance(task, tuple(TASKS.values())):
+        return
+    source = f"data.task {config.data.task!r}, which has no reward" if config.data.task else "prompts of files"
+    yield (
+        f"rollout.reward: found nothing with {source}, allowed: the reward to learn from, such as math, math_answer, "
+        "exact, f1, multiple_choice, environment, or a function of yours as my_package.rewards:score"
+    )
 
 
 def _servers(config: Config, asked: bool) -> Iterator[str]:

@@ -5,10 +5,11 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from relax_hpc.checks.data import check_data
@@ -22,7 +23,7 @@ from relax_hpc.fields import FIELDS, fields_by
 from relax_hpc.models import megatron_settings
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.protocol import misfit
-from relax_hpc.tasks import get_task, misfits
+from relax_hpc.tasks import environment_of, get_task, misfits
 
 Findings = Iterator[str]
 
@@ -237,10 +238,12 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
 def _algorithm(config: Config) -> Findings:
     yield from (f"algorithm.{finding}" for finding in config.algorithm.findings())
     yield from _fields(config)
-    if (found := config.algorithm.overlong.max_tokens) > config.rollout.max_new_tokens:
+    yield from _overlong(config)
+    warmup = getattr(config.algorithm, "critic_warmup_steps", 0)
+    if warmup >= config.steps:
         yield (
-            f"algorithm.overlong.max_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
-            f"{config.rollout.max_new_tokens}; nothing becomes that long"
+            f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, {config.steps}; the policy "
+            "would never be trained"
         )
     groups, parts = config.prompts_per_step, config.algorithm.mini_batches
     # Episodes that are compared are on one rank.
@@ -254,6 +257,26 @@ def _algorithm(config: Config) -> Findings:
         yield (
             f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
+        )
+
+
+def _overlong(config: Config) -> Findings:
+    """Whether an episode can draw as many tokens as the whole overlong penalty is of."""
+    try:
+        has_many_rows = bool(environment_of(config)) or get_task(config.data.task).makes("episode")
+    except ConfigError:
+        return  # `_data` names the mistake in the task.
+    limits = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    if has_many_rows:
+        # Each row has max_new_tokens, and an episode may have any number of rows.
+        names = ("sampled_tokens", "episode_tokens")
+        limits = {f"environment.{name}": getattr(config.environment, name) for name in names}
+    key, limit = min(limits.items(), key=lambda item: item[1] or math.inf)
+    most_punished = config.algorithm.overlong.max_tokens
+    if limit and most_punished > limit:
+        yield (
+            f"algorithm.overlong.max_tokens: found {most_punished}, allowed: at most {key}, {limit}; no episode draws "
+            "more"
         )
 
 
@@ -341,6 +364,7 @@ def _sampling(config: Config) -> Findings:
 
 def _devices(config: Config) -> Findings:
     if config.model.device != "cuda":
+        yield from _unused_gpus(config)
         return
     if config.layout == "local":
         # With a site, `local` is the layout of one job: what counts is its node, and not the one that submits.
@@ -353,6 +377,28 @@ def _devices(config: Config) -> Findings:
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
                 "roles to a group that has some"
             )
+
+
+def _unused_gpus(config: Config) -> Findings:
+    """GPUs that are asked for in a run on CPUs, the default, which would leave them idle."""
+    requests: dict[str, object] = {"site.options.gres": _gpus_of(config.site.options)}
+    for name, group in config.groups.items():
+        requests[f"groups.{name}.resources.gpus_per_node"] = group.resources.gpus_per_node
+        requests[f"groups.{name}.resources.options.gres"] = _gpus_of(group.resources.options)
+        requests[f"groups.{name}.env.CUDA_VISIBLE_DEVICES"] = group.env.get("CUDA_VISIBLE_DEVICES", "")
+    for key, value in requests.items():
+        # CUDA_VISIBLE_DEVICES=-1 hides all GPUs.
+        if value and value != "-1":
+            yield (
+                f"{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: cuda, or leave it "
+                "out"
+            )
+
+
+def _gpus_of(options: Mapping[str, str]) -> str:
+    """Option gres among sbatch ``options``, if it asks for GPUs."""
+    gres = options.get("gres", "")
+    return gres if "gpu" in gres else ""
 
 
 def _queue(config: Config) -> Findings:

@@ -155,8 +155,13 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
         except ConfigError as error:
             found.mistakes += [Mistake("", text) for text in error.mistakes]
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
-    needed = {name: {} for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources}
-    found.tree = _with_optional(found.tree, needed)
+    needed = [name for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources]
+    if "actor_fwd" in needed and found.tree["max_staleness"]:
+        needed.remove("actor_fwd")
+        found.tree = _with_inner_actor_fwd(found.tree)
+    found.tree = _with_optional(found.tree, {name: {} for name in needed})
+    if found.tree["model"]["device"] == "cuda" and "model.dtype" not in found.sources:
+        found.tree = found.tree | {"model": found.tree["model"] | {"dtype": "bfloat16"}}
     if found.tree["environment"]["kind"] == AGENT:
         found.tree = _with_gateway(found.tree)
     if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
@@ -242,6 +247,17 @@ def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
 
 
+def _with_inner_actor_fwd(tree: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with role `actor_fwd` inside of the actor.
+
+    There its scores are those of the policy before the step. A group scores rows when they come: at
+    a staleness above 0 the clip would be around a policy that is several versions old, which costs
+    most of what staleness costs.
+    """
+    actor = tree["actor"]
+    return tree | {"actor": actor | {"forward": [*actor["forward"], "actor_fwd"]}}
+
+
 def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
     """``tree`` with role `gateway`, in the hub unless a layer says otherwise."""
     groups = tree["groups"]
@@ -263,7 +279,8 @@ def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
         groups["hub"]["roles"].append("data")
     left = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
     said = _nest({key: value for key, value in usual.items() if key not in found.sources})
-    return merge(Config, tree | {"groups": left}, said)
+    inside = [role for role in tree["actor"]["forward"] if role not in OF_DRAWN_ROWS]
+    return merge(Config, tree | {"groups": left, "actor": tree["actor"] | {"forward": inside}}, said)
 
 
 def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:

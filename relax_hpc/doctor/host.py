@@ -64,11 +64,6 @@ def check_settings(config: Config) -> Iterator[Finding]:
             "prompts_per_step), so engines will idle; lower it, or raise max_staleness"
         )
     for name, group in config.groups.items():
-        if group.resources.gpus_per_node and config.model.device == "cpu":
-            yield warning(
-                f"groups.{name}.resources.gpus_per_node: found {group.resources.gpus_per_node} with model.device cpu, "
-                "so they would idle; set model.device: cuda, or ask for 0"
-            )
         if group.resources.gpus_per_node and site.gpu_request == "none":
             yield warning(
                 f"site.gpu_request: found none, so the {group.resources.gpus_per_node} GPUs a node of "

@@ -11,6 +11,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import shares_of_time
 from relax_hpc.observe.states import exit_code, state_of
@@ -115,6 +116,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "step_s": pace,
         "eta_s": pace * (config.steps - trained) if pace is not None else None,
         "reward": end.get("reward/mean"),
+        "nothing_learned": why_nothing_learned(end, config.algorithm.updates),
         "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
         "shares": {"steps": len(last), "roles": shares_of_time(last)},
         "dropped": dropped,

@@ -59,6 +59,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     rate = f"  {found['tokens_per_s']:.0f} tok/s" if found["tokens_per_s"] else ""
     reward = f"  reward {found['reward']:.3f}" if found["reward"] is not None else ""
     yield f"step {found['trained_steps']}/{found['steps']}  eta {duration(_eta(found))}{reward}{rate}"
+    if found.get("nothing_learned"):
+        yield f"nothing was learned from rewards in the last step: {found['nothing_learned']}"
     if found["preparing"]:
         yield f"preparing: {found['preparing']}"
     if weights := found["weights"]:

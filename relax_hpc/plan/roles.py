@@ -140,8 +140,9 @@ def critic(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpr
 
 def _inner_copies(config: Config) -> int:
     """Copies of the weights that forward roles inside of the actor keep; see `roles.inner`."""
-    roles = config.actor.forward
-    return ("reference" in roles) + ("actor_fwd" in roles and config.algorithm.mini_batches > 1)
+    roles, algorithm = config.actor.forward, config.algorithm
+    keeps_old = "actor_fwd" in roles and algorithm.uses_old and algorithm.mini_batches > 1
+    return ("reference" in roles) + keeps_old
 
 
 def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: int) -> Footprint:

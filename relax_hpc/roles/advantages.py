@@ -39,7 +39,7 @@ def require_finite(rows: Sequence[Row], made: Sequence[Row], algorithm: Algorith
 
 def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
     """``prompts`` whose episodes have each other's rewards, the same for the same step."""
-    rewards = rewards_of(prompts)
+    rewards = rewards_of(prompts, fewest=1)
     drawn = np.random.default_rng([seed, prompts[0][0][0]["ticket"]]).permutation(rewards.ravel())
     pairs = zip(prompts, drawn.reshape(rewards.shape), strict=True)
     return [

@@ -79,7 +79,7 @@ class Values(Beside):
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
-        return result.values() | {"value/explained_variance": explained_variance(result.first)}
+        return result.values() | {"value/explained_variance": explained_variance(result.of_first_pass())}
 
 
 def run(context: Context) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.algorithms.base import drawn_tokens
 from relax_hpc.config.schema import ForwardConfig, TrainerConfig
 from relax_hpc.fields import fields_by
 from relax_hpc.models.families import routes_of, spec_of
@@ -50,6 +51,9 @@ class Scorer:
         self.temperature = config.rollout.temperature
         self.top_k = config.algorithm.teacher_top_k if context.role == "teacher" else 0
         """Likeliest tokens that are given with each; 0: none."""
+        self.scores_all_drawn = context.role == "reference" and config.algorithm.kl_in_reward > 0
+        """Whether tokens are scored that the policy drew and does not train: they pay for their
+        divergence too."""
         self.placeholders = placeholders_of(directory)
         # Routes are those of the policy's engine.
         settings = config.model if context.role == "actor_fwd" else replace(config.model, routing_replay="off")
@@ -62,6 +66,8 @@ class Scorer:
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it; complete in the
         leader."""
+        if self.scores_all_drawn:
+            rows = [row | {"loss_mask": drawn_tokens(row).astype(np.uint8)} for row in rows]
         score, tail = partial(self.model.forward_logprobs, temperature=self.temperature), ()
         if self.top_k:
             about = {"temperature": self.temperature, "count": self.top_k, "vocab": self._vocab}

@@ -19,18 +19,20 @@ from relax_hpc.training.swapped import SwappedWeights
 class InnerRoles:
     """The roles of `actor.forward` in one rank; every rank makes and calls it alike.
 
-    The reference has a copy of its weights. actor_fwd scores with those before the step: they are the present ones
-    during the first mini-batch, and are copied if there are more. Where the step updates the weights only once, its
-    forward pass would be a waste: the trainer takes its own log-probabilities for the old ones, which they are.
+    The reference has a copy of its weights. actor_fwd scores with the weights before the step.
+    These are the present ones during the first mini-batch; if there are more mini-batches, they are
+    copied. If the loss does not use old log-probabilities, actor_fwd scores nothing; nor does it if
+    the step has one update, because the trainer's own log-probabilities are the old ones then.
     """
 
     def __init__(self, model: PolicyModel, config: Config, policy: Path) -> None:
         """`model` has the weights of the Hugging Face directory `policy`, and keeps them. ConfigError: the reference
         is of another architecture."""
         self.model, self.temperature = model, config.rollout.temperature
-        self._passes, self._mini_batches = config.algorithm.passes, config.algorithm.mini_batches
-        updates = self._passes * self._mini_batches
-        self.roles = {role for role in config.actor.forward if role != "actor_fwd" or updates > 1}
+        algorithm = config.algorithm
+        self._passes, self._mini_batches = algorithm.passes, algorithm.mini_batches
+        needs_old = algorithm.uses_old and algorithm.updates > 1
+        self.roles = {role for role in config.actor.forward if role != "actor_fwd" or needs_old}
         """Roles that score anything."""
         self._weights = SwappedWeights(model.module)
         if "reference" in self.roles:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from relax_hpc.algorithms.correction import effective_share
+from relax_hpc.algorithms.losses import MAX_SUFFIX, PER_WEIGHT
 from relax_hpc.models.flops import training_flops
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.multimodal.medium import Grid, Kind
 from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.training.ratio_tail import QUANTILES
 from relax_hpc.transfer_queue.client import StepTrained
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row, by_prompt
 
@@ -27,6 +31,8 @@ class Tally:
         """Tokens that the policy sampled, in all rows of an episode."""
         self.ends = Counter[str]()
         """Episodes by how they ended, see `finish_reason` of rows."""
+        self.compared = self.equal = 0
+        """Prompt groups of two episodes or more, and those of them whose rewards are all equal."""
         self.turns = self.heard = 0
         """Turns of the policy, and tokens that others said between them."""
         self.row_tokens: list[int] = []
@@ -40,7 +46,12 @@ class Tally:
         """Count rows of whole prompt groups, in the order of their ids, and ``media`` of some."""
         inputs = media.inputs if media else {}
         self.media |= {name: (one.kind, one.grid) for name, one in inputs.items()}
-        for episode in (episode for prompt in by_prompt(rows) for episode in prompt):
+        prompts = by_prompt(rows)
+        for prompt in prompts:
+            rewards = {float(episode[0]["reward"]) for episode in prompt}
+            self.compared += len(prompt) > 1
+            self.equal += len(prompt) > 1 and len(rewards) == 1
+        for episode in chain.from_iterable(prompts):
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
             self.row_tokens += [len(row["token_ids"]) for row in episode]
@@ -60,6 +71,8 @@ class Tally:
         self.rewards += other.rewards
         self.lengths += other.lengths
         self.ends += other.ends
+        self.compared += other.compared
+        self.equal += other.equal
         self.turns += other.turns
         self.heard += other.heard
         self.row_tokens += other.row_tokens
@@ -82,32 +95,81 @@ _RENAMED = {
     "ratio": "loss/ratio",
     "clip_fraction": "loss/clip_fraction",
     "entropy": "loss/entropy_nats",
+    "sampled_entropy": "loss/sampled_entropy_nats",
+    "zero_advantage": "loss/zero_advantage_share",
     "grad_norm": "loss/grad_norm",
     "skipped": "loss/skipped_updates",
+    "empty": "loss/empty_updates",
 }
+_COUNTS = ("skipped", "empty")
+"""Metrics of an update that are added up over those of a step."""
+_WITH_LARGEST = ("loss/grad_norm", "loss/clip_fraction", "kl/old")
+"""Metrics whose largest value is reported too, if a step has several updates."""
+
+
+def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several updates of a step as one value each.
+
+    Counts are added up. Of maxima the largest counts, and of quantiles, which have no mean. All
+    others are means, over what the metric of an update is a mean over itself: tokens, or the loss's
+    `weight`. Updates without a trained token and values that are not finite have no part in means
+    and maxima; `empty` and `skipped` count such updates.
+    """
+    names = dict.fromkeys(chain.from_iterable(updates))
+    return {name: _over_updates(name, [update for update in updates if name in update]) for name in names}
+
+
+def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    """One value of the metric ``name``, which all ``updates`` have."""
+    if name in _COUNTS:
+        return sum(update[name] for update in updates)
+    usable = [update for update in updates if math.isfinite(update[name]) and not update.get("empty")]
+    if not usable:
+        return updates[0][name]
+    values = [update[name] for update in usable]
+    if name.endswith(MAX_SUFFIX) or name in QUANTILES:
+        return max(values)
+    unit = "weight" if name.startswith(PER_WEIGHT) else "tokens"
+    weights = [1.0 if name == "grad_norm" else update.get(unit, 1.0) for update in usable]
+    return float(np.average(values, weights=weights))
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of a step's updates, of which there may be many."""
 
-    first: dict[str, float]
-    """Metrics of the first update (`Trainer.step`), whose log-probabilities are those before it."""
-    last: dict[str, float]
-    """Metrics of the last update."""
+    updates: Sequence[dict[str, float]]
+    """Metrics of each update (`Trainer.step`), in their order."""
+    first_pass: int
+    """Updates of the first pass over the rows, after which each row was trained on once."""
     tally: Tally
     lr: float
     seconds: float
 
+    def of_first_pass(self) -> dict[str, float]:
+        """Metrics of the first pass, together: each row of the step counts once."""
+        return over_updates(self.updates[: self.first_pass])
+
     def values(self) -> dict[str, float]:
         """Scalars that any trainer has."""
-        names = ((_RENAMED.get(name, name), value) for name, value in self.last.items())
-        values = {name: value for name, value in names if "/" in name}
+        values = _renamed(over_updates(self.updates))
+        if len(self.updates) > 1:
+            each = [_renamed(update) for update in self.updates]
+            for name in _WITH_LARGEST:
+                finite = [update[name] for update in each if math.isfinite(update.get(name, math.nan))]
+                if finite:
+                    values[name + MAX_SUFFIX] = max(finite)
         return values | {
             "loss/lr": self.lr,
             "perf/step_s": self.seconds,
             "perf/trained_tokens": sum(self.tally.row_tokens),
         }
+
+
+def _renamed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """``metrics`` of updates by their tags, without those that have none."""
+    tags = {_RENAMED.get(name, name): value for name, value in metrics.items()}
+    return {tag: value for tag, value in tags.items() if "/" in tag}
 
 
 def mfu_report(
@@ -125,12 +187,13 @@ def mfu_report(
 
 
 def policy_values(result: StepResult) -> dict[str, float]:
-    """Scalars of a policy's step. The comparisons of rollout, old and present log-probs are the first update's, before
-    it: what moved since old ones were made (`drift`) is apart from what the step's updates move.
+    """Scalars of a policy's step. The comparisons of rollout and old log-probs are of the first
+    pass, in which each row counts once. `drift` is of the first update, before it: what moved since
+    the old log-probs were made is apart from what the step's updates move.
 
     `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
     """
-    first, tally = result.first, result.tally
+    first, rows, tally = result.updates[0], result.of_first_pass(), result.tally
     count = len(tally.rewards)
     mean = sum(tally.rewards) / count
     return result.values() | {
@@ -138,15 +201,16 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
         "reward/response_tokens": sum(tally.lengths) / count,
         "reward/stopped_share": (tally.ends["stop"] + tally.ends["env_done"]) / count,
+        **({"reward/zero_std_share": tally.equal / tally.compared} if tally.compared else {}),
         **turns_report(tally),
-        "parity/logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
-        "parity/logprob_max": first.get("train_rollout_logprob_max", 0.0),
-        "parity/ratio_p99": first.get("train_rollout_ratio_p99", 1.0),
-        "parity/ratio_p999": first.get("train_rollout_ratio_p999", 1.0),
-        "kl/rollout": first.get("rollout_kl", 0.0),
+        "parity/logprob_abs_diff": rows.get("train_rollout_logprob_abs_diff", 0.0),
+        "parity/logprob_max": rows.get("train_rollout_logprob_max", 0.0),
+        "parity/ratio_p99": rows.get("train_rollout_ratio_p99", 1.0),
+        "parity/ratio_p999": rows.get("train_rollout_ratio_p999", 1.0),
+        "kl/rollout": rows.get("rollout_kl", 0.0),
         "kl/drift": first.get("kl/old", 0.0),
         "loss/clip_fraction_drift": first.get("clip_fraction", 0.0),
-        **correction_report(first),
+        **correction_report(rows),
         **({"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}),
     }
 

@@ -158,27 +158,26 @@ class TrainerRole:
         leases: list[int] = []
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []
+        updates: list[dict[str, float]] = []
         self.beside.begin_step(step)
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
             self.await_told(step)
             self.beside.before_update(step)
             with self.context.spans("train", step=step):
-                metrics = self.trainer.step(lr)
+                updates.append(self.trainer.step(lr))
             leases += [claim.lease for claim in claims]
             mini_batches.append(windows)
-            if number == 0:
-                first = metrics
         with self.context.spans("train", step=step):
             for _ in range(passes - 1):
                 for windows in mini_batches:
                     self.trainer.accumulate([batch for window in windows for batch in window], last=True)
-                    metrics = self.trainer.step(lr)
+                    updates.append(self.trainer.step(lr))
         self.beside.trained(step)
         if self.trainer.model.spec.towers:
             tally.gather(self.ranks.control)
         if self.ranks.leader:
-            result = StepResult(first, metrics, tally, lr, time.monotonic() - started)
+            result = StepResult(updates, minis, tally, lr, time.monotonic() - started)
             answer = self.context.client.training.trained(step, leases, self.context.role)
             self.told = then(answer, partial(self._report, step, result))
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps

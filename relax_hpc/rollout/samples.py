@@ -133,6 +133,13 @@ def last_response(answer: Generation | Episode) -> Generation:
     return answer.rows[-1].made if isinstance(answer, Episode) else answer
 
 
+def was_cut(answer: Generation | Episode) -> bool:
+    """Whether a bound has cut what the policy would have said, in any row of an episode, see
+    `CUT`."""
+    responses = [row.made for row in answer.rows] if isinstance(answer, Episode) else [answer]
+    return any(response.finish_reason in CUT for response in responses)
+
+
 def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
     """Failure of a prompt group one of whose ``answers`` is no response, since groups enter the queue whole; else
     None."""
@@ -156,7 +163,7 @@ def group_rows(
     """The rows of a prompt group, or why there are none.
 
     ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`. ``whole_only``: an
-    episode that was cut at its longest is not trained on.
+    episode any row of which `was_cut` is not trained on.
     """
     try:
         kept = bool(keeps(list(rewards)))
@@ -171,8 +178,9 @@ def group_rows(
         row["reward"] = rewards[row["episode"]]
     for row in rows if newest_only else ():
         leave_older_out(row)
-    for row in rows if whole_only else ():
-        if last_response(answers[row["episode"]]).finish_reason in CUT:
+    cut_episodes = {number for number, answer in enumerate(answers) if was_cut(answer)} if whole_only else ()
+    for row in rows:
+        if row["episode"] in cut_episodes:
             row["loss_mask"][:] = 0
     return rows
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_hpc.config.schema import Config
+from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import is_step
 from relax_hpc.parts import cut_log
@@ -29,6 +30,8 @@ class Terminal:
         self._scores: dict[str, float] = {}
         self._doing: Mapping[str, str] = {}
         self._unsaved = 0
+        self._teaches_nothing = False
+        """Whether the last step has taught the policy nothing."""
 
     def say(self, text: str) -> None:
         """Print one line for the user and the supervisor's log."""
@@ -82,6 +85,17 @@ class Terminal:
             self.say(f"version {line['step']}: {scores}")
         elif is_step(values):
             self.progress.update(line["step"], values, line["time"])
+            self._show_signal(line["step"], values)
+
+    def _show_signal(self, step: int, values: Mapping[str, float]) -> None:
+        """Warn of the first step of a stretch of steps that teach the policy nothing, and say when
+        it is over."""
+        reason = why_nothing_learned(values, self.config.algorithm.updates)
+        if reason and not self._teaches_nothing:
+            self.say(f"step {step}: nothing was learned from rewards: {reason}; look at the samples and the reward")
+        elif self._teaches_nothing and not reason:
+            self.say(f"step {step}: rewards are learned from again")
+        self._teaches_nothing = bool(reason)
 
     def summary(self) -> None:
         """Print where the run's results are, and draw the reward plot."""

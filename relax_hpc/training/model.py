@@ -279,6 +279,11 @@ class PolicyModel:
         whole = self._whole(scored.placed(values, shape))
         return whole, None if entropies is None else self._whole(scored.placed(entropies, shape))
 
+    @property
+    def entropy_is_free(self) -> bool:
+        """Whether entropies cost nothing if log-probabilities are computed."""
+        return self._chunk_kernels.entropy_is_free
+
     def likeliest(self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int) -> Tensor:
         """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab`` in the place of
         each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere. Without a gradient."""

@@ -25,7 +25,7 @@ class SimulatedTrainer(Trainer):
 
     def step(self, lr: float) -> dict[str, float]:
         """Change nothing; metrics that tell nothing."""
-        return {"grad_norm": 0.0, "skipped": 0.0}
+        return {"grad_norm": 0.0, "skipped": 0.0, "empty": 0.0}
 
 
 def _episodes(batch: Batch) -> float:

@@ -65,6 +65,7 @@ class Trainer:
         self._reduction = reduction_of(self.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
         self._experts = ExpertLoad(model, algorithm.balance_coefficient, algorithm.reduction == "token_mean")
+        self._measures_entropy = algorithm.needs_entropy or (model.entropy_is_free and not algorithm.from_file)
         self._names: list[str] = []
         """Names of the metrics that any rank has ever seen, the same in all ranks."""
         self._zero()
@@ -114,8 +115,8 @@ class Trainer:
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden`` states."""
-        also, entropy = _likeliest_of(batch), self.algorithm.needs_entropy
-        logprobs, entropies = self.model.token_logprobs(hidden, batch, self.temperature, entropy, also)
+        also = _likeliest_of(batch)
+        logprobs, entropies = self.model.token_logprobs(hidden, batch, self.temperature, self._measures_entropy, also)
         given = token_batch(batch, logprobs, entropies)
         self._ratios.add(given)
         return self.algorithm.loss(given)
@@ -124,9 +125,10 @@ class Trainer:
     def step(self, lr: float) -> dict[str, float]:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
 
-        Collective over all ranks, and all get the same metrics: means over the step's tokens (see `mean_metrics`),
-        quantiles of ratios (`RatioTail`), `grad_norm` before clipping, and `skipped` 1.0 when the norm was not finite,
-        which leaves weights and optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
+        Collective over all ranks, and all get the same metrics: means over the step's tokens (see
+        `mean_metrics`), quantiles of ratios (`RatioTail`), `grad_norm` before clipping, `skipped`
+        1.0 if the norm was not finite, and `empty` 1.0 if no token was trained. Either leaves
+        weights and optimizer as they were.
         """
         totals = self._reduce_metrics()
         load = self._experts.take()
@@ -134,11 +136,12 @@ class Trainer:
         tails = self.tails(totals["tokens"])
         weight = totals["weight"]
         norm = self._gradient_norm(weight)
-        usable = math.isfinite(norm) and weight > 0
-        if usable:
+        is_empty, is_finite = weight <= 0, math.isfinite(norm)
+        if is_finite and not is_empty:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._zero()
-        return mean_metrics(totals) | load.values | tails | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
+        counts = {"skipped": float(not is_finite), "empty": float(is_empty)}
+        return mean_metrics(totals) | load.values | tails | {"grad_norm": norm} | counts
 
     def tails(self, tokens: float) -> dict[str, float]:
         """Quantiles of old / rollout over the ``tokens`` of a step; see `RatioTail`."""

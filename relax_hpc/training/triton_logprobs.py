@@ -16,7 +16,10 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class TritonKernels:
-    """Triton's `ChunkKernels`, see the module."""
+    """Triton's `ChunkKernels`, see the module. An entropy is one more sum over logits that are read
+    in any case."""
+
+    entropy_is_free = True
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""

@@ -66,6 +66,11 @@ class Paired:
     """Edges of the interval of Student's t, of confidence `CONFIDENCE`, in which the mean over all seeds lies."""
 
     @property
+    def half_width(self) -> float:
+        """Half of the interval; nan: of one seed."""
+        return self.mean - self.low
+
+    @property
     def lost(self) -> bool:
         """Whether the mean is below 0 with that confidence."""
         return self.high < 0

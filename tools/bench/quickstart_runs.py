@@ -5,9 +5,10 @@ A mode is a word:
 - `4`: max_staleness. How old samples really are depends on how fast either side is.
 - `true-4`: samples are 4 versions old in the mean, whatever is fast: of 2 * 4 + 1 versions one is published, and a step
   may be as many versions after it, so that staleness goes from 0 to 8 and begins anew.
-- with `-newest` behind it: old log-probabilities are of the newest policy. A group actor_fwd has published weights: the
-  clip holds all that the policy has moved since, and old / rollout weighs nothing.
-- with `-uncorrected` behind it: the same without a weight by old / rollout: the loss knows nothing of staleness.
+- with `-group` behind it: a group actor_fwd makes the old log-probabilities from the published
+weights. In a `true-` mode these are the weights of the engines: the clip is around the policy that
+drew the samples, and old / rollout is 1.
+- with `-uncorrected` behind it: no weight by old / rollout, so the loss ignores staleness.
 - `shuffled`: rewards are permuted over the step's responses.
 - the name of an algorithm, at staleness 0; `distill` is taught by what mode `0` of the same seed has become.
 """
@@ -28,9 +29,12 @@ CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 BASE = "0"
 """Synchronous, by the default algorithm: what all others are compared with."""
 COLOCATE = '{"rollout": null, "actor": {"roles": ["rollout", "actor"]}}'
-NEWEST = ["--actor.forward", "[actor_fwd]"]
-LOSSES = {"": [], "newest": NEWEST, "uncorrected": ["--algorithm.correction.kind", "off", *NEWEST]}
-"""Options by what is behind a mode's staleness."""
+LOSSES = {
+    "": [],
+    "group": ["--groups.actor_fwd.roles", "[actor_fwd]"],
+    "uncorrected": ["--algorithm.correction.kind", "off"],
+}
+"""Options by the word behind a mode's staleness."""
 FITTING = sorted(name for name, kind in ALGORITHMS.items() if kind.gives)
 """Algorithms for this task: those that learn from what is drawn, and not from a file."""
 FURTHER = {"ppo": ["--critic.optimizer.lr", "1e-3"]}

@@ -73,6 +73,7 @@ SETTINGS: dict[str, Any] = {
     "slurm": {"time": "120", "signal_s": 60},
     "groups": {
         "reference": None,
+        "actor_fwd": {},
         "hub": {"resources": {"nodes": 2}},
         "rollout": {"resources": {"nodes": 2}},
         "actor": {"resources": {"nodes": 2}},

@@ -49,6 +49,7 @@ SETTINGS = {
     "checkpoint": {"every": 1},
     "eval": {"every": 0},
     "algorithm": {"kl": {"coefficient": 0.01}},
+    "groups": {"actor_fwd": {}},
 }
 KILLED = ("actor", "actor_fwd", "reference", "rollout")
 COMMANDS = (("--help",), ("status", "{run}"), ("report", "{run}"))

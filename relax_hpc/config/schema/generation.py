@@ -101,9 +101,10 @@ class RolloutConfig:
     min_p: float = bounded(0.0, 0.0, 1.0)
     """Draw from tokens that are at least this share as probable as the most probable one."""
     reward: str = ""
-    """Reward that is learned from: name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a
-    prompt group; `weighted` and `by_row` are made of others, see the section `reward`. Empty: the task's own, of
-    built-in tasks and of files `answer_partial`."""
+    """Reward that is learned from: name in `relax_hpc.rewards`, or `package.module:function`, of
+    one sample or of a prompt group; `weighted` and `by_row` are made of others, see the section
+    `reward`. Empty: the task's own. It must be named for prompts of files, and for a task of your
+    own that has no reward."""
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of a prompt group; past it, the group fails as `reward_timeout`, and the process that was
     at them is replaced."""

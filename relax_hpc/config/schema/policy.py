@@ -57,9 +57,10 @@ class ModelConfig:
     policy's first weights."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter type of training and inference."""
+    """Parameter type of training and inference. Unless it is set, bfloat16 with device `cuda`."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device on which models run. Every rank of a `cuda` group takes the device of its local rank."""
+    """Device on which models run. Every rank of a `cuda` group takes the device of its local rank.
+    A run on `cpu` whose groups ask for GPUs is refused."""
     routing_replay: RoutingReplay = "off"
     """Use of the engine's choice of experts for each token of a mixture of experts (rollout routing replay, arXiv
     2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute with the same experts, whose

@@ -56,8 +56,9 @@ class Config:
     prompts_per_step: int = bounded(32, 1)
     """Prompt groups a training step takes."""
     samples_per_prompt: int = bounded(8, 1)
-    """Episodes of each prompt: attempts at it, whose rewards are compared, at least 2. Of rows of a file those that
-    each has: 1 of sft, 2 of dpo, which is set by itself."""
+    """Episodes drawn for each prompt (GRPO's group size). At least 2 if their rewards are compared;
+    1 is enough for ppo, reinforce_pp and distill without reward_weight. Set automatically for sft
+    (1) and dpo (2)."""
     max_staleness: int = bounded(0, 0, 64)
     """Most versions by which the weights that drew a sample are behind those that train on it. 0: on-policy, the
     synchronous run; 1: near-on-policy; more: fully asynchronous."""

@@ -110,9 +110,9 @@ class EvalConfig:
     """Versions between evaluations, version 0 and the last included; 0: never."""
     samples: int = bounded(200, 1)
     """Prompts, or rows, of each set."""
-    reward: str = "answer_exact"
+    reward: str = ""
     """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name of the function>.
-    Empty: the one that is learned from."""
+    Empty: the one that is learned from, reported as eval/<set>/reward."""
 
     responses: int = bounded(1, 1)
     """Responses to each prompt, over which its reward is the mean; more than one need a temperature."""

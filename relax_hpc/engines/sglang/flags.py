@@ -29,6 +29,21 @@ OWN_FLAGS = {
     **dict.fromkeys(("tokenizer_worker_num", "sidecar", "ssl_certfile", "ssl_keyfile"), ""),
 }
 """Arguments that the engine sets itself -> our key for them, empty if there is none."""
+_DRAWS_OTHERWISE = {
+    # tokenizer_manager.py of SGLang 0.5.21 lays these under the parameters of each request.
+    "preferred_sampling_params": (None, "set rollout.temperature, top_p, top_k, min_p and stop instead"),
+    # Below 1 a drafted token is accepted more often than the policy would draw it.
+    "speculative_accept_threshold_single": (1.0, "leave it out"),
+    "speculative_accept_threshold_acc": (1.0, "leave it out"),
+    # Masks tokens while the model thinks.
+    "enable_strict_thinking": (False, "leave it out"),
+    "enable_custom_logit_processor": (False, "leave it out"),
+    # The engine would draw after another prompt than the one in the row.
+    "allow_auto_truncate": (False, "lower data.max_prompt_tokens, or set data.truncate"),
+}
+"""Arguments by which tokens are drawn from another distribution than the one whose
+log-probabilities are reported -> the value that changes nothing, and what to do instead. No metric
+shows the difference."""
 ROUTES_FLAG = "enable_return_routed_experts"
 ROUTES_RELEASE = "0.5.21"
 """Release of SGLang whose scheduler `first_routes` changes."""
@@ -75,6 +90,7 @@ def refuse_own(flags: dict[str, object], key: str = "rollout.engine.flags") -> N
 def check(config: Config) -> Iterator[str]:
     """Mistakes in the settings of an SGLang engine, one line each."""
     yield from check_flags(config, "rollout.engine.flags", config.rollout.engine.flags)
+    yield from _other_draws(config.rollout.engine.flags)
     if config.rollout.partial_rollout == "recompute" and not config.rollout.engine.flags.get(
         "disable_radix_cache", True
     ):
@@ -92,6 +108,23 @@ def check(config: Config) -> Iterator[str]:
         )
     yield from _cut(config)
     yield from _ports(config.rollout.engine.port, config.rollout.replicas)
+
+
+def _other_draws(flags: Mapping[str, object]) -> Iterator[str]:
+    """Mistakes in ``flags`` by which tokens are drawn otherwise than their log-probabilities
+    say."""
+    for flag, value in flags.items():
+        harmless, instead = _DRAWS_OTHERWISE.get(_name_of(flag), (value, ""))
+        if value != harmless and value is not None:
+            yield (
+                f"rollout.engine.flags.{flag}: found {value!r}, allowed: {harmless!r}; tokens would be drawn otherwise "
+                f"than their log-probabilities say; {instead}"
+            )
+
+
+def _name_of(flag: str) -> str:
+    """Name of the server argument that ``flag`` means, as on a command line or not."""
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _cut(config: Config) -> Iterator[str]:
@@ -116,7 +149,7 @@ def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> It
     """Mistakes in ``flags``, server arguments that a user gives in a ``section``, one line each."""
     known = server_flags() if _is_here(config) else frozenset()
     for flag, value in flags.items():
-        name, key = flag.lstrip("-").replace("-", "_"), f"{section}.{flag}"
+        name, key = _name_of(flag), f"{section}.{flag}"
         if name in OWN_FLAGS:
             yield f"{key}: found {value!r}, but this argument is set by the role; {_instead(name)}"
         elif name != flag:

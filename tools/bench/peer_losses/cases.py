@@ -69,6 +69,7 @@ def prompts_of(case: Case, mask: Tensor) -> list[Prompt]:
         {
             "reward": float(case.rewards[row]),
             "loss_mask": mask[row].numpy().astype(np.uint8),
+            "token_versions": mask[row].numpy().astype(np.int32),
             "rollout_logprobs": case.old[row].numpy(),
             "ref_logprobs": case.ref[row].numpy(),
             "values": case.values[row].numpy(),
@@ -95,8 +96,9 @@ class Comparison:
     why: str = ""
 
 
-def our_loss(algorithm: Algorithm) -> Answer:
-    """The mean loss of an algorithm and its gradient in the log-probabilities, [1 + b s]."""
+def our_loss(algorithm: Algorithm, drawn_by_old: bool = False) -> Answer:
+    """The mean loss of an algorithm and its gradient in the log-probabilities, [1 + b s].
+    ``drawn_by_old``: the old policy has drawn the tokens, for peers that know no third one."""
 
     def answer(case: Case) -> Tensor:
         def loss(logprobs: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def our_loss(algorithm: Algorithm) -> Answer:
                 logprobs=logprobs,
                 mask=case.mask,
                 old_logprobs=case.old,
-                rollout_logprobs=case.rollout,
+                rollout_logprobs=case.old if drawn_by_old else case.rollout,
                 ref_logprobs=case.ref,
                 advantages=case.advantages.expand_as(case.mask),
             )

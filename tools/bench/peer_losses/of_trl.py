@@ -35,7 +35,8 @@ def comparisons() -> Iterator[Comparison]:
         ("loss", Gspo(**PARTS), {"loss_type": "grpo", "level": "sequence"}),
     ]
     for what, algorithm, settings in pairs:
-        yield Comparison(algorithm.name, what, our_loss(algorithm), their_loss(**settings))
+        # Without its correction for vLLM, TRL weighs a KL by policy / old.
+        yield Comparison(algorithm.name, what, our_loss(algorithm, drawn_by_old=True), their_loss(**settings))
     sapo = our_loss(Sapo(correction=OFF))
     yield Comparison("sapo", "loss", sapo, their_loss("sapo"), 1e-6, "their temperatures are float32")
 
