@@ -1,35 +1,28 @@
 """Tokens between two turns of the policy: what others say, as the run's chat template has it.
 
-History is never tokenised again: what is around messages comes from the template once, and each message is tokenised
-with what is around it, behind tokens that stay as they are.
+The template renders each message itself, behind placeholders for the messages before it. Tokens of these stay as they
+are: history is never tokenised again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.media import Place
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.environments.base import EnvironmentFault, Message, Part, Role
+from relax_hpc.environments.base import EnvironmentFault, Message, Part
 from relax_hpc.multimodal.medium import Kind
+from relax_hpc.rollout.chat_tokens import ChatTokens, random_mark
 
 _NOTE = "\n[cut here: {} more tokens]"
 """End of a text that is longer than an observation may be."""
 _BYTES = 4
 """Bytes of a character, at most."""
-_MARK = "mark-{}-of-a-message"
-"""Content by which the place of a message is found in what a template makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Around:
-    """Texts around messages of some roles: what ends the turn before, what stands before, between and behind them."""
-
-    end: str
-    texts: tuple[str, ...]
+_PROMPT = ("user",)
+"""Roles of a prompt's messages, where more is not known."""
+ChatMessage = dict[str, str]
 
 
 class Bridge:
@@ -45,75 +38,92 @@ class Bridge:
     ) -> None:
         """``template``: None where prompts are texts as they stand, between which nothing is put. ``places``: those of
         media, by kind. ``most``: tokens of the texts of a message; ``note_cut`` is called for each that has more."""
-        self._tokenizer, self._template, self._places, self._most = tokenizer, template, dict(places or {}), most
-        self._known: dict[tuple[Role, ...], _Around] = {}
-        names = sorted(tokenizer.special_names, key=len, reverse=True)
-        self._ids = {name: tokenizer.encode(name, special=False, special_tokens=True) for name in names}
-        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._opening = self._opens() if template else []
+        self._tokenizer, self._places, self._most = tokenizer, dict(places or {}), most
         self._note_cut = note_cut
+        self._marks = {kind: random_mark() for kind in self._places}
+        """Words that stand for media in the texts of messages."""
+        self._chat = ChatTokens(template, tokenizer) if template else None
+        self._opening = self._render_opening(self._chat) if self._chat else []
 
-    def tokens(self, before: Sequence[int], messages: Sequence[Message], is_prompt: bool) -> tuple[int, list[int]]:
+    def tokens(
+        self, before: Sequence[int], messages: Sequence[Message], is_prompt: bool, roles: Sequence[str] = _PROMPT
+    ) -> tuple[int, list[int]]:
         """Number of the tokens ``before`` that stay, and those that follow, a medium's placeholder once for each.
 
         ``is_prompt``: nothing of it was sampled, so that what would have the policy speak at its end is left out.
+        ``roles``: of all messages so far without the policy's last turn. A template may look at them.
         EnvironmentFault: nothing follows, or the template takes no such messages.
         """
-        around = self._around(tuple(message.role for message in messages))
-        kept = len(before) - len(self._opening)
-        if is_prompt and self._opening and list(before[kept:]) == self._opening:
-            # The line break after the end of a turn stands before what is left out.
-            return kept, self._joined(messages, (around.texts[0].removeprefix("\n"), *around.texts[1:]))
-        end = "" if before[-1] in self._tokenizer.eos_ids else around.end
-        return len(before), self._joined(messages, (end + around.texts[0], *around.texts[1:]))
-
-    def _joined(self, messages: Sequence[Message], around: Sequence[str]) -> list[int]:
-        ids, plain = list[int](), ""
-        for piece in self._pieces(messages, around):
-            if isinstance(piece, str):
-                # One text, as its tokens may reach over the beginning and the end of a message.
-                plain += piece
-                continue
-            ids += [*self._plain(plain), *piece]
-            plain = ""
-        ids += self._plain(plain)
+        contents = [{"role": message.role, "content": self._content(message.parts)} for message in messages]
+        media = {self._marks[kind]: rules.tokens for kind, rules in self._places.items()}
+        kept = len(before)
+        if not self._chat:
+            ids = self._join("".join(message["content"] for message in contents), media)
+        elif is_prompt and self._opening and list(before[-len(self._opening) :]) == self._opening:
+            kept -= len(self._opening)
+            text = self._render_behind_prompt(self._chat, contents, roles)
+            ids = self._chat.tokens(text, before[kept - 1], media)
+        else:
+            text = self._render_behind_turn(self._chat, contents, roles, before[-1])
+            ids = self._chat.tokens(text, before[-1], media)
         if not ids:
             raise EnvironmentFault("environment_answer", "found an empty observation, allowed: text or media")
+        return kept, ids
+
+    def _join(self, text: str, media: Mapping[str, Sequence[int]]) -> list[int]:
+        """Tokens of ``text``, no token of which is special, and those of ``media`` by the words that stand for them."""
+        ids = list[int]()
+        for piece in re.split(f"({'|'.join(media)})", text) if media else [text]:
+            ids += media[piece] if piece in media else self._plain(piece)
         return ids
 
-    def _pieces(self, messages: Sequence[Message], around: Sequence[str]) -> Iterator[str | list[int]]:
-        """Texts in which no token is special, and tokens that are."""
-        yield from self._of_template(around[0])
-        for message, behind in zip(messages, around[1:], strict=True):
-            for part in self._shortened(message.parts):
-                if isinstance(part, str):
-                    yield part
-                elif Kind(part.kind) in self._places:
-                    yield list(self._places[Kind(part.kind)].tokens)
-                else:
-                    raise EnvironmentFault("environment_answer", f"found {part.kind}, of which the model takes none")
-            yield from self._of_template(behind)
+    def _render_behind_turn(
+        self, chat: ChatTokens, after: Sequence[ChatMessage], roles: Sequence[str], last: int
+    ) -> str:
+        try:
+            return chat.render_between(_placeholders(roles), after, last)
+        except TemplateError as error:
+            names = " and ".join(message["role"] for message in after)
+            raise EnvironmentFault(
+                "environment_answer", f"the chat template takes no messages of {names}: {error}"
+            ) from error
 
-    def _of_template(self, text: str) -> Iterator[str | list[int]]:
-        start = 0
-        for found in self._special.finditer(text):
-            yield text[start : found.start()]
-            yield self._ids[found[0]]
-            start = found.end()
-        yield text[start:]
+    def _render_behind_prompt(self, chat: ChatTokens, after: Sequence[ChatMessage], roles: Sequence[str]) -> str:
+        """Text of messages behind a prompt without its opening."""
+        before = _placeholders(roles)
+        try:
+            prompt, text = chat.render(before, whole=True), chat.render([*before, *after])
+            if text.startswith(prompt):
+                return text.removeprefix(prompt)
+        except TemplateError:
+            pass
+        # A template that wants the policy between two users' messages: as if it had said something, and without the
+        # line break that ends its turn.
+        return self._render_behind_turn(chat, after, roles, self._tokenizer.eos_ids[0]).removeprefix("\n")
+
+    def _content(self, content: Sequence[Part]) -> str:
+        """Text of a message, with a word in the place of each medium."""
+        for piece in content:
+            if isinstance(piece, str):
+                _check_text(piece)
+        texts = list[str]()
+        for piece in self._shortened(content):
+            if isinstance(piece, str):
+                texts.append(piece)
+            elif Kind(piece.kind) in self._places:
+                texts.append(self._marks[Kind(piece.kind)])
+            else:
+                raise EnvironmentFault("environment_answer", f"found {piece.kind}, of which the model takes none")
+        return "".join(texts)
 
     def _plain(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise EnvironmentFault("environment_answer", f"found a text that is not Unicode: {error}") from error
         return self._tokenizer.encode(text, special=False) if text else []
 
     def _shortened(self, parts: Sequence[Part]) -> Sequence[Part]:
         """``parts`` with texts of as many tokens as are allowed together; where they had more, a note says so."""
         texts = [part for part in parts if isinstance(part, str)]
         # A character of any language has no more tokens than bytes.
-        if sum(map(len, texts)) * _BYTES <= self._most or sum(len(self._plain(one)) for one in texts) <= self._most:
+        if sum(map(len, texts)) * _BYTES <= self._most or sum(len(self._plain(text)) for text in texts) <= self._most:
             return parts
         self._note_cut()
         short, left = list[Part](), self._most
@@ -125,34 +135,21 @@ class Bridge:
             short.append(part)
         return short
 
-    def _around(self, roles: tuple[Role, ...]) -> _Around:
-        if not self._template:
-            return _Around("", ("",) * (len(roles) + 1))
-        if roles not in self._known:
-            self._known[roles] = self._rendered(roles, self._template)
-        return self._known[roles]
-
-    def _rendered(self, roles: tuple[Role, ...], template: ChatTemplate) -> _Around:
-        marks = [_MARK.format(number) for number in range(len(roles) + 1)]
-        turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": marks[0]}]
-        said = [{"role": role, "content": mark} for role, mark in zip(roles, marks[1:], strict=True)]
-        try:
-            text = template.render([*turns, *said])
-        except TemplateError as error:
-            raise EnvironmentFault(
-                "environment_answer", f"the chat template takes no messages of {' and '.join(roles)}: {error}"
-            ) from error
-        texts = re.split("|".join(marks), text)
-        if len(texts) != len(marks) + 1:
-            raise EnvironmentFault("environment_answer", f"the chat template leaves out messages of {roles}")
-        names = filter(None, map(self._tokenizer.name_of, self._tokenizer.eos_ids))
-        end = next((name for name in names if texts[1].startswith(name)), "")
-        return _Around(end, (texts[1].removeprefix(end), *texts[2:]))
-
-    def _opens(self) -> list[int]:
+    def _render_opening(self, chat: ChatTokens) -> list[int]:
         """Tokens at the end of a prompt by which the policy is to speak."""
-        assert self._template
-        asked = [{"role": "user", "content": "text"}]
-        whole, without = self._template.render(asked), self._template.render(asked, whole=True)
-        opening = whole.removeprefix(without)
-        return self._tokenizer.encode(opening, special=False, special_tokens=True) if opening != whole else []
+        prompt = _placeholders(_PROMPT)
+        text, without = chat.render(prompt), chat.render(prompt, whole=True)
+        opening = text.removeprefix(without)
+        return chat.tokens(opening) if opening != text else []
+
+
+def _placeholders(roles: Sequence[str]) -> list[ChatMessage]:
+    return [{"role": role, "content": "text"} for role in roles]
+
+
+def _check_text(text: str) -> None:
+    """EnvironmentFault: ``text`` is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFault("environment_answer", f"found a text that is not Unicode: {error}") from error

@@ -1,0 +1,93 @@
+"""Tokens of what a chat template makes of messages, in whose texts no token is special.
+
+A template renders whole messages: a filter such as `trim` or `tojson` sees the text that it is applied to. So names of
+special tokens in messages are replaced by random marks, and put back as text when tokens are made.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relax_hpc.data.chat import ChatTemplate, TemplateError
+from relax_hpc.data.tokenizer import Tokenizer
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+def random_mark() -> str:
+    """A word that no message has. It consists of digits, which no filter of letters changes."""
+    return str(10**30 + secrets.randbelow(10**30))
+
+
+class ChatTokens:
+    """A chat template and its tokenizer. Each call may take some milliseconds, and threads may share it."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._answer = random_mark()
+        self._marks = {name: random_mark() for name in tokenizer.special_names}
+        self._names = {mark: name for name, mark in self._marks.items()}
+        longest_first = sorted(map(re.escape, self._marks), key=len, reverse=True)
+        self._special = re.compile("|".join(longest_first) or r"(?!)")
+        self._ends = tuple(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), whole: bool = False) -> str:
+        """Text of a chat, up to where the policy speaks, unless it is ``whole``. TemplateError: the template does not
+        take it."""
+        return self._template.render(self._protect(messages), whole, self._protect(tools))
+
+    def render_between(
+        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], last: int, tools: Tools = ()
+    ) -> str:
+        """Text between an answer of the policy, which follows the messages ``before`` and ends by the token ``last``,
+        and where the policy speaks again, behind the messages ``after``.
+
+        The template never sees the answer, so its tokens stay as they were drawn. TemplateError: the template does not
+        take these messages, or shows no such place.
+        """
+        answer = {"role": "assistant", "content": self._answer}
+        text = self.render([*before, answer, *after], tools)
+        if text.count(self._answer) != 1:
+            raise TemplateError("the template does not show the last answer once")
+        text = text.partition(self._answer)[2]
+        if last in self._tokenizer.eos_ids:
+            end = next((name for name in self._ends if text.startswith(name)), "")
+            text = text.removeprefix(end)
+        return text
+
+    def tokens(self, text: str, last: int | None = None, media: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+        """Tokens of a ``text`` that was rendered here, behind the token ``last``, if there is one; ``media``: marks in
+        it -> the tokens that they stand for."""
+        media = media or {}
+        marks = "|".join([*self._names, *media])
+        ids: list[int] = []
+        # Pieces between the marks, and the marks, alternate.
+        for number, piece in enumerate(re.split(f"({marks})", text) if marks else [text]):
+            if piece in media:
+                ids += media[piece]
+            elif piece in self._names:
+                ids += self._tokenizer.encode(self._names[piece], special=False)
+            elif piece:
+                ids += self._encode(piece, None if number else last)
+        return ids
+
+    def _protect(self, value: Any) -> Any:
+        """A JSON value with marks in the place of names of special tokens."""
+        if isinstance(value, str):
+            return self._special.sub(lambda name: self._marks[name[0]], value)
+        if isinstance(value, list | tuple):
+            return [self._protect(item) for item in value]
+        if isinstance(value, Mapping):
+            return {self._protect(key): self._protect(item) for key, item in value.items()}
+        return value
+
+    def _encode(self, text: str, last: int | None) -> list[int]:
+        if last in self._tokenizer.eos_ids:
+            # Tokenizers made of SentencePiece put a blank before a text's first word, but not behind a special token.
+            ids = self._tokenizer.encode(self._tokenizer.name_of(last) + text, special=False, special_tokens=True)
+            if ids[0] == last:
+                return ids[1:]
+        return self._tokenizer.encode(text, special=False, special_tokens=True)
