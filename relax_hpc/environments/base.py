@@ -60,6 +60,8 @@ class Response:
     """End of the turn: stop, or length where the policy was cut."""
     turn: int
     """Number of the turn, from 0."""
+    in_thought: bool = False
+    """Whether the chat template has opened a thought, `<think>`, before the text."""
 
 
 @dataclass(frozen=True, slots=True)

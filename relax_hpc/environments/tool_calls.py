@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from relax_hpc.environments.plain import clean_texts
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+THINK, THOUGHT = "<think>", "</think>"
+"""Marks around a thought, which is for the policy alone: it calls nothing and answers nothing."""
+_PIECE = re.compile(f"{OPEN}(?P<call>.*?){CLOSE}|{THINK}.*?(?:{THOUGHT}|\\Z)", re.DOTALL)
+"""A call, or a thought, which may be cut off."""
 _FORM = f'{OPEN}\n{{"name": ..., "arguments": {{...}}}}\n{CLOSE}'
 _SHOWN = 80
 
@@ -34,26 +40,72 @@ class ToolError(Exception):
     """Error of a call, in words that tell the policy what to do about it."""
 
 
-def calls_of(text: str) -> list[ToolCall | ToolError]:
-    """Calls in ``text``, in their order; what is none, but begins or ends like one, as the error that it is.
+def calls_of(text: str, in_thought: bool = False) -> list[ToolCall | ToolError]:
+    """Calls in ``text`` outside of thoughts, in their order; a malformed call as its error. ``in_thought``: the chat
+    template has opened a thought before the text.
 
     >>> calls_of('Let me see. <tool_call>{"name": "add", "arguments": {"to": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'to': 1})]
-    >>> calls_of("The answer is 4.")
+    >>> calls_of("<think>Not <tool_call>{}</tool_call>.</think>The answer is 4.")
     []
     """
-    found: list[ToolCall | ToolError] = [_call_or_error(body) for body in _CALL.findall(text)]
-    rest = _CALL.sub("", text)
+    return read_turn(text, in_thought).calls
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of the policy, read from left to right."""
+
+    spoken: str
+    """Text of the turn outside of thoughts."""
+    calls: list[ToolCall | ToolError]
+    first_call: int
+    """Place in the text at which the first call begins; the text's length without a call."""
+
+
+def read_turn(text: str, in_thought: bool = False) -> Turn:
+    """Read a turn. A thought goes from `<think>` to `</think>`, or to the end if it was cut off. A `</think>` without a
+    beginning ends a thought that the chat template has opened. Marks within a call belong to its arguments, and marks
+    of calls within a thought to the thought.
+
+    >>> read_turn("so </think> Paris").spoken
+    ' Paris'
+    """
+    spoken, calls, first_call, begin = list[str](), list[ToolCall | ToolError](), len(text), 0
+    if in_thought:
+        thought, mark, _ = text.partition(THOUGHT)
+        begin = len(thought) + len(mark)
+    for piece in [*_PIECE.finditer(text, begin), None]:
+        between = text[begin : piece.start() if piece else len(text)]
+        if THOUGHT in between:
+            # Everything so far was a thought that the template has opened.
+            spoken, calls, first_call = [], [], len(text)
+            between = between.rpartition(THOUGHT)[2]
+        spoken.append(between)
+        if piece:
+            begin = piece.end()
+        if piece and piece["call"] is not None:
+            calls.append(_call_or_error(piece["call"]))
+            first_call = min(first_call, piece.start())
     for mark, missing in ((OPEN, CLOSE), (CLOSE, OPEN)):
-        if mark in rest:
-            found.append(ToolError(f"found {mark} without {missing}; a call is written {_FORM}"))
-    return found
+        if any(mark in text_between for text_between in spoken):
+            calls.append(ToolError(f"found {mark} without {missing}; a call is written {_FORM}"))
+    return Turn("".join(spoken), calls, first_call)
+
+
+def opens_thought(text: str) -> bool:
+    """Whether a turn behind ``text``, the end of a prompt, begins in a thought.
+
+    >>> opens_thought("<|im_start|>assistant\\n<think>\\n"), opens_thought("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    return text.rstrip().endswith(THINK)
 
 
 def _call_or_error(body: str) -> ToolCall | ToolError:
     try:
-        call = json.loads(body, parse_constant=_refuse, object_pairs_hook=_without_doubles)
-        return _checked(call)
+        call = json.loads(body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_doubles)
+        return _checked(clean_texts(call))
     except ToolError as error:
         return error
     except (ValueError, RecursionError) as error:
@@ -71,6 +123,12 @@ def _checked(call: Any) -> ToolCall:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"found {constant}")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"found {number[:_SHOWN]}")
+    return value
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from relax_hpc.environments.tools import tools_of
 class WithTools(Environment):
     """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus: texts.sqlite}}}`.
 
-    Each call of a turn gets an observation of its own, in their order; of a call that is none, why. `info` has the
-    names of those that were called, and how many calls failed.
+    Each call of a turn gets one observation, in their order; a malformed call gets its error. A call within a thought
+    (`<think>`) stays a thought. `info` has the names of the tools that were called, and how many calls failed.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
@@ -26,7 +26,7 @@ class WithTools(Environment):
         return [tool.signature for tool in self._tools.values()]
 
     def step(self, response: Response) -> Step:
-        calls = calls_of(response.text)
+        calls = calls_of(response.text, response.in_thought)
         if not calls:
             return Step(done=True)
         if len(calls) > self._most_calls:

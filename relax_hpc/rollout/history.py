@@ -13,6 +13,7 @@ from relax_hpc.multimodal.medium import Kind
 
 OUTCOME = ("info", "reward", "row")
 """Names in `Episode.outcome`."""
+PROMPT_ROLE, POLICY_ROLE = "user", "assistant"
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,8 @@ class OpenRow:
     """Media whose places are in the row, in their order, stored."""
     turns: list[int] = field(default_factory=list)
     """Ends of its turns that are over: tokens behind the prompt."""
+    roles: list[str] = field(default_factory=lambda: [PROMPT_ROLE])
+    """Roles of its messages so far, the prompt one of a user. Programs know theirs themselves, and leave this out."""
 
     @classmethod
     def of(cls, row: EpisodeRow) -> OpenRow:

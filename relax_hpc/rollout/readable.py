@@ -13,6 +13,7 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
 from relax_hpc.rollout.recording import recording_of
 from relax_hpc.rollout.sample_log import Sample
+from relax_hpc.rollout.samples import begins_in_thought
 from relax_hpc.rollout.thumbnails import thumbnail_of
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row, turns_of
 from relax_hpc.versions import Version
@@ -49,8 +50,9 @@ def last_words(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _turn(row: Row, sampled: bool, part: slice, tokenizer: Tokenizer, media: Path) -> Sample:
     text = tokenizer.decode(row["token_ids"][part].tolist())
+    in_thought = begins_in_thought(row["token_ids"][: part.start], tokenizer)
     about = {"by": "policy" if sampled else "environment", "text": text, "tokens": part.stop - part.start}
-    calls = [_call(one) for one in calls_of(text)] if sampled else []
+    calls = [_call(call) for call in calls_of(text, in_thought)] if sampled else []
     return about | _known(row, part) | _media(row, part, media) | ({"tool_calls": calls} if calls else {})
 
 

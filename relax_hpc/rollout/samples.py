@@ -15,6 +15,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.data.visits import Visits
 from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
+from relax_hpc.environments.tool_calls import opens_thought
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
@@ -26,6 +27,8 @@ from relax_hpc.transfer_queue.row_schema import NOBODY, Row, turns_of
 
 _MOST_FETCHED = 4096
 """Prompts in memory that nobody has asked for yet."""
+TAIL = 16
+"""Tokens at the end of a prompt that show whether the template has opened a thought."""
 
 
 class PromptSource:
@@ -126,6 +129,11 @@ def response_text(made: Generation, tokenizer: Tokenizer) -> str:
 def turn_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Text of a turn, without special tokens."""
     return tokenizer.decode(list(token_ids[:-1] if token_ids[-1] in tokenizer.eos_ids else token_ids))
+
+
+def begins_in_thought(before: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether a turn that follows the tokens ``before`` begins within a thought, which the chat template has opened."""
+    return opens_thought(tokenizer.decode([int(token) for token in before[-TAIL:]]))
 
 
 def last_response(answer: Generation | Episode) -> Generation:

@@ -23,11 +23,11 @@ from relax_hpc.environments.base import Beginning, Context, EnvironmentFault, Me
 from relax_hpc.errors import RefusedError
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import Repeat
-from relax_hpc.rollout.history import History, OpenRow
+from relax_hpc.rollout.history import POLICY_ROLE, History, OpenRow
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.observed_media import ObservedMedia
 from relax_hpc.rollout.room import room
-from relax_hpc.rollout.samples import turn_text
+from relax_hpc.rollout.samples import TAIL, begins_in_thought, turn_text
 from relax_hpc.rollout.tape import Tape
 from relax_hpc.transfer_queue.row_ids import MAX_ROWS
 
@@ -124,7 +124,9 @@ class Turns:
             if ended == "abort":
                 break
             text = turn_text(row.draft.token_ids[begun:], self.rules.tokenizer)
-            step, messages = await session.step(Response(text, "length" if ended else "stop", number))
+            before = [*row.prompt[-TAIL:], *row.draft.token_ids[max(0, begun - TAIL) : begun]]
+            in_thought = begins_in_thought(before, self.rules.tokenizer)
+            step, messages = await session.step(Response(text, "length" if ended else "stop", number, in_thought))
             self._note(step)
             if step.done:
                 ended = ended or "env_done"
@@ -161,6 +163,7 @@ class Turns:
             answer = await self._drawn(row, begun + room)
             row.draft, finish = Draft.after(answer), answer.finish_reason
         row.turns.append(row.length)
+        row.roles.append(POLICY_ROLE)
         self.sampled += row.length - begun
         return {"length": limit, "abort": "abort"}.get(finish)
 
@@ -201,8 +204,11 @@ class Turns:
                 "environment_answer", f"found a context of {turns} turns, allowed: up to {len(row.turns)}"
             )
         prompt = (*row.prompt, *row.draft.token_ids[: row.turns[turns - 1]])
-        media = (one for one in row.media if one.spans[-1][0] < len(prompt))
-        return OpenRow(prompt, media=tuple(media))
+        media = (medium for medium in row.media if medium.spans[-1][0] < len(prompt))
+        # A branch of a branch has turns in its prompt, which are not among those of its row.
+        later = len(row.turns) - turns
+        ends = [number for number, role in enumerate(row.roles) if role == POLICY_ROLE]
+        return OpenRow(prompt, media=tuple(media), roles=row.roles[: ends[len(ends) - later - 1] + 1])
 
     async def _placed(self, heard: list[int], parts: Sequence[MediaPart]) -> Placed:
         if not parts:
@@ -219,7 +225,8 @@ class Turns:
         """Add ``messages`` to ``row``, which is one of the episode's then, by ``name`` if it was not; why the episode
         ends instead, if there is no room for an answer."""
         before = [*row.prompt, *row.draft.token_ids]
-        kept, heard = self.rules.bridge.tokens(before, messages, is_prompt=not row.length)
+        roles = row.roles[:-1] if row.roles[-1] == POLICY_ROLE else row.roles
+        kept, heard = self.rules.bridge.tokens(before, messages, not row.length, roles)
         if kept < len(row.prompt):
             row.prompt = row.prompt[:kept]
         parts = [part for message in messages for part in message.parts if isinstance(part, MediaPart)]
@@ -231,6 +238,7 @@ class Turns:
             self._add(row, name or "")
         self.tape.compare(self.rows.index(row), row, heard)
         places = len(row.prompt) + row.length
-        row.media += tuple(one.behind(places) for one in media)
+        row.media += tuple(medium.behind(places) for medium in media)
         row.draft.hear(heard)
+        row.roles += [message.role for message in messages]
         return None
