@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -83,6 +84,15 @@ class Hostile(Environment):
 
     def whim(self) -> int:
         return os.getpid()
+
+    def alarm(self) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+    def loop(self) -> str:
+        """As scorers do that were written for the main thread."""
+        asyncio.run(asyncio.sleep(0))
+        loop = asyncio.get_event_loop()
+        return f"{loop.run_until_complete(asyncio.sleep(0, 7))} {asyncio.get_event_loop() is loop}"
 
     def closed(self) -> list[int]:
         return sorted(self.left)

@@ -29,6 +29,11 @@ def call(number: int, name: str, arguments: dict[str, Any]) -> None:
     elif name == "picture":
         data = base64.b64encode(b"pixels").decode()
         answer(number, result={"content": [text("a"), {"type": "image", "data": data}, text("b")]})
+    elif name == "answers":
+        # As it stands: what a server of somebody else's gives.
+        answer(number, result=arguments)
+    elif name == "environment":
+        answer(number, result={"content": [text(" ".join(sorted(os.environ)))]})
     elif name in ("echo", "sum"):
         said = os.environ["WORD"] if name == "echo" else str(sum(arguments["numbers"]))
         answer(number, result={"content": [text(f"{said} {os.getpid()}")]})

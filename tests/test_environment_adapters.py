@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,10 @@ from relax_hpc.environments.base import Beginning, Environment, Response
 from relax_hpc.errors import ConfigError
 from tests.requirements import requires
 
+requires("gymnasium")
+
+import gymnasium  # noqa: E402
+
 
 def begun(environment: Environment, *draws: int, **columns: Any) -> tuple[Environment, Any]:
     return environment, environment.reset(Beginning("", "", columns, (), *draws))
@@ -23,12 +27,32 @@ def begun(environment: Environment, *draws: int, **columns: Any) -> tuple[Enviro
 class TestGymnasium:
     LAKE = ("FrozenLake-v1", ["left", "down", "right", "up"], "text", {"is_slippery": False})
 
-    @pytest.fixture(autouse=True)
-    def installed(self) -> None:
-        requires("gymnasium")
-
     def made(self, *arguments: Any) -> Environment:
         return environment_class("gymnasium")(*arguments)
+
+    def registered(self, name: str, space: Any, observation: Any) -> list[int]:
+        """Register a game that shows ``observation`` and rewards each action by 1; the actions that it gets."""
+        played = list[int]()
+
+        class Game(gymnasium.Env):
+            metadata: ClassVar = {"render_modes": ["rgb_array", "ansi"], "render_fps": 1}
+            action_space, observation_space = space, gymnasium.spaces.Text(100)
+
+            def __init__(self, render_mode: str | None = None) -> None:
+                self.render_mode = render_mode
+
+            def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+                return observation, {}
+
+            def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+                played.append(int(action))
+                return observation, np.float32(1.0), np.bool_(False), False, {}
+
+            def render(self) -> Any:
+                return np.zeros((2, 2, 3), np.uint8) if self.render_mode == "rgb_array" else "###"
+
+        gymnasium.register(name, Game, disable_env_checker=True)
+        return played
 
     def test_a_game_is_played_by_the_names_of_its_actions(self) -> None:
         lake, [first] = begun(self.made(*self.LAKE))
@@ -53,8 +77,6 @@ class TestGymnasium:
         assert cart.step(Response("1", "stop", 1)).reward == 1.0
 
     def test_a_game_may_be_seen(self) -> None:
-        import gymnasium
-
         class Stripes(gymnasium.Env):
             render_mode, metadata = "rgb_array", {"render_modes": ["rgb_array"]}
             action_space = observation_space = gymnasium.spaces.Discrete(2)
@@ -70,6 +92,56 @@ class TestGymnasium:
         gymnasium.register("Stripes-v0", Stripes)
         stripes, [first] = begun(self.made("Stripes-v0", (), "picture"))
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(first.media[0].source))), stripes._game.render())
+
+    def test_names_count_from_where_the_games_actions_do(self) -> None:
+        played = self.registered("From1-v0", gymnasium.spaces.Discrete(3, start=1), "go")
+        game, _ = begun(self.made("From1-v0", ["a", "b", "c"]))
+        steps = [game.step(Response(name, "stop", 0)) for name in ("b", "A", "C")]
+        assert played == [2, 1, 3] and [step.reward for step in steps] == [1.0, 2.0, 3.0]
+
+    @pytest.mark.parametrize(
+        ("space", "actions", "says"),
+        [
+            (gymnasium.spaces.Discrete(4), "abcde", "found a, b, c, d, e, allowed: 4 different names"),
+            (gymnasium.spaces.Discrete(4), "abc", "allowed: 4 different names"),
+            (gymnasium.spaces.Discrete(3), "aAb", "allowed: 3 different names"),
+            (gymnasium.spaces.MultiDiscrete([2, 2]), "abcd", "found names, allowed: none"),
+            (gymnasium.spaces.Box(0, 1), "ab", "found names, allowed: none"),
+        ],
+    )
+    def test_names_of_other_actions_than_the_games_are_refused(self, space: Any, actions: str, says: str) -> None:
+        self.registered("Other-v0", space, "go")
+        with pytest.raises(ConfigError, match=says):
+            self.made("Other-v0", list(actions))
+
+    def test_a_turn_without_an_action_has_the_reward_so_far(self) -> None:
+        self.registered("Plain-v0", gymnasium.spaces.Discrete(2), "go")
+        game, _ = begun(self.made("Plain-v0", ["a", "b"]))
+        steps = [game.step(Response(text, "stop", 0)) for text in ("I go a", "a", "nonsense", "<action>b</action>")]
+        assert [step.reward for step in steps] == [0.0, 1.0, 1.0, 2.0]
+        assert [step.info.get("invalid_actions") for step in steps] == [1, None, 2, None]
+
+    @pytest.mark.parametrize(
+        ("text", "in_thought", "valid"),
+        [
+            ("<think><action>a</action></think><action>b</action>", False, True),
+            ("<think>or <action>a</action> or", False, False),
+            ("maybe <action>a</action>", True, False),
+            ("maybe <action>a</action></think>b", True, True),
+        ],
+    )
+    def test_an_action_in_a_thought_is_none(self, text: str, in_thought: bool, valid: bool) -> None:
+        played = self.registered("Thoughtful-v0", gymnasium.spaces.Discrete(2), "go")
+        game, _ = begun(self.made("Thoughtful-v0", ["a", "b"]))
+        game.step(Response(text, "stop", 0, in_thought))
+        assert played == ([1] if valid else [])
+
+    @pytest.mark.parametrize("shown", ["picture", "text"])
+    def test_texts_that_no_picture_shows_are_told_with_it(self, shown: str) -> None:
+        """MiniGrid's mission."""
+        self.registered("Mission-v0", gymnasium.spaces.Discrete(2), {"image": np.zeros(3), "mission": "go to the ball"})
+        _, [first] = begun(self.made("Mission-v0", (), shown))
+        assert first.text.endswith("mission: go to the ball") and len(first.media) == (shown == "picture")
 
     @pytest.mark.parametrize(
         "arguments", [("No-v0",), ("CartPole-v1", (), "smell"), ("CartPole-v1", (), "values", {"x": 1})]
@@ -104,3 +176,25 @@ class TestReasoningGym:
             begun(environment_class("reasoning_gym")())
         with pytest.raises(ConfigError, match="no_such"):
             data_set("no_such", 0, 1)
+
+    def test_an_answer_that_the_library_cannot_judge_scores_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from relax_hpc.environments import reasoning_gym
+
+        class Puzzles:
+            entry: ClassVar = {"question": "?", "answer": "1"}
+
+            def __getitem__(self, index: int) -> dict[str, str]:
+                return self.entry
+
+            def score_answer(self, answer: str, entry: dict[str, str]) -> float:
+                return float(int(answer) == 1)
+
+        monkeypatch.setattr(reasoning_gym, "library", lambda: None)
+        monkeypatch.setattr(reasoning_gym, "data_set", lambda *key: Puzzles())
+        row = {"name": "sums", "seed": 0, "size": 1, "index": 0}
+        puzzle, _ = begun(reasoning_gym.ReasoningGym(attempts=3), puzzle=row)
+        odd = puzzle.step(Response("<answer>one</answer>", "stop", 0))
+        assert odd.reward == 0.0 and not odd.done and odd.info["unjudged"].startswith("ValueError: invalid literal")
+        thought = puzzle.step(Response("<think><answer>1</answer></think><answer>2</answer>", "stop", 1))
+        assert thought.reward == 0.0 and thought.info == {"score": 0.0}
+        assert puzzle.step(Response("<answer>1</answer>", "stop", 2)).reward == 1.0

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from relax_hpc.environments import process as process_module
-from relax_hpc.environments.base import EnvironmentFault, Message, Response
+from relax_hpc.environments.base import Context, EnvironmentFault, Message, Observation, Response, Step
 from relax_hpc.environments.host import Environments, Session
+from relax_hpc.environments.wire import checked_step, step_to_wire
 from relax_hpc.errors import ConfigError
 from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
 
 SLEEPS = "sleep 1000"
+SAID = Observation("x")
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +179,54 @@ def test_an_environment_that_cannot_be_had_is_said_at_once(kind: str, options: d
             await host.start()
 
     with_host(work, kind, options=options)
+
+
+def test_a_scorer_of_the_main_thread_has_an_event_loop_and_hears_why_it_has_no_alarm() -> None:
+    async def work(host: Environments) -> Any:
+        return await play(host, "loop", "loop"), await play(host, "alarm")
+
+    loops, alarm = with_host(work)
+    assert loops == ["1 7 True 0", "2 7 True 0"]
+    assert alarm[0].startswith("environment_raised: ValueError: signal only works in main thread")
+    assert "methods of environments run in threads" in alarm[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "plain"),
+    [
+        (Step(done=np.bool_(True)), Step(done=True)),
+        (Step(done=np.True_, reward=np.float32(0.5)), Step(done=True, reward=0.5)),
+        (Step(done=True, reward=np.int64(3)), Step(done=True, reward=3.0)),
+        (Step(done=True, reward=np.array(2.5)), Step(done=True, reward=2.5)),
+        (Step(done=True, reward=np.bool_(True)), Step(done=True, reward=1.0)),
+        (Step(done=True, info={"x": np.float32(1), 5: np.str_("s")}), {"x": 1.0, 5: "s"}),
+        (Step(done=True, info={"deep": [{"t": (np.uint8(2), [np.bool_(False)])}]}), {"deep": [{"t": [2, [False]]}]}),
+        (Step(done=True, info={np.int64(1): np.zeros((2, 1))}), {1: [[0.0], [0.0]]}),
+        (Step(done=True, info={"cut": "half \ud83d"}), {"cut": "half \ufffd"}),
+        (Step((SAID,), context=Context("a", np.int32(2))), Step((SAID,), context=Context("a", 2))),
+    ],
+)  # fmt: skip
+def test_values_of_numpy_are_what_they_are_to_python(step: Step, plain: Any) -> None:
+    checked = checked_step(step)
+    assert checked == plain if isinstance(plain, Step) else checked.info == plain
+    wire = json.loads(json.dumps(step_to_wire(checked, []), allow_nan=False))
+    assert type(wire["done"]) is bool and (wire["reward"] is None or type(wire["reward"]) is float)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(done=True, reward=np.float32("nan")),
+        Step(done=True, reward=np.array([0.5, 0.5])),
+        Step(done=True, reward="1"),
+        Step(done=True, reward=10**400),
+        Step(done=np.int64(1)),
+        Step(done=np.array([True])),
+        Step(done=True, info={"x": np.float32("inf")}),
+        Step(done=True, info={"x": np.datetime64("2020-01-01")}),
+        Step(done=True, info={"x": 1j}),
+    ],
+)
+def test_a_value_that_is_no_number_is_still_refused_by_name(step: Step) -> None:
+    with pytest.raises(EnvironmentFault, match=r"environment_answer: (done|reward|info)"):
+        checked_step(step)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import io
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from PIL import Image
 
 from relax_hpc.environments.base import Beginning, MediaPart, Observation, Response, Step
 from relax_hpc.environments.host import Environments
-from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
+from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of, read_turn
 from relax_hpc.environments.tools import corpus, pictures, tools_of
 from relax_hpc.environments.tools.calculator import value_of
 from relax_hpc.environments.tools.corpus import Corpus, write_corpus
@@ -27,7 +30,7 @@ from relax_hpc.environments.tools.pictures import box_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
 from relax_hpc.errors import ConfigError
-from tests.environment_helpers import play, with_host
+from tests.environment_helpers import LIMIT_S, play, with_host
 from tests.media_files import encoded, picture
 
 TOOLS = {"calculator": {}, "python": {"timeout_s": 20.0, "processes": 4}}
@@ -80,6 +83,52 @@ def test_a_call_that_is_none_says_how_it_is_written(body: str, why: str) -> None
     [error] = calls_of(f"<tool_call>{body}</tool_call>")
     assert isinstance(error, ToolError) and why in str(error)
     assert '<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>' in str(error)
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thought", "calls", "spoken"),
+    [
+        (f"<think>I could {CALL} but I know it.</think>\n\nIt is 2.", False, 0, "\n\nIt is 2."),
+        (f"<think>\nI could {CALL} but", False, 0, ""),
+        (f"I could {CALL} but", True, 0, ""),
+        (f"I could {CALL} but no</think>It is 2.", False, 0, "It is 2."),
+        (f"I could {CALL} but no</think>It is 2.", True, 0, "It is 2."),
+        (f"<think>hm</think>a{CALL}b", False, 1, "ab"),
+        (f"<think>hm {CALL}</think>{CALL}<think>{CALL}</think>{CALL}", False, 2, ""),
+        ("I could <tool_call> but no</think>It is 2.", True, 0, "It is 2."),
+        ("I could <tool_call> but no</think>It is 2.", False, 0, "It is 2."),
+        (CALL.replace("1+1", "<think>"), False, 1, ""),
+        (CALL.replace("1+1", "</think>"), False, 1, ""),
+        ("<tool_call>{}</tool_call", False, 1, "<tool_call>{}</tool_call"),
+    ],
+)
+def test_what_is_thought_is_neither_called_nor_spoken(text: str, in_thought: bool, calls: int, spoken: str) -> None:
+    turn = read_turn(text, in_thought)
+    assert (len(turn.calls), turn.spoken) == (calls, spoken)
+    assert text[turn.first_call :].startswith("<tool_call>" if calls and isinstance(turn.calls[0], ToolCall) else "")
+    step = WithTools({"calculator": {}}).step(Response(text, "stop", 0, in_thought))
+    assert step.done == (not calls) and len(step.observations) == calls
+
+
+thoughts = st.text("<>/ab tool_callthink", max_size=30).map(lambda text: text.replace("</think>", ""))
+
+
+@given(thoughts, st.lists(st.sampled_from([CALL, "<tool_call>", "</tool_call>", "a"]), max_size=4))
+def test_nothing_within_a_thought_is_a_call(thought: str, pieces: list[str]) -> None:
+    inside = thought + "".join(pieces)
+    assert read_turn(f"<think>{inside}").calls == read_turn(inside, in_thought=True).calls == []
+    assert read_turn(f"<think>{inside}</think>{CALL}").calls == calls_of(CALL)
+    assert read_turn(f"<think>{inside}</think>4").spoken == "4"
+
+
+def test_half_a_surrogate_pair_in_a_call_is_replaced_and_a_number_that_is_none_refused() -> None:
+    [cut] = calls_of('<tool_call>{"name": "a", "arguments": {"x": ["\\ud83d"]}}</tool_call>')
+    assert cut == ToolCall("a", {"x": ["\ufffd"]})
+    [error] = calls_of('<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>')
+    assert isinstance(error, ToolError) and "found 1e999" in str(error)
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
@@ -361,8 +410,12 @@ def test_tools_of_a_server_are_called_by_many_episodes_and_after_its_end() -> No
     word, last = echo.split()
     pids = {told.split()[1] for [told] in sums}
     assert word == "word" and len(pids) == 1 and last not in pids
-    # It was started by a process of environments, and has ended with it.
-    assert not psutil.pid_exists(int(last)) or psutil.Process(int(last)).status() == psutil.STATUS_ZOMBIE
+    # It was started by a process of environments, and ends with it.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server, deadline = psutil.Process(int(last)), time.monotonic() + LIMIT_S
+        while server.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_server_shows_pictures_says_what_its_tools_are_and_is_not_waited_for_for_ever() -> None:
@@ -378,3 +431,64 @@ def test_a_server_shows_pictures_says_what_its_tools_are_and_is_not_waited_for_f
     [tool] = tools_of({"mcp": {"servers": {"no": {"command": ["/no/such"], "tools": ["a"]}}}}).values()
     with pytest.raises(ToolError, match="cannot be started"):
         tool.called({})
+
+
+BLOB = base64.b64encode(b"pixels").decode()
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        (
+            [
+                {"type": "text", "text": "here:"},
+                {"type": "resource", "resource": {"uri": "file:///a.txt", "mimeType": "text/plain", "text": "it is 4"}},
+            ],
+            Observation("here:\n[resource file:///a.txt]\nit is 4"),
+        ),
+        (
+            [{"type": "resource_link", "uri": "file:///b.py", "name": "b.py", "description": "a program"}],
+            Observation("[resource file:///b.py: b.py, a program]"),
+        ),
+        (
+            [{"type": "resource", "resource": {"uri": "file:///c.png", "mimeType": "image/png", "blob": BLOB}}],
+            Observation("", (MediaPart("image", b"pixels"),)),
+        ),
+        (
+            [{"type": "resource", "resource": {"uri": "file:///d.zip", "mimeType": "application/zip", "blob": BLOB}}],
+            Observation("[resource file:///d.zip: 6 bytes of application/zip, which cannot be shown]"),
+        ),
+        ([{"type": "hologram"}], Observation("[hologram, which cannot be shown]")),
+        ([{"type": "text", "text": "cut \ud83d"}], Observation("cut \ufffd")),
+    ],
+)
+def test_every_part_of_an_answer_is_shown_or_named(result: list[Any], shown: Observation) -> None:
+    tools = tools_of(served("answers"))
+    try:
+        assert tools["answers"].called({"content": result}) == shown
+        assert tools["answers"].called({"structuredContent": {"x": "é"}}).text == '{"x": "é"}'
+        for bad in (
+            {"type": "image"},
+            {"type": "resource"},
+            {},
+            "text",
+            {"type": "resource", "resource": {"uri": "x"}},
+        ):
+            with pytest.raises(ToolError, match="a malformed part of a result"):
+                tools["answers"].called({"content": [bad]})
+    finally:
+        tools["answers"].close()
+
+
+def test_a_server_has_no_secrets_of_its_user_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET", "https_proxy", "LC_ALL"):
+        monkeypatch.setenv(name, "x")
+    tools = tools_of(served("environment", inherit=["AWS_SECRET"]))
+    try:
+        names = tools["environment"].called({}).text.split()
+    finally:
+        tools["environment"].close()
+    assert {"WORD", "PATH", "AWS_SECRET", "https_proxy", "LC_ALL"} <= set(names)
+    assert not {"HF_TOKEN", "OPENAI_API_KEY"} & set(names)
+    with pytest.raises(ConfigError, match="inherit: found 'HF_TOKEN', allowed: a list of names"):
+        tools_of(served("environment", inherit="HF_TOKEN"))

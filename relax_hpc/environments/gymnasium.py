@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
-from relax_hpc.environments.tool_calls import ToolError
+from relax_hpc.environments.tool_calls import ToolError, read_turn
 from relax_hpc.environments.tools.pictures import png
 from relax_hpc.errors import ConfigError
 
@@ -25,7 +25,8 @@ SEED = "seed"
 
 class Gymnasium(Environment):
     """One game; what stands between the last `<action>` and `</action>`, or else the whole response, is the action: a
-    name of ``actions``, or a number or list as JSON. The sum of the game's rewards is the reward."""
+    name of ``actions``, or a number or list as JSON. Thoughts (`<think>`) are left out. The reward is the sum of the
+    game's rewards. A response without an action changes nothing, and `info.invalid_actions` counts them."""
 
     def __init__(
         self,
@@ -37,13 +38,15 @@ class Gymnasium(Environment):
         """``id``, ``arguments``: of `gymnasium.make`. ``actions``: names of its actions, in their order. ``shown``: its
         observations, or what it renders.
 
-        ConfigError: the library is not installed, or has no such game.
+        ConfigError: the library is not installed, it has no such game, or the game has other actions.
         """
         if shown not in get_args(Shown):
             raise ConfigError(f"environment.options.shown: found {shown!r}, allowed: {', '.join(get_args(Shown))}")
-        self._actions = [name.lower() for name in actions]
-        self._shown, self._reward = shown, 0.0
+        self._names = [name.lower() for name in actions]
+        self._shown, self._reward, self._invalid = shown, 0.0, 0
         self._game = _made(id, {**(arguments or {}), "render_mode": _MODES[shown]})
+        if self._names:
+            _check_names(self._names, self._game.action_space)
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
         seen, _ = self._game.reset(seed=int(beginning.metadata.get(SEED, beginning.seed)))
@@ -51,9 +54,11 @@ class Gymnasium(Environment):
 
     def step(self, response: Response) -> Step:
         try:
-            action = self._action(response.text)
+            action = self._action(read_turn(response.text, response.in_thought).spoken)
         except ToolError as error:
-            return Step((Observation(f"Error: {error}", role="user"),))
+            self._invalid += 1
+            info = {"invalid_actions": self._invalid}
+            return Step((Observation(f"Error: {error}", role="user"),), info=info, reward=self._reward)
         seen, reward, won, ended, _ = self._game.step(action)
         self._reward += float(reward)
         return Step((self._observation(seen),), bool(won or ended), {"ended": bool(ended)}, self._reward)
@@ -63,11 +68,11 @@ class Gymnasium(Environment):
 
     def _action(self, text: str) -> Any:
         said = (_ACTION.findall(text) or [text])[-1].strip()
-        if self._actions:
-            if said.lower() not in self._actions:
-                raise ToolError(f"found {said[:80]!r}, allowed: {', '.join(self._actions)}")
-            return self._actions.index(said.lower())
         space = self._game.action_space
+        if self._names:
+            if said.lower() not in self._names:
+                raise ToolError(f"found {said[:80]!r}, allowed: {', '.join(self._names)}")
+            return int(space.start) + self._names.index(said.lower())
         try:
             action = np.asarray(json.loads(said), space.dtype)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -79,12 +84,35 @@ class Gymnasium(Environment):
     def _observation(self, seen: Any) -> Observation:
         if self._shown == "values":
             return Observation(json.dumps(seen, default=lambda value: np.asarray(value).tolist()), role="user")
-        made = self._game.render()
+        rendered = self._game.render()
         if self._shown == "text":
-            return Observation(_COLOURS.sub("", str(made)), role="user")
+            return Observation("\n".join([_COLOURS.sub("", str(rendered)), *_texts_in(seen)]), role="user")
         from PIL import Image
 
-        return Observation(media=(MediaPart("image", png(Image.fromarray(made))),), role="user")
+        picture = MediaPart("image", png(Image.fromarray(rendered)))
+        return Observation("\n".join(_texts_in(seen)), (picture,), role="user")
+
+
+def _check_names(names: Sequence[str], space: Any) -> None:
+    """ConfigError: a game of this space of actions has others than those ``names``."""
+    from gymnasium.spaces import Discrete
+
+    if not isinstance(space, Discrete):
+        raise ConfigError(f"environment.options.actions: found names, allowed: none, as the game's space is {space}")
+    if len(names) != space.n or len(set(names)) != len(names):
+        raise ConfigError(
+            f"environment.options.actions: found {', '.join(names)}, allowed: {space.n} different names, one for each "
+            f"action of {space}"
+        )
+
+
+def _texts_in(observation: Any) -> list[str]:
+    """Texts of an observation that no picture shows, such as MiniGrid's `mission`."""
+    if isinstance(observation, str):
+        return [observation]
+    if not isinstance(observation, Mapping):
+        return []
+    return [f"{name}: {value}" for name, value in observation.items() if isinstance(value, str)]
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> Any:

@@ -13,16 +13,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relax_hpc.environments.base import Beginning, Environment, Observation, Response, Step
+from relax_hpc.environments.tool_calls import read_turn
 from relax_hpc.errors import ConfigError
 
 COLUMN = "puzzle"
 """Column of a prompt's row that says which puzzle it is."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SHOWN = 200
+"""Characters of an error that `info` has."""
 
 
 class ReasoningGym(Environment):
     """One puzzle; what stands between the last `<answer>` and `</answer>`, or else the whole response, is the answer.
-    The score is the reward, of the best attempt."""
+    Thoughts (`<think>`) are left out. The score is the reward, of the best attempt; an answer that the library cannot
+    judge scores 0."""
 
     def __init__(self, attempts: int = 1) -> None:
         """``attempts``: answers that the policy may give. ConfigError: the library is not installed."""
@@ -38,12 +42,17 @@ class ReasoningGym(Environment):
         return ()
 
     def step(self, response: Response) -> Step:
-        found = _ANSWER.findall(response.text) or [response.text]
-        self._best = max(self._best, float(self._set.score_answer(found[-1].strip(), self._entry)))
+        text = read_turn(response.text, response.in_thought).spoken
+        answer = (_ANSWER.findall(text) or [text])[-1].strip()
+        info: dict[str, Any] = {}
+        try:
+            self._best = max(self._best, float(self._set.score_answer(answer, self._entry)))
+        except Exception as error:  # some data sets of the library raise at answers of an unexpected form
+            info["unjudged"] = f"{type(error).__name__}: {error}"[:_SHOWN]
         self._left -= 1
         done = self._best == 1.0 or self._left <= 0
         said = () if done else (Observation("That is not right. Try again.", role="user"),)
-        return Step(said, done, {"score": self._best}, self._best)
+        return Step(said, done, {**info, "score": self._best}, self._best)
 
 
 def rows_of(name: str, size: int, seed: int) -> Iterator[Mapping[str, Any]]:

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +21,7 @@ from relax_hpc.environments.base import (
     Role,
     Step,
 )
+from relax_hpc.environments.plain import finite_number, plain_number, plain_values
 
 MOST_CHARACTERS = 1 << 20
 """Characters of the texts of a step, and of its `info` as JSON, at most."""
@@ -67,22 +67,22 @@ def digest_of(wire: Wire) -> str:
 
 
 def checked_step(step: Any) -> Step:
-    """``step`` itself. EnvironmentFault: an environment may not answer that."""
+    """``step`` with Python's own numbers in the place of numpy's. EnvironmentFault: an environment may not answer
+    that."""
     _expect(step, Step, "step()")
     checked_observations(step.observations)
-    _expect(step.done, bool, "done")
-    _expect(step.info, Mapping, "info")
-    if (length := len(_json(step.info))) > MOST_CHARACTERS:
-        raise _bad(f"info: found {length} characters of JSON, allowed {MOST_CHARACTERS}")
-    if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
+    done, reward, context = plain_number(step.done), step.reward, step.context
+    _expect(done, bool, "done")
+    if reward is not None and (reward := finite_number(_as_integer(plain_number(reward)))) is None:
         raise _bad(f"reward: found {step.reward!r}, allowed: a finite number or None")
-    if step.context is not None:
-        _expect(step.context, Context, "context")
-        _expect(step.context.name, str, "context.name")
-        _expect(step.context.turns, int, "context.turns")
-    if not (step.observations or step.done):
+    if context is not None:
+        _expect(context, Context, "context")
+        _expect(context.name, str, "context.name")
+        context = dataclasses.replace(context, turns=plain_number(context.turns))
+        _expect(context.turns, int, "context.turns")
+    if not (step.observations or done):
         raise _bad("observations: found none, allowed: at least one unless the episode is done")
-    return step
+    return dataclasses.replace(step, done=done, info=_checked_info(step.info), reward=reward, context=context)
 
 
 def checked_observations(found: Any) -> tuple[Observation, ...]:
@@ -136,11 +136,22 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _json(value: Mapping[str, Any]) -> str:
+def _checked_info(info: Any) -> dict[str, Any]:
+    """``info`` as JSON values. EnvironmentFault: it is too long, or has what JSON has no word for."""
+    _expect(info, Mapping, "info")
     try:
-        return json.dumps(dict(value), allow_nan=False)
+        values = plain_values(info)
+        text = json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad(f"info: found what JSON has no word for: {error}") from error
+    if len(text) > MOST_CHARACTERS:
+        raise _bad(f"info: found {len(text)} characters of JSON, allowed {MOST_CHARACTERS}")
+    return values
+
+
+def _as_integer(value: Any) -> Any:
+    """A truth value as a number, as Python counts it."""
+    return int(value) if isinstance(value, bool) else value
 
 
 def _expect(value: Any, kind: type, what: str) -> None:

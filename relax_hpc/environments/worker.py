@@ -32,9 +32,41 @@ from relax_hpc.workers.serving import bound_memory, requests, serve, write
 T = TypeVar("T")
 _SHOWN = 500
 """Characters of an error that are told."""
+_SIGNALS = "signal only works in main thread"
+_ADVICE = (
+    "methods of environments run in threads, where signal.alarm() cannot be used; environment.step_timeout_s limits "
+    "their time, or run the work in a process that you can kill"
+)
 _STACK_BYTES = 2 << 20
 """Stack of an environment's thread. All stacks count against the process's memory, and the system's 8 MiB are too many
 where hundreds of environments live in one."""
+
+
+class ThreadLoops(asyncio.DefaultEventLoopPolicy):
+    """Policy that gives each thread an event loop when it asks for one.
+
+    Scorers written for the main thread call `asyncio.get_event_loop().run_until_complete(...)`. In other threads
+    asyncio's own policy raises RuntimeError then (Python 3.11).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = threading.local()
+
+    def get_event_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            return super().get_event_loop()
+        except RuntimeError:
+            loop = getattr(self._own, "loop", None)
+            if loop is None or loop.is_closed():
+                self._own.loop = loop = self.new_event_loop()
+            self.set_event_loop(loop)
+            return loop
+
+    def close_own_loop(self) -> None:
+        """Close the loop that this thread got, if it got one."""
+        if loop := getattr(self._own, "loop", None):
+            loop.close()
 
 
 class Live:
@@ -94,6 +126,8 @@ class Live:
             if self._environment:
                 await self._call(self._environment.close)
         finally:
+            if isinstance(policy := asyncio.get_event_loop_policy(), ThreadLoops):
+                self._thread.submit(policy.close_own_loop)
             self._thread.shutdown(wait=False)
 
     async def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -117,6 +151,8 @@ class Live:
                 limit = f"{self._limit_s:g} s (environment.step_timeout_s)"
                 raise EnvironmentFault("environment_timeout", f"not done in {limit}") from error
             text = f"{type(error).__name__}: {error}"[:_SHOWN]
+            if _SIGNALS in text:
+                text = f"{text}; {_ADVICE}"
             raise EnvironmentFault("environment_raised", text) from error
 
 
@@ -178,6 +214,7 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
         return
     bound_memory(first["memory_mb"])
     threading.stack_size(_STACK_BYTES)
+    asyncio.set_event_loop_policy(ThreadLoops())
     asyncio.run(host.serve(asked))
 
 

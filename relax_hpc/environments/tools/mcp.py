@@ -11,6 +11,7 @@ import binascii
 import itertools
 import json
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from concurrent.futures import TimeoutError as Late
 from typing import IO, Any
 
 from relax_hpc.environments.base import MediaPart, Observation
+from relax_hpc.environments.plain import clean_texts
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Tool
 from relax_hpc.errors import ConfigError
@@ -27,6 +29,12 @@ REVISION = "2025-06-18"
 _MOST_LINE = 1 << 26
 """Bytes of a message, which is a line, at most."""
 _NO_SUCH_METHOD = -32601
+_INHERITED = re.compile(
+    "HOME|LOGNAME|PATH|SHELL|TERM|USER|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
+    "|(?i:https?_proxy|all_proxy|no_proxy)|SSL_CERT_(FILE|DIR)"
+)
+"""Environment variables that a server gets: those of the protocol's own SDKs, and those by which programs of a site are
+found. Others may be secrets of the user."""
 Json = dict[str, Any]
 
 
@@ -38,12 +46,14 @@ class McpTool(Tool):
 
     def called(self, arguments: Mapping[str, Any]) -> Observation:
         """Answer of the server. ToolError: it says that the call failed, or does not answer."""
-        found = self._server.ask("tools/call", {"name": self.name, "arguments": dict(arguments)})
-        content = found.get("content") or []
-        text = "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
-        if found.get("isError"):
+        result = self._server.ask("tools/call", {"name": self.name, "arguments": dict(arguments)})
+        pieces = [_read_content(item) for item in result.get("content") or []]
+        if not pieces and result.get("structuredContent") is not None:
+            pieces = [json.dumps(result["structuredContent"], ensure_ascii=False)]
+        text = "\n".join(piece for piece in pieces if isinstance(piece, str))
+        if result.get("isError"):
             raise ToolError(text or f"{self.name} has failed")
-        return Observation(text, tuple(_media(content)))
+        return Observation(text, tuple(piece for piece in pieces if isinstance(piece, MediaPart)))
 
     def close(self) -> None:
         """End the server, with all its tools. A process of environments ends it with itself."""
@@ -66,8 +76,8 @@ class McpTool(Tool):
 
 
 def mcp_tools(servers: Mapping[str, Mapping[str, Any]]) -> list[McpTool]:
-    """Tools of servers by their names: `{command: [...], tools: [...], env: {...}, timeout_s: 30}`, of which ``tools``
-    are those that the policy may call. ConfigError: that is not how a server is described."""
+    """Tools of servers by their names: `{command: [...], tools: [...], env: {...}, inherit: [...], timeout_s: 30}`, of
+    which ``tools`` are those that the policy may call. ConfigError: that is not how a server is described."""
     return [McpTool(tool, server) for name, about in servers.items() for tool, server in _of(name, about)]
 
 
@@ -75,7 +85,7 @@ def _of(name: str, about: Mapping[str, Any]) -> list[tuple[str, Server]]:
     try:
         tools, server = list(about["tools"]), Server(**{key: about[key] for key in about if key != "tools"})
     except (KeyError, TypeError) as error:
-        allowed = "command (a list), tools (a list of names), env, timeout_s"
+        allowed = "command (a list), tools (a list of names), env, inherit (a list of variables), timeout_s"
         raise ConfigError(f"environment.options.tools.mcp.servers.{name}: {error}; allowed: {allowed}") from error
     return [(tool, server) for tool in tools]
 
@@ -83,8 +93,20 @@ def _of(name: str, about: Mapping[str, Any]) -> list[tuple[str, Server]]:
 class Server:
     """A server, asked by any number of threads at a time."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> None:
-        self._command, self._env, self._timeout_s = list(command), dict(env or {}), float(timeout_s)
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+        inherit: Sequence[str] = (),
+    ) -> None:
+        """``env``: variables of its environment; ``inherit``: names of those that it has from this process, beyond
+        the usual ones."""
+        if isinstance(inherit, str):
+            raise TypeError(f"inherit: found {inherit!r}, allowed: a list of names")
+        self._command, self._timeout_s = list(command), float(timeout_s)
+        names = {name for name in os.environ if name in inherit or _INHERITED.fullmatch(name)}
+        self._env = {name: os.environ[name] for name in sorted(names)} | dict(env or {})
         self._turn = threading.Lock()
         self._connection: Connection | None = None
 
@@ -127,7 +149,7 @@ class Connection:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             # In the process group of this one, with which it is ended.
-            self._process = subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+            self._process = subprocess.Popen(command, env=dict(env), **pipes)
         except OSError as error:
             raise ToolError(f"the tool's server cannot be started: {error}") from error
         assert self._process.stdin and self._process.stdout
@@ -169,7 +191,7 @@ class Connection:
     def _read(self, lines: IO[bytes]) -> None:
         while line := lines.readline(_MOST_LINE):
             try:
-                self._heard(json.loads(line))
+                self._heard(clean_texts(json.loads(line)))
             except (ValueError, TypeError, LookupError, RecursionError, AttributeError, ToolError):
                 # What is no message is a server's own affair.
                 continue
@@ -193,9 +215,33 @@ class Connection:
                 answer.set_result(dict(message["result"]))
 
 
-def _media(content: Sequence[Mapping[str, Any]]) -> list[MediaPart]:
-    parts = [part for part in content if part.get("type") in ("image", "audio")]
+def _read_content(item: Any) -> str | MediaPart:
+    """An item of a result's content as the policy reads it: a text, or a medium. Any other item is named in brackets.
+
+    ToolError: it is malformed.
+    """
     try:
-        return [MediaPart(part["type"], base64.b64decode(part["data"], validate=True)) for part in parts]
-    except (KeyError, TypeError, binascii.Error) as error:
-        raise ToolError(f"the tool's server gave a picture or sound that is none: {error}") from error
+        match item["type"]:
+            case "text":
+                return str(item["text"])
+            case "image" | "audio" as kind:
+                return MediaPart(kind, base64.b64decode(item["data"], validate=True))
+            case "resource":
+                return _read_resource(item["resource"])
+            case "resource_link":
+                details = [item.get(name) for name in ("name", "mimeType", "description")]
+                return f"[resource {item['uri']}: {', '.join(str(detail) for detail in details if detail)}]"
+            case kind:
+                return f"[{kind}, which cannot be shown]"
+    except (LookupError, TypeError, binascii.Error) as error:
+        raise ToolError(f"the tool's server gave a malformed part of a result: {error}") from error
+
+
+def _read_resource(resource: Mapping[str, Any]) -> str | MediaPart:
+    uri, kind = resource["uri"], str(resource.get("mimeType") or "no type")
+    if "text" in resource:
+        return f"[resource {uri}]\n{resource['text']}"
+    content = base64.b64decode(resource["blob"], validate=True)
+    if (medium := kind.partition("/")[0]) in ("image", "audio"):
+        return MediaPart(medium, content)
+    return f"[resource {uri}: {len(content)} bytes of {kind}, which cannot be shown]"
