@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import Config, load
+from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
+from relax_hpc.environments.tool_calls import ToolCall
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.samples import turn_text
@@ -78,3 +81,21 @@ def turns(row: Row) -> Iterator[list[int]]:
         turn = [token for _, token in some]
         if learned:
             yield turn
+
+
+def test_the_small_models_template_shows_calls_as_the_policy_writes_them(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat=True)
+    template = ChatTemplate((tmp_path / "chat_template.jinja").read_text(), {}, "")
+    calls = [ToolCall("add", {"numbers": [1, 2]}), ToolCall("say", {"word": "a"})]
+    tool_calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    try:
+        for content in ("so", ""):
+            text = "\n".join([*filter(None, [content]), *(call.text for call in calls)])
+            user = {"role": "user", "content": "a"}
+            written = template.render([user, {"role": "assistant", "content": text}], whole=True)
+            rendered = template.render(
+                [user, {"role": "assistant", "content": content, "tool_calls": tool_calls}], whole=True
+            )
+            assert rendered == written
+    finally:
+        template.close()

@@ -38,11 +38,16 @@ _TEMPLATE = """\
 {{ "\\n" }}
 {%- if is_tool -%}{{ "<tool_response>\\n" + said(message.content) + "\\n</tool_response>" }}
 {%- else -%}{{ said(message.content) }}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first -%}{{ "\\n" }}{%- endif -%}
+{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor -%}
 {%- if not goes_on -%}{{ "<|im_end|>\\n" }}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}{%- endif -%}
 """
-"""Chat template: turns, results of tools within the user's, places for media."""
+"""Chat template: turns, calls of tools, results of tools within the user's, places for media."""
 
 
 def vocabulary(more: Sequence[str], chat: bool, words: Sequence[str]) -> list[str]:
