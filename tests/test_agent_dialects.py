@@ -13,6 +13,7 @@ import pytest
 
 from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.exchange import Message
+from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
 from tests.agent_helpers import TOOLS, Chats, ToldEngine
@@ -22,7 +23,7 @@ from tests.test_agents import rows, session_of
 
 requires("sglang")
 
-from openai import AsyncOpenAI  # noqa: E402
+from openai import AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError  # noqa: E402
 
 ARGUMENTS = {"a": 2, "b": 2}
 CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
@@ -168,5 +169,135 @@ def test_a_bad_request_is_refused_by_name(chats: Chats, path: str, body: Any, sa
         session, engine = session_that_says(chats)
         reply = await session.reply(f"/v1/{path}", json.dumps(body).encode(), 0)
         assert reply.status in (400, 404) and json.loads(reply.body)["error"]["code"] == says and not engine.asked
+
+    asyncio.run(play())
+
+
+TOOL = {"type": "function", "name": "add", "parameters": FUNCTION["parameters"]}
+ASKS_FOR_MORE: dict[str, list[dict[str, Any]]] = {
+    "chat/completions": [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": True},
+        {"top_logprobs": 5},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"logit_bias": {"50256": -100}},
+        {"functions": [FUNCTION]},
+        {"function_call": "auto"},
+        {"web_search_options": {}},
+        {"modalities": ["text", "audio"]},
+        {"audio": {"voice": "alloy", "format": "wav"}},
+        {"n": 2},
+        {"n": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"guided_json": {}},
+        {"messages": [{"role": "function", "name": "add", "content": "4"}]},
+        {"messages": [{"role": "assistant", "function_call": FUNCTION}, {"role": "user", "content": "x"}]},
+    ],
+    "responses": [
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [TOOL, {"type": "file_search", "vector_store_ids": ["x"]}]},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "add"}},
+        {"truncation": "auto"},
+        {"background": True},
+        {"conversation": "conv_1"},
+        {"prompt": {"id": "pmpt_1"}},
+        {"include": ["message.output_text.logprobs"]},
+        {"previous_response_id": ["resp_0"]},
+        {"input": [{"role": ["user"], "content": "x"}]},
+        {"input": [{"type": "reasoning", "summary": []}]},
+    ],
+    "messages": [
+        {"tool_choice": {"type": "any"}, "tools": [{"name": "add", "input_schema": {}}]},
+        {"tool_choice": {"type": "tool", "name": "add"}, "tools": [{"name": "add", "input_schema": {}}]},
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        {"output_format": {"type": "json_schema", "schema": {}}},
+        {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
+        {"container": "x"},
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+    ],
+}
+ASKS_FOR_NOTHING: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        **{"model": "any", "n": 1, "temperature": 0.0, "top_p": 0.5, "seed": 3, "presence_penalty": 1, "user": "me"},
+        **{"frequency_penalty": 0.5, "response_format": {"type": "text"}, "logprobs": False, "tool_choice": "auto"},
+        **{"parallel_tool_calls": True, "stream_options": None, "logit_bias": None, "store": True, "functions": None},
+        **{"reasoning_effort": "low", "verbosity": "low", "service_tier": "auto", "stop": None, "metadata": {"a": "b"}},
+    },
+    "responses": {
+        **{"text": {"format": {"type": "text"}, "verbosity": "low"}, "reasoning": {"effort": "low"}, "store": False},
+        **{"truncation": "disabled", "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True},
+        **{"tool_choice": "auto", "background": False, "temperature": 1.0, "previous_response_id": None},
+    },
+    "messages": {
+        **{"max_tokens": 100, "temperature": 0.5, "top_k": 5, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        **{"metadata": {"user_id": "x"}, "tool_choice": {"type": "auto"}, "output_config": {"effort": "low"}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [(path, fields) for path in ASKS_FOR_MORE for fields in ASKS_FOR_MORE[path]]
+)
+def test_a_field_that_asks_for_what_there_is_not_is_refused_by_name(chats: Chats, path: str, fields: Any) -> None:
+    async def play() -> None:
+        session, engine = session_that_says(chats)
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        if path == "responses":
+            body = {"input": "x", **fields}
+        reply = await session.reply(f"/v1/{path}", json.dumps(body).encode(), 0)
+        error = json.loads(reply.body)["error"]
+        assert reply.status == 400 and error["code"] == "wrong_field" and not engine.asked and not session.error
+        assert not path.startswith("chat") or any(name in error["message"] for name in fields), error
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ASKS_FOR_NOTHING)
+def test_a_field_that_asks_for_nothing_is_taken(chats: Chats, path: str) -> None:
+    async def play() -> None:
+        session, _ = session_that_says(chats)
+        body = {"input" if path == "responses" else "messages": [{"role": "user", "content": "x"}]}
+        reply = await session.reply(f"/v1/{path}", json.dumps({**body, **ASKS_FOR_NOTHING[path]}).encode(), 0)
+        assert reply.status == 200, reply.body
+
+    asyncio.run(play())
+
+
+def test_a_stop_sequence_is_named_to_who_asks_by_anthropics_interface(chats: Chats) -> None:
+    async def play() -> None:
+        session = session_of(chats, ToldEngine(lambda before, limit: chats.said("so</code> and on")))
+        body = {"messages": [{"role": "user", "content": "x"}], "stop_sequences": ["</code>"]}
+        answer = json.loads((await session.reply("/v1/messages", json.dumps(body).encode(), 0)).body)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "</code>")
+        assert answer["content"][0]["text"] == "so"
+
+    asyncio.run(play())
+
+
+def test_errors_are_what_the_clients_of_an_interface_read(chats: Chats, tmp_path: Path) -> None:
+    async def play() -> None:
+        session, _ = session_that_says(chats)
+        async with served(tmp_path, session) as client:
+            with pytest.raises(BadRequestError) as refused:
+                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "ab " * 9000}])
+            assert refused.value.code == "context_length_exceeded" and refused.value.param is None
+            with pytest.raises(NotFoundError):
+                await client.embeddings.create(model="any", input="x")
+            async with AsyncOpenAI(base_url=client.base_url, api_key="sk-none", max_retries=0) as stranger:
+                with pytest.raises(AuthenticationError):
+                    await stranger.models.list()
+        for status, code, kind in (
+            (401, "unknown_bearer", "authentication_error"),
+            (413, "too_large", "request_too_large"),
+        ):
+            error = json.loads(Reply.error(status, code, "why", "/v1/messages").body)
+            assert error == {"type": "error", "error": {"type": kind, "message": "why", "code": code}}
 
     asyncio.run(play())

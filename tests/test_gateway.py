@@ -12,6 +12,7 @@ import pytest
 
 from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.exchange import Gone, Message
+from relax_hpc.gateway.forward import Forwarder
 from relax_hpc.gateway.front import MOST_BYTES, Reply, key_of
 from relax_hpc.gateway.place import purpose_of
 from relax_hpc.transport.sockets import connect
@@ -86,8 +87,102 @@ def test_what_is_too_large_or_never_comes_costs_nobody_else_anything(tmp_path: P
                 assert b" 400 " in await reader.readline()
             # Who shows no bearer in time is turned away.
             assert [await reader.read() for reader, _ in silent] == [b""] * 3
-            assert there.front.refused == {"too_large": 2, "silent": 3}
+            assert there.front.refused == {"too_large": 2, "silent": 3, "malformed": 1}
             assert (await post(there.url, bearer))[0] == 200
+            link.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "repeats"),
+    [
+        (b"Authorization: Bearer \xff\xfe", 401, None),
+        (b"x-api-key: \xf0\x9f", 401, None),
+        (b"x-stainless-retry-count: 2", 200, 2),
+        (b"x-stainless-retry-count: " + b"9" * 5000, 200, 0),
+        (b"x-stainless-retry-count: 1208925819614629174706176", 200, 0),
+        (b"x-stainless-retry-count: \xb2", 200, 0),
+        (b"Idempotency-Key: \xff" + b"k" * 1000, 200, None),
+    ],
+)
+def test_odd_headers_are_no_fault_of_the_gateway(
+    tmp_path: Path, capfd: pytest.CaptureFixture, header: bytes, status: int, repeats: int | None
+) -> None:
+    async def play() -> None:
+        requests = []
+
+        async def note(message: Message) -> Message:
+            requests.append(message)
+            return message_of(Reply(200, b"{}"))
+
+        async with gateway(tmp_path) as there:
+            link, bearer = await there.opened("one", note)
+            reader, writer = await asyncio.open_connection(*there.url.removeprefix("http://").split(":"))
+            lines = [b"POST /v1/%FF HTTP/1.1", b"Host: x", b"Content-Length: 2", header]
+            if status == 200:
+                lines.append(f"Authorization: Bearer {bearer}".encode())
+            writer.write(b"\r\n".join([*lines, b"", b"{}"]))
+            assert f" {status} ".encode() in await reader.readline()
+            assert [message["repeats"] for message in requests] == ([repeats] if status == 200 else [])
+            writer.close()
+            link.close()
+        assert bearer not in "".join(capfd.readouterr())
+
+    asyncio.run(play())
+
+
+def test_a_malformed_request_leaves_no_bearer_in_the_log(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    async def play() -> None:
+        async with gateway(tmp_path) as there:
+            address = there.url.removeprefix("http://").split(":")
+            for bad in (
+                b"Bad Header: x",
+                b"Content-Length: -1",
+                b"Transfer-Encoding: nonsense",
+                b"X: " + b"y" * 100_000,
+            ):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(b"POST /v1/models HTTP/1.1\r\nAuthorization: Bearer sk-secret\r\n" + bad + b"\r\n\r\n")
+                assert b" 400 " in await reader.readline()
+                writer.close()
+            assert there.front.refused["malformed"] == 4
+
+    asyncio.run(play())
+    assert "sk-secret" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("through", ["gateway", "forwarder"])
+def test_a_client_that_hangs_up_takes_its_request_back(tmp_path: Path, through: str) -> None:
+    async def play() -> None:
+        async with gateway(tmp_path) as there:
+            begun, cancelled = asyncio.Event(), asyncio.Event()
+
+            async def never(message: Message) -> Message:
+                begun.set()
+                try:
+                    return await asyncio.get_running_loop().create_future()
+                finally:
+                    cancelled.set()
+
+            link, bearer = await there.opened("one", never)
+            front = there.front
+            if through == "forwarder":
+                forwarder = Forwarder(there.run)
+                serving = asyncio.create_task(forwarder.serve())
+                while not forwarder.front.url:
+                    await asyncio.sleep(0.01)
+                front = forwarder.front
+            _, writer = await asyncio.open_connection(*front.url.removeprefix("http://").split(":"))
+            head = f"POST /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {bearer}\r\nContent-Length: 0\r\n\r\n"
+            writer.write(head.encode())
+            await begun.wait()
+            assert not cancelled.is_set()
+            writer.close()
+            await cancelled.wait()
+            if through == "forwarder":
+                serving.cancel()
+                await front.close()
             link.close()
 
     asyncio.run(play())

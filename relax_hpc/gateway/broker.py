@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from relax_hpc.gateway.exchange import Exchange, Gone, Message
-from relax_hpc.gateway.front import UNKNOWN, Asked, Reply
+from relax_hpc.gateway.front import Asked, Reply
 from relax_hpc.transport.listener import Listener
 from relax_hpc.transport.wire import BadMessage
 
@@ -56,13 +56,19 @@ class Broker:
     async def ask(self, asked: Asked) -> Reply:
         """Answer of who has opened the session."""
         if not (session := self._sessions.get(asked.key)):
-            return UNKNOWN
+            return Reply.unknown_bearer(asked.path)
         self.asked += 1
-        about = {"session": session.name, "path": asked.path, "body": asked.body, "repeats": asked.repeats}
+        request = {
+            "session": session.name,
+            "path": asked.path,
+            "body": asked.body,
+            "repeats": asked.repeats,
+            "idempotency": asked.idempotency,
+        }
         try:
-            answer = await self._peers[session.peer].call(do="ask", **about)
+            answer = await self._peers[session.peer].call(do="ask", **request)
         except Gone as gone:
-            return Reply.error(503, "session_gone", f"the session has ended: {gone}")
+            return Reply.error(503, "session_gone", f"the session has ended: {gone}", asked.path)
         return reply_of(answer)
 
     def _hear(self) -> None:
@@ -97,8 +103,8 @@ class Broker:
             case "knows":
                 return {"known": await self.knows(message["key"])}
             case "request":
-                asked = Asked(message["key"], message["path"], message["body"], message["repeats"])
-                return message_of(await self.ask(asked))
+                request = Asked(*(message[name] for name in ("key", "path", "body", "repeats", "idempotency")))
+                return message_of(await self.ask(request))
             case other:
                 raise ValueError(f"found {other!r}")
         return {}

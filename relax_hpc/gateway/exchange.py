@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from relax_hpc.transport.wire import Bytes, pack, unpack
+from relax_hpc.transport.wire import BadMessage, Bytes, pack, unpack
 
 Message = dict[str, Any]
 
@@ -36,10 +36,11 @@ class Exchange:
         self._send, self._serve = send, serve
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Message]] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        """Requests of the other end that are being answered, by their numbers."""
 
     async def call(self, **message: Any) -> Message:
-        """The other end's answer to ``message``. Gone."""
+        """The other end's answer to ``message``. If this is cancelled, so is the work of the other end. Gone."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
@@ -47,21 +48,32 @@ class Exchange:
             return await answer
         except OSError as error:
             raise Gone(str(error)) from error
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                self._send(pack({"cancel": number}))
+            raise
         finally:
             del self._asked[number]
 
     def take(self, payload: Bytes) -> None:
         """Take what the other end has sent. BadMessage: it is nothing that one of ours sends."""
         message = unpack(payload)
-        if "re" not in message:
-            task = asyncio.create_task(self._answer(message))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+        if "cancel" in message:
+            if task := self._serving.get(_number(message["cancel"])):
+                task.cancel()
+        elif "re" not in message:
+            number = _number(message.get("id"))
+            self._serving[number] = task = asyncio.create_task(self._answer(message))
+            task.add_done_callback(lambda ended: self._forget(number, ended))
         elif (answer := self._asked.get(message["re"])) and not answer.done():
             if "gone" in message:
                 answer.set_exception(Gone(str(message["gone"])))
             else:
                 answer.set_result(message)
+
+    def _forget(self, number: int, ended: asyncio.Task[None]) -> None:
+        if self._serving.get(number) is ended:
+            del self._serving[number]
 
     async def _answer(self, message: Message) -> None:
         try:
@@ -75,8 +87,14 @@ class Exchange:
 
     def end(self, why: str) -> None:
         """The connection has ended: nobody is answered any more."""
-        for task in self._serving:
+        for task in self._serving.values():
             task.cancel()
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(Gone(why))
+
+
+def _number(number: Any) -> int:
+    if not isinstance(number, int):
+        raise BadMessage(f"found {str(number)[:80]!r} as the number of a request, allowed: an integer")
+    return number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 
 from relax_hpc.errors import RelaxError
@@ -49,11 +50,10 @@ class Forwarder:
 
     async def _ask(self, asked: Asked) -> Reply:
         assert self._link
-        about = {"key": asked.key, "path": asked.path, "body": asked.body, "repeats": asked.repeats}
         try:
-            return reply_of(await self._link.call(do="request", **about))
+            return reply_of(await self._link.call(do="request", **asdict(asked)))
         except Gone as gone:
-            return Reply.error(503, "gateway_gone", str(gone))
+            return Reply.error(503, "gateway_gone", str(gone), asked.path)
 
 
 async def _nothing(message: Message) -> Message:

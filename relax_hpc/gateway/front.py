@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,19 @@ _BODY_S = 30.0
 """Seconds for the body of a request to come."""
 _IDLE_S = 75.0
 """Seconds for which a connection without a request is kept."""
+_MOST_DIGITS = 6
+"""Digits of a count of retries; a larger one is no count."""
 JSON = "application/json"
+MESSAGES = "/v1/messages"
+"""Path of Anthropic's interface, and beginning of those that belong to it."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Types of Anthropic's errors by HTTP status (docs.anthropic.com/en/api/errors)."""
 
 
 def key_of(bearer: str) -> str:
@@ -30,7 +43,8 @@ def key_of(bearer: str) -> str:
     >>> key_of("sk-x")[:8]
     '0e2e0d7f'
     """
-    return hashlib.sha256(bearer.encode()).hexdigest()
+    # aiohttp reads bytes of a header that are no UTF-8 as surrogates.
+    return hashlib.sha256(bearer.encode(errors="surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +55,10 @@ class Asked:
     """Digest of its bearer."""
     path: str
     body: bytes = field(repr=False)
-    repeats: int = 0
-    """Times that its client has sent it before, as it says."""
+    repeats: int | None = None
+    """Times that its client has sent it before; None: the client does not say."""
+    idempotency: str = ""
+    """Digest of its idempotency key, which requests have in common that are one; empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +70,19 @@ class Reply:
     content_type: str = JSON
 
     @classmethod
-    def error(cls, status: int, code: str, detail: str) -> Reply:
-        """Error as OpenAI's clients read it."""
-        about = {"message": detail, "type": "invalid_request_error" if status < 500 else "server_error", "code": code}
-        return cls(status, json.dumps({"error": about}).encode())
+    def error(cls, status: int, code: str, detail: str, path: str = "") -> Reply:
+        """Error as the clients of a ``path`` read it: Anthropic's, or else OpenAI's. Both have the ``code``."""
+        if path.startswith(MESSAGES):
+            error = {"type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"), "message": detail, "code": code}
+            return cls(status, json.dumps({"type": "error", "error": error}).encode())
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": detail, "type": kind, "param": None, "code": code}
+        return cls(status, json.dumps({"error": error}).encode())
 
-
-UNKNOWN = Reply.error(401, "unknown_bearer", "no session has this bearer, or it has ended")
+    @classmethod
+    def unknown_bearer(cls, path: str) -> Reply:
+        """Answer to a request that has no session."""
+        return cls.error(401, "unknown_bearer", "no session has this bearer, or it has ended", path)
 
 
 class Front:
@@ -78,7 +100,14 @@ class Front:
     async def start(self) -> None:
         """Listen at a port of its own."""
         loop = asyncio.get_running_loop()
-        self._server = web.Server(self._answered, keepalive_timeout=_IDLE_S, access_log=None)
+        self._server = web.Server(
+            self._answered,
+            # A client that hangs up takes its request back.
+            handler_cancellation=True,
+            keepalive_timeout=_IDLE_S,
+            access_log=None,
+            logger=self._malformed_logger(),
+        )
         listening = socket.create_server((LOOPBACK, 0))
         self._listener = await loop.create_server(self._connected, sock=listening)
         self.url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
@@ -86,6 +115,18 @@ class Front:
     async def close(self) -> None:
         self._listener.close()
         await self._server.shutdown(1.0)
+
+    def _malformed_logger(self) -> logging.Logger:
+        """Logger of aiohttp that counts its records: malformed requests, whose text may have a bearer in it."""
+
+        def count(record: logging.LogRecord) -> bool:
+            if record.levelno >= logging.ERROR:
+                self.refused["malformed"] += 1
+            return False
+
+        logger = logging.Logger(f"{__name__}.requests")
+        logger.addFilter(count)
+        return logger
 
     def _connected(self) -> web.RequestHandler:
         """Protocol of a new connection, which has a moment to show a bearer."""
@@ -112,29 +153,41 @@ class Front:
         key = key_of(_bearer(request))
         if not await self._knows(key):
             self.refused["unknown_bearer"] += 1
-            return UNKNOWN
+            return Reply.unknown_bearer(request.path)
         self._strangers.pop(request.protocol, None)
         if (request.content_length or 0) > MOST_BYTES:
-            return self._too_large()
+            return self._too_large(request.path)
         try:
             async with asyncio.timeout(_BODY_S):
                 body = await _read(request)
         except TimeoutError:
             self.refused["slow"] += 1
-            return Reply.error(408, "slow", f"the body has not come within {_BODY_S:g} s")
+            return Reply.error(408, "slow", f"the body has not come within {_BODY_S:g} s", request.path)
         if body is None:
-            return self._too_large()
-        repeats = request.headers.get("x-stainless-retry-count", "0")
-        return await self._ask(Asked(key, request.path, body, int(repeats) if repeats.isdecimal() else 0))
+            return self._too_large(request.path)
+        return await self._ask(Asked(key, request.path, body, _repeats(request), _idempotency(request)))
 
-    def _too_large(self) -> Reply:
+    def _too_large(self, path: str) -> Reply:
         self.refused["too_large"] += 1
-        return Reply.error(413, "too_large", f"a request may have {MOST_BYTES} bytes")
+        return Reply.error(413, "too_large", f"a request may have {MOST_BYTES} bytes", path)
 
 
 def _bearer(request: web.BaseRequest) -> str:
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _repeats(request: web.BaseRequest) -> int | None:
+    """Retries as the clients of OpenAI and Anthropic count them; None: the client does not."""
+    count = request.headers.get("x-stainless-retry-count")
+    if count is None:
+        return None
+    return int(count) if count.isascii() and count.isdecimal() and len(count) <= _MOST_DIGITS else 0
+
+
+def _idempotency(request: web.BaseRequest) -> str:
+    key = request.headers.get("idempotency-key", "")
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest() if key else ""
 
 
 async def _read(request: web.BaseRequest) -> bytes | None:

@@ -127,7 +127,8 @@ class Agents:
     async def _serve(self, message: Message) -> Message:
         """Answer to the gateway. LookupError: of a session that has ended."""
         session = self._sessions[message["session"]]
-        return message_of(await session.reply(message["path"], message["body"], message["repeats"]))
+        request = (message[name] for name in ("path", "body", "repeats", "idempotency"))
+        return message_of(await session.reply(*request))
 
 
 def _leave_whole_turns(history: History) -> None:

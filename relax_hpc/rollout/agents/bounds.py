@@ -9,7 +9,7 @@ import numpy as np
 
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.engines.engine import Ended
-from relax_hpc.rollout.agents.chat import Refused
+from relax_hpc.rollout.agents.chat import Refused, TooLong
 from relax_hpc.rollout.history import OpenRow
 from relax_hpc.rollout.room import room
 from relax_hpc.transfer_queue.row_ids import MAX_ROWS
@@ -25,27 +25,33 @@ class Bounds:
     window: int
     """Tokens that a row may have."""
     met: Ended | None = field(default=None, init=False)
-    """Bound that something was refused for."""
+    """Bound for which the last request was refused; None: it was not refused. A program that compacts its history and
+    gets another answer has not ended at the bound."""
     asked: int = field(default=0, init=False)
     """Turns so far."""
 
     def next_turn(self, rows: Sequence[OpenRow], row: OpenRow, known: int) -> tuple[int, Ended]:
         """Tokens that another turn may have, and what limits it; it goes to ``row``, which may be none of the ``rows``
         yet, behind its first ``known`` tokens. Refused: there is no room."""
-        if self.asked == self.limits.max_turns or len(rows) == MAX_ROWS:
-            raise self._refused("max_turns", f"allowed are {self.limits.max_turns} turns, and {MAX_ROWS} rows")
-        drafts = [one.draft for one in rows]
+        is_new = not any(row is known_row for known_row in rows)
+        if self.asked == self.limits.max_turns or (is_new and len(rows) == MAX_ROWS):
+            self.met = "max_turns"
+            raise Refused(400, "max_turns", f"allowed are {self.limits.max_turns} turns, and {MAX_ROWS} rows")
+        drafts = [known_row.draft for known_row in rows]
         sampled = sum(int(np.count_nonzero(draft.token_versions)) for draft in drafts)
-        others = sum(one.length for one in rows if one is not row)
-        left, reason = room(self.limits, self.row, known - len(row.prompt), others, sampled)
+        other_tokens = sum(known_row.length for known_row in rows if known_row is not row)
+        left, reason = room(self.limits, self.row, known - len(row.prompt), other_tokens, sampled)
         if (inside := self.window - known) < left:
             left, reason = inside, "length"
         if left < 1:
-            raise self._refused(reason, f"a chat of {known} tokens leaves none to an answer")
+            self.met = reason
+            if reason == "length":
+                raise TooLong(known, known + left - 1)
+            raise Refused(400, reason, f"a chat of {known} tokens leaves none to an answer (environment.{reason})")
         self.asked += 1
+        self.met = None
         return left, reason
 
-    def _refused(self, reason: Ended, detail: str) -> Refused:
-        self.met = reason
-        # By this code clients tell that a chat is too long.
-        return Refused(400, "context_length_exceeded" if reason == "length" else reason, detail)
+    def forget_turn(self) -> None:
+        """Do not count the last turn: its client hung up."""
+        self.asked -= 1

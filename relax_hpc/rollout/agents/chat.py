@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from relax_hpc.environments.plain import clean_texts
+
 Message = dict[str, Any]
 """Message as chat templates have it: role, content (a text), of an assistant tool_calls whose arguments are objects."""
+SAMPLING = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty")
+)
+"""Fields whose values are the run's in every request: the policy itself has to draw the tokens that are trained on."""
 
 
 class Refused(Exception):
@@ -19,10 +25,17 @@ class Refused(Exception):
         self.status, self.code, self.detail = status, code, detail
 
 
+class TooLong(Refused):
+    """A chat of ``tokens`` tokens, where there is room for ``limit`` and one token of an answer."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(400, "context_length_exceeded", f"a chat of {tokens} tokens, allowed: {limit}")
+        self.tokens, self.limit = tokens, limit
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Request for an answer. Temperature, top_p and seed are the run's, whatever it says of them: what is trained on
-    is drawn by the policy itself."""
+    """Request for an answer. Refused: it has no message, or the last one is an assistant's."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -38,46 +51,97 @@ class ChatRequest:
     apart: int = 0
     """Messages at the beginning that are no part of the chat which a later request may go on with."""
 
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise wrong("messages", "none", "at least one with text")
+        if self.messages[-1]["role"] == "assistant":
+            # The words by which Anthropic's newer models refuse it.
+            raise Refused(
+                400,
+                "wrong_field",
+                "messages: the last one is an assistant's. This model does not support assistant message prefill. The "
+                "conversation must end with a user message, or with the result of a tool.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields of an interface's requests. Any other field with a value is refused by its name: a program that asks for
+    JSON and gets prose would score 0 without a visible reason."""
+
+    read: frozenset[str]
+    """Fields that the interface reads."""
+    hints: frozenset[str]
+    """Fields that change nothing about which answers are right: they are accepted and not looked at."""
+    neutral: Mapping[str, Sequence[Any]]
+    """Values by which other fields ask for nothing."""
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Refused: a field asks for what there is not."""
+        for name, value in request.items():
+            if value is None or name in self.read or name in self.hints or name in SAMPLING:
+                continue
+            allowed = self.neutral.get(name, ())
+            # 1 and true are equal in Python.
+            if not any(value == each and type(value) is type(each) for each in allowed):
+                raise wrong(name, value, " or ".join([*map(json.dumps, allowed), "nothing"]))
+
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Refused: it is none."""
+    """The JSON object in ``body``, its texts as of `clean_text`. Refused: it is none."""
     try:
-        asked = json.loads(body)
+        request = clean_texts(json.loads(body))
     except (ValueError, RecursionError) as error:
         raise Refused(400, "not_json", str(error)) from None
-    if not isinstance(asked, dict):
-        raise wrong("body", asked, "an object")
-    return asked
+    if not isinstance(request, dict):
+        raise wrong("body", request, "an object")
+    return request
 
 
-def wrong(field: str, found: Any, allowed: str) -> Refused:
-    """Refusal of what was ``found`` in a field."""
-    return Refused(400, "wrong_field", f"{field}: found {str(found)[:80]!r}, allowed: {allowed}")
+def wrong(field: str, value: Any, allowed: str) -> Refused:
+    """Refusal of the ``value`` of a field."""
+    return Refused(400, "wrong_field", f"{field}: found {str(value)[:80]!r}, allowed: {allowed}")
 
 
-def number_in(asked: Mapping[str, Any], *fields: str) -> int:
+def number_in(request: Mapping[str, Any], *fields: str) -> int:
     """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none."""
-    found = next((asked[field] for field in fields if asked.get(field)), 0)
-    if type(found) is not int or found < 0:
-        raise wrong(fields[0], found, "a number of tokens")
-    return found
+    number = next((request[field] for field in fields if request.get(field)), 0)
+    if type(number) is not int or number < 0:
+        raise wrong(fields[0], number, "a number of tokens")
+    return number
 
 
-def texts_in(asked: Mapping[str, Any], field: str) -> tuple[str, ...]:
+def texts_in(request: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Texts in ``field``: one, or a list. Refused: it has others."""
-    found = asked.get(field) or []
-    found = [found] if isinstance(found, str) else found
-    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise wrong(field, found, "texts")
-    return tuple(found)
+    texts = request.get(field) or []
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise wrong(field, texts, "texts")
+    return tuple(texts)
 
 
-def list_in(asked: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+def list_in(request: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     """Objects in ``field``. Refused: it has others, or none."""
-    found = asked.get(field)
-    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise wrong(field, found, "a list of objects")
-    return found
+    items = request.get(field)
+    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+        raise wrong(field, items, "a list of objects")
+    return items
+
+
+def text_in(request: Mapping[str, Any], field: str) -> str:
+    """Text in ``field``; empty: it has none. Refused: it has something else."""
+    text = request.get(field)
+    if text is not None and not isinstance(text, str):
+        raise wrong(field, text, "a text")
+    return text or ""
+
+
+def role_in(message: Mapping[str, Any], field: str, roles: Mapping[str, str]) -> str:
+    """The chat template's role of a message whose ``field`` is its ``role``. Refused: it is none of ``roles``."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in roles:
+        raise wrong(field, role, ", ".join(roles))
+    return roles[role]
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text",)) -> str:
@@ -95,8 +159,8 @@ def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """A function as OpenAI describes it. Refused: it has no name."""
     if not isinstance(name, str) or not name:
         raise wrong("tools", name, "functions with names")
-    about = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": about}
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
 
 
 def call_of(name: Any, arguments: Any, number: Any = None) -> dict[str, Any]:
@@ -105,8 +169,8 @@ def call_of(name: Any, arguments: Any, number: Any = None) -> dict[str, Any]:
         raise wrong("calls", name, "calls of functions")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = clean_texts(json.loads(arguments))
         except (ValueError, RecursionError):
             arguments = {"text": arguments}
-    about = {"id": number} if isinstance(number, str) else {}
-    return {**about, "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    call = {"id": number} if isinstance(number, str) else {}
+    return {**call, "type": "function", "function": {"name": name, "arguments": arguments or {}}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.engines.stops import with_stops
 from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
-from relax_hpc.rollout.agents.answers import MODEL, Answer
+from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
-from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, read_object
-from relax_hpc.rollout.agents.dialects import DIALECTS
+from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, TooLong, read_object
+from relax_hpc.rollout.agents.dialects import COUNTERS, DIALECTS
 from relax_hpc.rollout.agents.dialects.responses import name_of
 from relax_hpc.rollout.agents.recorded import Recorded
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
@@ -32,9 +33,12 @@ from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
 
 MODELS = "/v1/models"
-_MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "run"}]}).encode()
+_MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
 _MOST_REFUSED = 32
-"""Requests of a program that may be refused: one that goes on asking would do so for ever."""
+"""Requests in a row that may be refused: a program that repeats them would do so for ever."""
+_RETRY_S = 30.0
+"""Seconds for a client that counts its retries to repeat a request which it has hung up. OpenAI's and Anthropic's wait
+8 seconds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,15 @@ class _Point:
     def tokens(self) -> list[int]:
         """Tokens of the row up to there, which stay as they are."""
         return [*self.row.prompt, *self.row.draft.token_ids[: self.length]]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that is being answered, or was."""
+
+    reply: asyncio.Task[Reply]
+    waiting: int = 0
+    """Connections that wait for the reply."""
 
 
 class Session:
@@ -79,10 +92,18 @@ class Session:
         """Rows in which an answer is just being drawn."""
         self._chats: dict[str, list[Message]] = {}
         """Chats so far, each by the name of its last answer."""
-        self._replies: dict[bytes, asyncio.Future[Reply]] = {}
-        """Replies by path and body: a client that has lost one asks again."""
+        self._requests: dict[bytes, _Pending] = {}
+        """Requests by path, body and idempotency key: a client that has lost a reply asks again."""
+        self._running: set[asyncio.Task[Reply]] = set()
+        self._numbers = itertools.count()
+        """Numbers of answers."""
+        self._is_closing = False
         self.refused: Counter[str] = Counter()
         """Requests that were not answered, by reason."""
+        self.last_refusal = ""
+        """Reason and detail of the last one."""
+        self._refused_in_row = 0
+        """Refused requests since the last answer; those of unknown paths are left out."""
         self.error: Exception | None = None
         """Error because of which there is no answer: of the engine, or of whoever asks it."""
         self.last: OpenRow | None = None
@@ -92,16 +113,29 @@ class Session:
         self.over = asyncio.Event()
         """Event that is set when nothing will be answered any more."""
 
-    async def reply(self, path: str, body: bytes, repeats: int) -> Reply:
-        """Reply to a request; to one that its client ``repeats``, the same. Gone: the episode has ended."""
-        key = hashlib.sha256(path.encode() + b"\n" + body).digest()
-        if not repeats or key not in self._replies:
-            self._replies[key] = asyncio.ensure_future(self._reply(path, body))
-        reply = self._replies[key]
-        await asyncio.wait([reply])
-        if reply.cancelled():
+    async def reply(self, path: str, body: bytes, repeats: int | None, idempotency: str = "") -> Reply:
+        """Reply to a request; to one that its client ``repeats``, or that has the ``idempotency`` key of another one,
+        the same. If this is cancelled, the client has hung up: without anybody else who waits, the request is taken
+        back. Gone: the episode has ended."""
+        name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
+        is_repeated = name in self._requests and (repeats or idempotency)
+        if not is_repeated:
+            task = asyncio.create_task(self._reply(path, body))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            self._requests[name] = _Pending(task)
+        request = self._requests[name]
+        request.waiting += 1
+        try:
+            await asyncio.wait([request.reply])
+        finally:
+            request.waiting -= 1
+            if not request.waiting and not request.reply.done():
+                may_repeat = repeats is not None or idempotency
+                asyncio.get_running_loop().call_later(_RETRY_S if may_repeat else 0.0, _take_back, request)
+        if request.reply.cancelled():
             raise Gone("the episode has ended")
-        return reply.result()
+        return request.reply.result()
 
     @property
     def reason(self) -> Ended:
@@ -110,57 +144,92 @@ class Session:
 
     async def close(self) -> None:
         """Answer nobody any more; nothing is added to rows then."""
-        for reply in self._replies.values():
-            reply.cancel()
-        await asyncio.gather(*self._replies.values(), return_exceptions=True)
+        self._is_closing = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _reply(self, path: str, body: bytes) -> Reply:
         try:
-            if path == MODELS:
-                return Reply(200, _MODELS)
-            if not (dialect := DIALECTS.get(path)):
-                raise Refused(404, "unknown_path", f"found {path!r}, allowed: {', '.join([*DIALECTS, MODELS])}")
-            request = dialect.parse(read_object(body), self._chats)
-            answer = await self._answer(request)
-            self._chats[name_of(answer)] = [*request.messages[request.apart :], answer.message]
-            return dialect.reply(request, answer)
+            return await self._answered(path, body)
         except Refused as refused:
-            self.refused[refused.code] += 1
-            self._count(refused.code)
-            if self.refused.total() >= _MOST_REFUSED:
-                self.over.set()
-            return Reply.error(refused.status, refused.code, refused.detail)
-        except Exception as error:  # whoever plays the episode is to hear of it
+            self._note_refusal(refused)
+            detail = refused.detail
+            if isinstance(refused, TooLong):
+                detail = DIALECTS[path].TOO_LONG.format(tokens=refused.tokens, limit=refused.limit)
+            return Reply.error(refused.status, refused.code, detail, path)
+        except Exception as error:  # the player of the episode raises it
             self.error = self.error or error
             self.over.set()
-            return Reply.error(500, "no_answer", "the episode has ended, as there is no answer")
+            return Reply.error(500, "no_answer", "the episode has ended, as there is no answer", path)
+
+    async def _answered(self, path: str, body: bytes) -> Reply:
+        """Reply to a request that is answered. Refused: it is not."""
+        if path == MODELS:
+            return Reply(200, as_json({"object": "list", "data": [_MODEL]}))
+        if path.startswith(f"{MODELS}/"):
+            return Reply(200, as_json(_MODEL))
+        if counter := COUNTERS.get(path):
+            request = counter.parse(read_object(body), self._chats)
+            _, tokens = await asyncio.to_thread(self._tokens, request, _keys(request.messages, request.tools))
+            return Reply(200, as_json({"object": "response.input_tokens", "input_tokens": len(tokens)}))
+        if not (dialect := DIALECTS.get(path)):
+            raise Refused(404, "unknown_path", f"found {path!r}, allowed: {', '.join([*DIALECTS, *COUNTERS, MODELS])}")
+        request = dialect.parse(read_object(body), self._chats)
+        answer = await self._answer(request)
+        self._refused_in_row = 0
+        self._chats[name_of(answer)] = [*request.messages[request.apart :], answer.message]
+        return dialect.reply(request, answer)
+
+    def _note_refusal(self, refused: Refused) -> None:
+        self.refused[refused.code] += 1
+        self._count(refused.code)
+        self.last_refusal = str(refused)
+        # Clients ask for what there may not be, such as embeddings, and do without.
+        if refused.code != "unknown_path":
+            self._refused_in_row += 1
+        if self._refused_in_row >= _MOST_REFUSED:
+            self.over.set()
 
     async def _answer(self, request: ChatRequest) -> Answer:
         keys = _keys(request.messages, request.tools)
         point, tokens = await asyncio.to_thread(self._tokens, request, keys)
-        if goes_on := bool(point and point.is_end and not any(point.row is one for one in self._drawing)):
-            row = point.row
-        else:
-            row = OpenRow(tuple(tokens))
-        number = self._bounds.asked
+        goes_on = point is not None and point.is_end and not any(point.row is row for row in self._drawing)
+        row = point.row if point and goes_on else OpenRow(tuple(tokens))
         room, limit = self._bounds.next_turn(self._history.rows, row, len(tokens))
+        number = next(self._numbers)
         if not goes_on:
             self._history.rows.append(row)
+        turn_limit = min(room, request.max_tokens or room)
         self._drawing.append(row)
         try:
             if not self._known(row, tokens):
-                await self._draw(
-                    row, len(tokens) - len(row.prompt) + min(room, request.max_tokens or room), request.stop
-                )
+                await self._draw(row, len(tokens) - len(row.prompt) + turn_limit, request.stop)
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                self._take_back_turn(row)
+            raise
         finally:
             self._drawing.remove(row)
         row.turns.append(row.length)
         self.last = row
         turn = row.draft.token_ids[len(tokens) - len(row.prompt) :]
-        answer = Answer.of(number, turn, len(tokens), request, self._tokenizer)
+        answer = Answer.from_turn(number, turn, tokens, turn_limit, request, self._tokenizer)
         self._cut = limit if answer.is_cut and len(turn) == room else None
-        self._points[_key(keys[-1], answer.message)] = _Point(row, row.length)
+        for message in answer.messages:
+            self._points[_key(keys[-1], message)] = _Point(row, row.length)
         return answer
+
+    def _take_back_turn(self, row: OpenRow) -> None:
+        """Leave out the turn that is being drawn in ``row``: its client has hung up and will not read it."""
+        if row.turns:
+            row.draft = row.first(row.turns[-1])
+        else:
+            self._history.rows.remove(row)
+        # The log of the episode may have a part of it.
+        self._history.is_other = True
+        self._bounds.forget_turn()
 
     def _tokens(self, request: ChatRequest, keys: Sequence[str]) -> tuple[_Point | None, list[int]]:
         """Tokens of a whole chat, up to where the policy speaks, and the last answer in it. Refused."""
@@ -197,13 +266,19 @@ class Session:
         row.draft = Draft.after(answer)
 
 
+def _take_back(request: _Pending) -> None:
+    """Cancel a request for which no connection waits any more."""
+    if not request.waiting:
+        request.reply.cancel()
+
+
 def _keys(messages: Sequence[Message], tools: Tools) -> list[str]:
     """Keys of all beginnings of a chat: each follows from the one before."""
-    key, found = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest(), []
+    key, keys = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest(), []
     for message in messages:
         key = _key(key, message)
-        found.append(key)
-    return found
+        keys.append(key)
+    return keys
 
 
 def _key(before: str, message: Message) -> str:

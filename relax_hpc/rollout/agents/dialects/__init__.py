@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from relax_hpc.gateway.front import Reply
+from relax_hpc.gateway.front import MESSAGES, Reply
 from relax_hpc.rollout.agents.answers import Answer
 from relax_hpc.rollout.agents.chat import ChatRequest, Message
 from relax_hpc.rollout.agents.dialects import completions, messages, responses
@@ -14,6 +14,9 @@ from relax_hpc.rollout.agents.dialects import completions, messages, responses
 
 class Dialect(Protocol):
     """Module of an interface."""
+
+    TOO_LONG: str
+    """Words by which its clients know that a chat is too long, with places for its ``tokens`` and the ``limit``."""
 
     def parse(self, asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
         """The request in ``asked``; ``chats`` so far, by the names of their last answers. Refused: it is none."""
@@ -25,6 +28,8 @@ class Dialect(Protocol):
 DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": completions,
     "/v1/responses": responses,
-    "/v1/messages": messages,
+    MESSAGES: messages,
 }
 """Interfaces by the path of a request."""
+COUNTERS: dict[str, Dialect] = {"/v1/responses/input_tokens": responses, f"{MESSAGES}/count_tokens": messages}
+"""The same by the path of a request for the number of a chat's tokens."""

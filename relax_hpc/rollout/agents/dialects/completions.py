@@ -10,27 +10,55 @@ from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
+    Fields,
     Message,
     call_of,
     list_in,
     number_in,
+    role_in,
     text_of,
     texts_in,
     tool_of,
     wrong,
 )
 
+# Two sentences of OpenAI's: litellm and verifiers look for the first, langchain-openai 1.7 for the last.
+TOO_LONG = (
+    "This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. Please "
+    "reduce the length of the messages. Input tokens exceed the configured limit of {limit} tokens."
+)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS = Fields(
+    read=frozenset(
+        ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
+    ),
+    hints=frozenset(
+        (
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+            *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"),
+        )
+    ),
+    neutral={
+        "n": [1],
+        "tool_choice": ["auto", "none"],
+        "parallel_tool_calls": [True],
+        "response_format": [{"type": "text"}],
+        "logprobs": [False],
+        "top_logprobs": [0],
+        "logit_bias": [{}],
+        "modalities": [["text"]],
+        "functions": [[]],
+    },
+)
 
 
 def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    if asked.get("n") not in (None, 1):
-        raise wrong("n", asked["n"], "1")
+    _FIELDS.check(asked)
     options = asked.get("stream_options")
-    tools = [_tool(one) for one in list_in(asked, "tools")] if asked.get("tools") else []
+    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
     return ChatRequest(
-        [_message(one) for one in list_in(asked, "messages")],
+        [_message(message) for message in list_in(asked, "messages")],
         tools,
         may_call=bool(tools) and asked.get("tool_choice") != "none",
         max_tokens=number_in(asked, "max_completion_tokens", "max_tokens"),
@@ -49,17 +77,18 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(given: Mapping[str, Any]) -> Message:
-    role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise wrong("messages.role", role, ", ".join(_ROLES))
-    found: Message = {"role": _ROLES[role], "content": text_of(given.get("content"))}
+    role = role_in(given, "messages.role", _ROLES)
+    message: Message = {"role": role, "content": text_of(given.get("content"))}
+    for name in ("function_call", "audio"):
+        if given.get(name):
+            raise wrong(f"messages.{name}", given[name], "nothing; calls are tool_calls")
     if isinstance(name := given.get("tool_call_id"), str):
-        found["tool_call_id"] = name
+        message["tool_call_id"] = name
     if given.get("tool_calls"):
         if role != "assistant":
             raise wrong("messages.tool_calls", role, "of an assistant")
-        found["tool_calls"] = [_call(one) for one in list_in(given, "tool_calls")]
-    return found
+        message["tool_calls"] = [_call(call) for call in list_in(given, "tool_calls")]
+    return message
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,42 +9,70 @@ from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
+    Fields,
     Message,
     call_of,
     list_in,
     number_in,
+    role_in,
     text_of,
     texts_in,
     tool_of,
     wrong,
 )
 
+TOO_LONG = "prompt is too long: {tokens} tokens > {limit} maximum"
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks that this policy never gave."""
+_ROLES = {"user": "user", "assistant": "assistant"}
+_FIELDS = Fields(
+    read=frozenset(("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream")),
+    hints=frozenset(("metadata", "service_tier", "thinking", "cache_control")),
+    neutral={"mcp_servers": [[]]},
+)
 
 
 def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    choice = asked.get("tool_choice")
-    given = list_in(asked, "tools") if asked.get("tools") else []
-    tools = [tool_of(one.get("name"), one.get("description"), one.get("input_schema")) for one in given]
+    # `effort` is a hint; `format` would be a constraint.
+    output = asked.get("output_config")
+    if not isinstance(output or {}, dict) or set(output or {}) - {"effort"}:
+        raise wrong("output_config", output, "effort")
+    _FIELDS.check({name: value for name, value in asked.items() if name != "output_config"})
+    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
     system = text_of(asked.get("system"))
-    first = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": system}] if system else []
+    for message in list_in(asked, "messages"):
+        messages += _messages(message)
     return ChatRequest(
-        [*first, *(message for one in list_in(asked, "messages") for message in _messages(one))],
+        messages,
         tools,
-        may_call=bool(tools) and not (isinstance(choice, dict) and choice.get("type") == "none"),
+        may_call=_choice(asked.get("tool_choice")) == "auto" and bool(tools),
         max_tokens=number_in(asked, "max_tokens"),
         stop=texts_in(asked, "stop_sequences"),
         streams=bool(asked.get("stream")),
     )
 
 
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise wrong("tools.type", tool["type"], "custom: tools that the program has itself")
+    return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
+
+
+def _choice(choice: Any) -> str:
+    """Whether the policy may call: auto or none. Refused: it is to call something."""
+    choice = choice or {"type": "auto"}
+    if not isinstance(choice, dict) or choice.get("type") not in ("auto", "none"):
+        raise wrong("tool_choice", choice, '{"type": "auto"} or {"type": "none"}')
+    if choice.get("disable_parallel_tool_use"):
+        raise wrong("tool_choice.disable_parallel_tool_use", True, "false")
+    return choice["type"]
+
+
 def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
     """Messages that one is: of a user's, results of tools stand by themselves."""
-    role, content = given.get("role"), given.get("content")
-    if role not in ("user", "assistant"):
-        raise wrong("messages.role", role, "user, assistant")
+    role, content = role_in(given, "messages.role", _ROLES), given.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
@@ -70,11 +98,19 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         "role": "assistant",
         "model": MODEL,
         "content": _blocks(answer),
-        "stop_reason": "tool_use" if answer.calls else "max_tokens" if answer.is_cut else "end_turn",
-        "stop_sequence": None,
+        "stop_reason": _stop_reason(answer),
+        "stop_sequence": answer.stops[0] if answer.stops else None,
         "usage": {"input_tokens": answer.known, "output_tokens": answer.tokens},
     }
     return streamed(_events(message, answer)) if request.streams else Reply(200, as_json(message))
+
+
+def _stop_reason(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_use"
+    if answer.is_cut:
+        return "max_tokens"
+    return "stop_sequence" if answer.stops else "end_turn"
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

@@ -10,18 +10,41 @@ from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
+    Fields,
     Message,
     Refused,
     call_of,
     list_in,
     number_in,
+    role_in,
+    text_in,
     text_of,
     tool_of,
     wrong,
 )
+from relax_hpc.rollout.agents.dialects import completions
 
+TOO_LONG = f"Your input exceeds the context window of this model. {completions.TOO_LONG}"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
+_FIELDS = Fields(
+    read=frozenset(("model", "input", "instructions", "previous_response_id", "tools", "max_output_tokens", "stream")),
+    hints=frozenset(
+        (
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "reasoning", "stream_options"),
+            *("prompt_cache_key", "prompt_cache_retention"),
+        )
+    ),
+    neutral={
+        "tool_choice": ["auto", "none"],
+        "parallel_tool_calls": [True],
+        "truncation": ["disabled"],
+        "background": [False],
+        "top_logprobs": [0],
+        # The policy has no reasoning that a client could not read.
+        "include": [[], ["reasoning.encrypted_content"]],
+    },
+)
 
 
 def name_of(answer: Answer) -> str:
@@ -31,18 +54,22 @@ def name_of(answer: Answer) -> str:
 
 def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
     """See `Dialect.parse`."""
-    instructions, before = text_of(asked.get("instructions")), asked.get("previous_response_id")
+    # `verbosity` is a hint; a format would be a constraint.
+    text = asked.get("text") or {}
+    if not isinstance(text, dict) or set(text) - {"format", "verbosity"}:
+        raise wrong("text", text, "format, verbosity")
+    if text.get("format") not in (None, {"type": "text"}):
+        raise wrong("text.format", text["format"], '{"type": "text"} or nothing')
+    _FIELDS.check({name: value for name, value in asked.items() if name != "text"})
+    instructions, before = text_of(asked.get("instructions")), text_in(asked, "previous_response_id")
     if before and before not in chats:
-        raise Refused(404, "unknown_response", f"previous_response_id: found {str(before)[:80]!r}, which is no answer")
+        raise Refused(404, "unknown_response", f"previous_response_id: found {before[:80]!r}, which is no answer")
     given = asked.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_in(asked, "input")
     first = [{"role": "system", "content": instructions}] if instructions else []
-    functions = [
-        one for one in (list_in(asked, "tools") if asked.get("tools") else []) if one.get("type") == "function"
-    ]
-    tools = [tool_of(one.get("name"), one.get("description"), one.get("parameters")) for one in functions]
+    tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
     return ChatRequest(
-        [*first, *chats.get(before or "", ()), *_messages(items)],
+        [*first, *chats.get(before, ()), *_messages(items)],
         tools,
         may_call=bool(tools) and asked.get("tool_choice") != "none",
         max_tokens=number_in(asked, "max_output_tokens"),
@@ -51,15 +78,20 @@ def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> C
     )
 
 
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise wrong("tools.type", tool.get("type"), "function: tools that the program has itself")
+    return tool_of(tool.get("name"), tool.get("description"), tool.get("parameters"))
+
+
 def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Messages of items: what an assistant has said and called, one after the other, is one."""
     found: list[Message] = []
     for item in items:
         match item.get("type", "message"):
             case "message":
-                if (role := item.get("role")) not in _ROLES:
-                    raise wrong("input.role", role, ", ".join(_ROLES))
-                found.append({"role": _ROLES[role], "content": text_of(item.get("content"), _TEXTS)})
+                role = role_in(item, "input.role", _ROLES)
+                found.append({"role": role, "content": text_of(item.get("content"), _TEXTS)})
             case "function_call":
                 if not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant", "content": ""})
