@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,16 +17,21 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
+from relax_hpc.data.chat import ChatTemplate
+from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import EnvironmentFault
+from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.player import Player
+from relax_hpc.rollout.samples import reward_input
 from relax_hpc.versions import Version
-from tests.agent_helpers import TOOLS, Chats, ToldEngine
+from tests.agent_helpers import TEMPLATE, TOOLS, Chats, ToldEngine
+from tests.effort import effort
 from tests.gateway_helpers import LIMIT_S, Gateway, gateway
 
 Body = dict[str, Any]
@@ -255,6 +261,9 @@ def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats)
         assert {row.length for row in rows(session)} == {5}
         assert code((await session.reply(COMPLETIONS, body, 0)).body) == "max_turns"
         assert session._bounds.met == "max_turns" and not session.over.is_set()
+        for _ in range(100):
+            await session.reply("/v1/embeddings", b"{}", 0)
+        assert not session.over.is_set(), "what there is not may be asked for"
         for _ in range(31):
             await session.reply(COMPLETIONS, b"{}", 0)
         assert session.over.is_set()
@@ -263,6 +272,117 @@ def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats)
         await ask(session, [USER])
         assert [row.length for row in rows(session)] == [4, 3]
         assert code((await session.reply(COMPLETIONS, body, 0)).body) == "sampled_budget"
+
+    asyncio.run(play())
+
+
+def test_refused_requests_between_answers_do_not_add_up(chats: Chats) -> None:
+    async def play() -> None:
+        session = session_of(chats, ToldEngine(lambda before, limit: chats.said("ok")), max_turns=50)
+        for _ in range(4):
+            for _ in range(31):
+                await session.reply(COMPLETIONS, b"{}", 0)
+            await ask(session, [USER])
+        assert not session.over.is_set() and session.refused.total() == 124
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_an_overflow_that_a_program_recovers_from_is_not_its_end(chats: Chats, path: str) -> None:
+    """Each interface says it in its own words, by which its clients know what to do."""
+    sentences = {
+        COMPLETIONS: "maximum context length is 2999 tokens. However, your messages resulted in {} tokens.",
+        "/v1/responses": "Your input exceeds the context window of this model.",
+        "/v1/messages": "prompt is too long: {} tokens > 2999 maximum",
+    }
+
+    async def play() -> None:
+        session, long = session_of(chats, ToldEngine(lambda before, limit: chats.said("4"))), "ab " * 3000
+        session._bounds.window = 3000
+        field = "input" if path == "/v1/responses" else "messages"
+        short = {field: [USER], "max_tokens": 20} if path == "/v1/messages" else {field: [USER]}
+        assert (await session.reply(path, json.dumps(short).encode(), 0)).status == 200
+        body = {**short, field: [{"role": "user", "content": long}]}
+        reply = await session.reply(path, json.dumps(body).encode(), 0)
+        error = json.loads(reply.body)["error"]
+        tokens = len(chats.whole([{"role": "user", "content": long}]))
+        assert reply.status == 400 and sentences[path].format(tokens) in error["message"]
+        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+        assert session.reason == "length"
+        await session.reply(path, json.dumps(short).encode(), 0)
+        assert session.reason == "env_done"
+
+    asyncio.run(play())
+
+
+def test_tokens_are_counted_without_a_turn(chats: Chats) -> None:
+    async def play() -> None:
+        session = session_of(chats, scripted(chats, "fine"))
+        for path, field in (("/v1/messages/count_tokens", "messages"), ("/v1/responses/input_tokens", "input")):
+            reply = await session.reply(path, json.dumps({field: [USER]}).encode(), 0)
+            assert json.loads(reply.body)["input_tokens"] == len(chats.whole([USER]))
+        for path in ("/v1/models", "/v1/models/policy"):
+            assert b"policy" in (await session.reply(path, b"", 0)).body
+        assert not rows(session) and not session.refused
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("body", [
+    b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ude00"}]}], "stop": ["\\ud83d"]}',
+    json.dumps({"messages": [USER], "tools": [{**TOOLS[0], "x\ud83d": "\udfff"}]}).encode(),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_replaced(chats: Chats, body: bytes) -> None:
+    async def play() -> None:
+        session = session_of(chats, scripted(chats, "fine"))
+        assert (await session.reply(COMPLETIONS, body, 0)).status == 200 and not session.error
+        (row,) = rows(session)
+        assert "\ufffd" in chats.tokenizer.decode(list(row.prompt)) or b"tools" in body
+
+    asyncio.run(play())
+
+
+FIELDS = ("role", "content", "type", "text", "name", "input", "tool_calls", "function", "arguments", "output", "id")
+TOP_FIELDS = (
+    *("messages", "input", "tools", "tool_choice", "stop", "system", "instructions", "max_tokens", "stop_sequences"),
+    *("previous_response_id", "text", "output_config", "stream", "stream_options", "n", "logprobs", "include"),
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(FIELDS)
+anything = st.recursive(
+    scalars | st.just("user"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=effort(80, 5000), deadline=None)
+@given(
+    st.sampled_from(["/v1/chat/completions", "/v1/responses", "/v1/messages"]),
+    st.dictionaries(st.sampled_from(TOP_FIELDS), anything),
+)
+def test_whatever_a_program_sends_its_episode_goes_on(chats: Chats, path: str, body: dict[str, Any]) -> None:
+    async def play() -> None:
+        session = session_of(chats, ToldEngine(lambda before, limit: chats.said("ok")))
+        whole = {"messages": [USER], "input": "x", **body}
+        for request in (body, whole):
+            reply = await session.reply(path, json.dumps(request).encode(), 0)
+            assert reply.status in (200, 400, 404), reply
+        assert session.error is None and not session.over.is_set()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_a_prefilled_answer_is_refused_by_name(chats: Chats, path: str) -> None:
+    async def play() -> None:
+        engine = scripted(chats, "fine")
+        session = session_of(chats, engine)
+        chat = [USER, {"role": "assistant", "content": "the answer is"}]
+        body = {"input": chat} if path == "/v1/responses" else {"messages": chat}
+        reply = await session.reply(path, json.dumps(body).encode(), 0)
+        assert reply.status == 400 and b"does not support assistant message prefill" in reply.body and not engine.asked
 
     asyncio.run(play())
 
@@ -276,6 +396,124 @@ def test_a_client_that_has_lost_an_answer_gets_the_same(chats: Chats) -> None:
         assert await session.reply(COMPLETIONS, body, 0) != both[0], "it was asked for by itself"
 
     asyncio.run(play())
+
+
+def test_requests_of_one_idempotency_key_are_one(chats: Chats) -> None:
+    async def play() -> None:
+        engine = scripted(chats, "one", "two", "three")
+        session, body = session_of(chats, engine), json.dumps({"messages": [USER]}).encode()
+        first = await session.reply(COMPLETIONS, body, None, "key")
+        assert await session.reply(COMPLETIONS, body, None, "key") == first and len(engine.asked) == 1
+        assert await session.reply(COMPLETIONS, body, None, "other") != first
+        assert await session.reply(COMPLETIONS, body, None) != first and len(engine.asked) == 3
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_request_whose_client_hangs_up_is_no_turn(chats: Chats, goes_on: bool) -> None:
+    async def play() -> None:
+        engine, drawing = ToldEngine(lambda before, limit: chats.said("ok")), asyncio.Event()
+        start = engine.start()
+
+        async def once(request: GenerateRequest) -> Generation | BadAnswer:
+            if len(engine.asked) != int(goes_on):
+                return await engine.once(request)
+            assert request.draft
+            request.draft.add([65], [-1.0], [1])
+            drawing.set()
+            return await asyncio.get_running_loop().create_future()
+
+        history = History()
+        session = session_of(chats, engine, history)
+        session._start = replace(start, ask=once)
+        messages = [USER]
+        if goes_on:
+            messages += [await ask(session, messages), USER]
+        body = json.dumps({"messages": messages}).encode()
+        abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, None))
+        await drawing.wait()
+        abandoned.cancel()
+        await asyncio.gather(abandoned, return_exceptions=True)
+        while session._running:
+            await asyncio.sleep(0)
+        assert [row.turns for row in rows(session)] == ([[len(chats.said("ok"))]] if goes_on else [])
+        assert session._bounds.asked == int(goes_on) and history.is_other
+        engine.asked.append(([], []))
+        messages += [await ask(session, messages)]
+        (row,) = rows(session)
+        assert len(row.turns) == 1 + goes_on and 65 not in row.draft.token_ids
+
+    asyncio.run(play())
+
+
+def test_a_client_that_counts_its_retries_has_time_for_one(chats: Chats) -> None:
+    async def play() -> None:
+        gate = asyncio.Event()
+        engine = ToldEngine(lambda before, limit: chats.said("ok"))
+        start = engine.start()
+
+        async def once(request: GenerateRequest) -> Generation | BadAnswer:
+            await gate.wait()
+            return await engine.once(request)
+
+        session = session_of(chats, engine)
+        session._start = replace(start, ask=once)
+        body = json.dumps({"messages": [USER]}).encode()
+        abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, 0))
+        while not session._drawing:
+            await asyncio.sleep(0)
+        abandoned.cancel()
+        await asyncio.gather(abandoned, return_exceptions=True)
+        retry = asyncio.create_task(session.reply(COMPLETIONS, body, 1))
+        gate.set()
+        assert (await retry).status == 200 and len(engine.asked) == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("put_back", ["</code>", "\n</code>"])
+def test_a_stop_text_that_comes_back_is_what_the_policy_has_drawn(chats: Chats, put_back: str) -> None:
+    async def play() -> None:
+        engine = ToldEngine(lambda before, limit: chats.tokenizer.encode("a <code>1</code>", special=False))
+        session, messages = session_of(chats, engine), [USER]
+        for _ in range(3):
+            answer = await ask(session, messages, stop=["</code>", "Observation:"])
+            assert answer["content"] == "a <code>1"
+            messages += [{"role": "assistant", "content": answer["content"] + "</code>"}, USER]
+        assert len(rows(session)) == 1
+        # Of another one, or where the policy has not drawn it, the history is what the program says.
+        messages[-2] = {"role": "assistant", "content": "a <code>1Observation:"}
+        await ask(session, messages, stop=["</code>"])
+        assert len(rows(session)) == 2
+
+    asyncio.run(play())
+
+
+def test_a_call_in_a_thought_is_no_call(chats: Chats) -> None:
+    """Whether the policy has opened the thought, or the template, and whether it came to an end."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+
+    opens = TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    assert opens != TEMPLATE
+    opening = ChatTemplate(opens, {}, "")
+
+    async def said(text: str, template: ChatTemplate = chats.template) -> Body:
+        session = session_of(chats, scripted(chats, text))
+        session._renderer = Renderer(template, chats.tokenizer)
+        return await ask(session, [USER], tools=TOOLS)
+
+    async def play() -> None:
+        thought = f"<think>I could {call} but no.</think>It is 4."
+        assert await said(thought) == {"role": "assistant", "content": thought}
+        assert "tool_calls" not in await said(f"<think>I could {call}")
+        answer = await said(f"<think>hm {call}</think>so {call}")
+        assert len(answer["tool_calls"]) == 1 and answer["content"] == f"<think>hm {call}</think>so"
+        assert "tool_calls" not in await said(f"I could {call}", opening)
+        assert len((await said(f"no {call}</think>{call}", opening))["tool_calls"]) == 1
+
+    asyncio.run(play())
+    opening.close()
 
 
 def test_stops_and_streams(chats: Chats) -> None:
@@ -349,13 +587,15 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(chats: Chats
 
 PROGRAM = """
 import json, os, sys, time, urllib.request
-def ask(text):
-    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+def send(text="x", **more):
+    body = json.dumps({"messages": [{"role": "user", "content": text}], **more}).encode()
     head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as got:
+        return json.loads(got.read())
+def ask(text):
     try:
-        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, body, head)) as got:
-            return json.loads(got.read())
+        return send(text)
     except OSError as error:
         return error
 """
@@ -365,10 +605,11 @@ def ask(text):
     ("program", "says"),
     [
         ("sys.exit(3)", "it ended by code 3, without an answer"),
-        ("ask('x'); os.kill(os.getpid(), 11)", "it ended by code -11"),
         ("print('no such model'); os.close(1)", "no such model"),
+        ("send(n=2)", "wrong_field: n: found '2', allowed: 1 or nothing"),
         ("while True: ask('')", None),
         ("ask('x'); sys.exit(1)", None),
+        ("ask('x'); os.kill(os.getpid(), 11)", None),
         ("ask('x'); os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')", None),
     ],
 )
@@ -384,11 +625,52 @@ def test_a_program_that_fails_costs_its_own_episode(
             if says:
                 assert isinstance(made, BadAnswer) and says in str(made) and len(faults) == 2
             else:
-                assert isinstance(made, Episode) and not faults and made.outcome["reward"] is None
-                ends = {"while": "max_turns"}
-                assert made.finish_reason == ends.get(program.split()[0], "env_done")
+                ends = {
+                    "while": "max_turns",
+                    "sys.exit(1)": "program_failed",
+                    "os.kill(os.getpid(), 11)": "program_failed",
+                }
+                ended = next((ends[code] for code in ends if code in program), "env_done")
+                assert isinstance(made, Episode) and made.finish_reason == ended
+                assert made.outcome["reward"] is None and len(faults) == (2 if "os.kill" in program else 0)
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("program", "ended", "reward"),
+    [
+        ("while True: send()", "max_turns", 0.0),
+        ("ask('x'); raise ValueError('no such command')", "program_failed", 0.0),
+        ("ask('x'); os.kill(os.getpid(), 9)", "program_failed", 0.0),
+        # Words of a command that kills the program then.
+        ("ask('x'); print('{\"reward\": 1.0}', flush=True); os.kill(os.getpid(), 9)", "program_failed", 0.0),
+        ("ask('x'); os.write(3, b'{\"reward\": 0.5}'); os.kill(os.getpid(), 9)", "env_done", 0.5),
+        ("ask('x'); print('{\"reward\": 0.5}'); sys.exit(2)", "env_done", 0.5),
+        ("ask('x'); print('done')", "env_done", None),
+    ],
+)
+def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
+    chats: Chats, tmp_path: Path, program: str, ended: str, reward: float | None
+) -> None:
+    async def play() -> tuple[Any, Counter[str]]:
+        counts = Counter[str]()
+        async with gateway(tmp_path) as there:
+            command = ["python", "-c", PROGRAM + program]
+            async with player_of(there, chats, command, max_faults=1, max_turns=2) as (player, _):
+                player._note_unrewarded = lambda reason: counts.update([reason])
+                engine = ToldEngine(lambda before, limit: chats.said("ok"))
+                return await player.play(History(), engine.start()), counts
+
+    episode, counts = asyncio.run(play())
+    assert isinstance(episode, Episode) and episode.finish_reason == ended
+    sample = reward_input(Prompt("p", (1, 2, 3), "2+2?", "4"), episode, chats.tokenizer)
+    if reward is None:
+        with pytest.raises(ValueError, match="no reward of an environment"):
+            environment(sample)
+    else:
+        assert environment(sample) == reward
+    assert counts == ({ended: 1} if ended != "env_done" else {})
 
 
 def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None:

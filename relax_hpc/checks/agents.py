@@ -31,7 +31,7 @@ def check_agents(config: Config) -> Iterator[str]:
             "programs are given prompts as they stand, and environment.options.chat_template is that of their chats"
         )
     try:
-        options = AgentOptions.of(config.environment.options)
+        options = AgentOptions.from_options(config.environment.options)
         if options.chat_template != "model" or config.model.path:
             find_templates(options.chat_template, Path(config.model.path))
     except ConfigError as error:

@@ -47,6 +47,7 @@ Ended = Literal[
     "turn_budget",
     "sampled_budget",
     "episode_budget",
+    "program_failed",
 ]
 """Reason why a response ended, or an episode of several turns; `partial`: it has not ended yet."""
 CUT: frozenset[str] = frozenset(("length", "turn_budget", "sampled_budget", "episode_budget"))

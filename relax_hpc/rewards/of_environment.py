@@ -1,4 +1,4 @@
-"""Reward that an environment gives its episode."""
+"""Reward that an environment or an agent program gives its episode."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
+_DONE = "env_done"
+"""End of an episode that its environment or program has brought about."""
+
 
 def environment(sample: RewardInput) -> float:
-    """The last reward of the episode's environment.
+    """The last reward of the episode's environment or program.
 
-    ValueError: it gave none. An episode that was cut short of one has 0.
+    Without one, an episode that has ended otherwise than by its environment or program has 0: it ran into
+    `max_turns` or a budget, or its program crashed. The policy has led there.
+
+    ValueError: the environment was done, or the program has ended well, and gave none.
     """
-    if (found := sample.environment.get("reward")) is not None:
-        return float(found)
-    if sample.finish_reason == "length":
+    reward = sample.environment.get("reward")
+    if reward is not None:
+        return float(reward)
+    if sample.finish_reason == "length" or sample.environment.get("ended", _DONE) != _DONE:
         return 0.0
     raise ValueError("the episode has no reward of an environment; name another reward, or have `step` give one")

@@ -218,7 +218,8 @@ def policy_values(result: StepResult) -> dict[str, float]:
 def turns_report(tally: Tally) -> dict[str, float]:
     """Scalars of episodes of several turns; nothing where each is one response."""
     count = len(tally.rewards)
-    if not tally.heard:
+    # A row of an agent program may have one answer, and nothing behind it.
+    if not tally.heard and set(tally.ends) <= {"stop", "length"}:
         return {}
     means = {"turns": tally.turns, "rows": len(tally.row_tokens), "heard_tokens": tally.heard}
     ends = {f"ended_{reason}": number for reason, number in tally.ends.items()}

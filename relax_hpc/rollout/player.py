@@ -14,6 +14,7 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.host import Environments
+from relax_hpc.rewards.composed import BY_ROW, WEIGHTED
 from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import OwnTime, in_time
@@ -21,7 +22,7 @@ from relax_hpc.rollout.history import History
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.observed_media import ObservedMedia
 from relax_hpc.rollout.turns import Rules, Session, Start, Turns
-from relax_hpc.tasks import environment_of
+from relax_hpc.tasks import environment_of, train_reward
 
 
 class OpenSession(Session, Protocol):
@@ -49,6 +50,9 @@ class Stage(Protocol):
     async def play(self, history: History, start: Start) -> Episode:
         """The episode that ``history`` is the beginning of. EnvironmentFault; BadAnswer, Repeat: as `Start.drawn`."""
 
+    def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
+        """The episode that ``history`` is after the last ``fault``; None: it is none, and its prompt group fails."""
+
     async def close(self) -> None:
         """End all that was started for it."""
 
@@ -56,10 +60,19 @@ class Stage(Protocol):
 class Player:
     """Player of one process, for one event loop."""
 
-    def __init__(self, stage: Stage, max_faults: int, limit_s: float, note: Callable[[EnvironmentFault], None]) -> None:
-        """``limit_s``: seconds for an episode, without what its responses take. ``note`` is told of each fault, of
-        those too after which an episode is begun again, up to ``max_faults`` times."""
+    def __init__(
+        self,
+        stage: Stage,
+        max_faults: int,
+        limit_s: float,
+        note: Callable[[EnvironmentFault], None],
+        note_unrewarded: Callable[[str], None] = lambda ended: None,
+    ) -> None:
+        """``limit_s``: seconds for an episode, without what its responses take. ``note`` is called with each fault,
+        also with those after which an episode starts again, up to ``max_faults`` times; ``note_unrewarded`` with the
+        end of each episode that has 0 because it ended before there was a reward."""
         self._stage, self._max_faults, self._limit_s, self._note = stage, max_faults, limit_s, note
+        self._note_unrewarded = note_unrewarded
         self.start, self.close = stage.start, stage.close
 
     async def play(self, history: History, start: Start) -> Episode | BadAnswer:
@@ -72,6 +85,9 @@ class Player:
 
         made = await in_time(self._played(history, replace(start, ask=ask, waiting=own.stands)), own, self._limit_s)
         assert not isinstance(made, Generation)
+        outcome = made.outcome if isinstance(made, Episode) else None
+        if outcome and outcome["reward"] is None and made.finish_reason != "env_done":
+            self._note_unrewarded(made.finish_reason)
         return made
 
     async def _played(self, history: History, start: Start) -> Episode:
@@ -82,6 +98,8 @@ class Player:
             except EnvironmentFault as fault:
                 self._note(fault)
                 if not left:
+                    if episode := self._stage.conclude(history, fault):
+                        return episode
                     raise BadAnswer(fault.reason, fault.detail) from fault
                 history.begin_again()
                 left -= 1
@@ -109,6 +127,10 @@ class OnEnvironments:
         finally:
             await session.close()
 
+    def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
+        """See `Stage.conclude`: an environment that has failed its episode says nothing of the policy."""
+        return None
+
 
 def player_of(
     config: Config,
@@ -120,8 +142,19 @@ def player_of(
     """Player of a run's episodes; None: they are played against no environment. ``count``, ConfigError: as
     `stage_of`."""
     stage = stage_of(config, tokenizer, media, count)
-    about = config.environment.max_faults, config.rollout.episode_timeout_s, note
-    return Player(stage, *about) if stage else None
+    if not stage:
+        return None
+    limits = config.environment.max_faults, config.rollout.episode_timeout_s
+    if _rewarded_by_environment(config):
+        return Player(stage, *limits, note, functools.partial(count, "no_reward"))
+    return Player(stage, *limits, note)
+
+
+def _rewarded_by_environment(config: Config) -> bool:
+    """Whether an environment's own reward is learned from, alone or as a part."""
+    reward, settings = train_reward(config), config.reward
+    composed = {WEIGHTED: settings.weighted, BY_ROW: settings.by_row.rewards.values()}
+    return "environment" in [reward, *composed.get(reward, ())]
 
 
 def stage_of(

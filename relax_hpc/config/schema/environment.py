@@ -22,7 +22,8 @@ class EnvironmentConfig:
     Empty: the task's own; most have none."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments that each environment is made with, by name. Of `agent`: `command`, the words of one; `env`, its own
-    environment variables; `chat_template`, that of its chats, `model` or a Jinja file."""
+    environment variables; `chat_template`, that of its chats, `model` or a Jinja file; `pid_namespace`, whether each
+    program gets one."""
     max_turns: int = bounded(8, 1)
     """Turns of the policy in an episode; past them it ends as `max_turns`."""
     turn_tokens: int = bounded(0, 0)

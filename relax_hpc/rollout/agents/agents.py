@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import math
+import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.chat import template_of
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import Episode
+from relax_hpc.engines.engine import Ended, Episode
 from relax_hpc.environments.base import Beginning, EnvironmentFault
+from relax_hpc.environments.plain import finite_number
 from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.front import key_of
 from relax_hpc.gateway.link import Link
+from relax_hpc.rendezvous.network import LOOPBACK
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.endpoint import Endpoint
 from relax_hpc.rollout.agents.options import AgentOptions
@@ -37,14 +38,33 @@ _SHOWN = 2000
 """Characters of what a program has printed last that samples and faults show."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """End of an episode that a program has played."""
+
+    row: OpenRow
+    """Row of the newest answer."""
+    reason: Ended
+    outcome: Mapping[str, Any]
+    """`info` and `reward`, see `Episode.outcome`."""
+
+
+class ProgramKilled(EnvironmentFault):
+    """Fault of a program that a signal has ended after an answer."""
+
+    def __init__(self, detail: str, end: ProgramEnd) -> None:
+        super().__init__("environment_died", detail)
+        self.end = end
+
+
 class Agents:
     """A `Stage` of programs; for one event loop."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, count: Callable[[str], None]) -> None:
-        """``count`` is called with the reason of each request that is refused. ConfigError: there is no program, or no
-        template for its chats."""
+        """``count`` is called with the reason of each request, or result, that is refused. ConfigError: there is no
+        program, or no template for its chats."""
         self._config, self._tokenizer, self._count = config, tokenizer, count
-        self._options = options = AgentOptions.of(config.environment.options)
+        self._options = options = AgentOptions.from_options(config.environment.options)
         names = tuple(sorted(tokenizer.named.items()))
         # Whoever wants a system's message has the program say it.
         about = tokenizer.directory, "", config.data.enable_thinking, names, config.data.template_date
@@ -55,6 +75,7 @@ class Agents:
         self._sessions: dict[str, Session] = {}
         self._names = map(str, itertools.count())
         self._endpoint = Endpoint(RunDir(Path(config.run_dir)), self._serve, longest_wait_s(config))
+        self._reported_namespaces = not options.pid_namespace
 
     async def start(self) -> None:
         """See `Stage.start`. DeadlineError: there is no gateway."""
@@ -66,7 +87,8 @@ class Agents:
         self._template.close()
 
     async def play(self, history: History, start: Start) -> Episode:
-        """See `Stage.play`. While the gateway is replaced it is waited for, and the program asks for the same again."""
+        """See `Stage.play`. While the gateway is replaced, it waits, and the program starts again and repeats its
+        requests."""
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
         with start.waiting():
@@ -74,46 +96,77 @@ class Agents:
         try:
             while True:
                 with start.waiting():
-                    way = await self._endpoint.reached()
+                    link, url = await self._endpoint.reached()
                 session = Session(start, history, self._renderer, self._tokenizer, replace(bounds), self._count)
-                if ended := await self._through(session, start.beginning, *way):
-                    _leave_whole_turns(history)
-                    return history.end(session.reason, *ended)
+                if end := await self._run_program(session, start.beginning, link, url):
+                    return _end_episode(history, end)
         finally:
             self._places.release()
 
-    async def _through(
-        self, session: Session, begin: Beginning, link: Link, url: str
-    ) -> tuple[OpenRow, dict[str, Any]] | None:
-        """Row in which a program has ended, and what is known of the episode beside its tokens; None: the gateway has
-        gone. EnvironmentFault; BadAnswer and Repeat as `Start.drawn`."""
+    def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
+        """See `Stage.conclude`: the answers before a signal stay an episode."""
+        return _end_episode(history, fault.end) if isinstance(fault, ProgramKilled) else None
+
+    async def _run_program(self, session: Session, begin: Beginning, link: Link, url: str) -> ProgramEnd | None:
+        """End of the episode that a program plays; None: the gateway has gone. EnvironmentFault; BadAnswer and Repeat
+        as `Start.drawn`."""
         task = {"prompt": begin.prompt, "metadata": begin.metadata, "seed": begin.seed, "episode": begin.episode}
+        options, memory_bytes = self._options, self._config.environment.memory_mb << 20
         async with self._open(session, link) as bearer:
-            variables = {
-                "OPENAI_BASE_URL": f"{url}/v1",
-                "OPENAI_API_KEY": bearer,
-                "ANTHROPIC_BASE_URL": url,
-                "ANTHROPIC_API_KEY": bearer,
-            }
-            limits = self._config.environment
-            program = Program(self._options.command, self._options.env | variables, task, limits.memory_mb << 20)
+            variables = _variables(options.env, url, bearer)
+            program = Program(options.command, variables, task, memory_bytes, options.pid_namespace)
             code = await _first(program.run(), session.over.wait(), link.lost.wait())
+        self._report_namespaces(program)
         if session.error:
             raise session.error
         if link.lost.is_set():
             return None
         how = f"it ended by code {code}" if code is not None else "it was ended"
-        if not session.last or (code or 0) < 0:
-            answers = "" if session.last else ", without an answer"
-            raise EnvironmentFault("environment_died", f"{how}{answers}; it printed {program.output[-_SHOWN:]!r}")
-        return session.last, _outcome(code, session, program)
+        if not session.last:
+            refused = f"; its last refused request: {session.last_refusal}" if session.last_refusal else ""
+            raise EnvironmentFault("environment_died", f"{how}, without an answer{refused}; {_printed(program)}")
+        is_killed = (code or 0) < 0 and not program.has_sent_result
+        info, result = self._read_result(program)
+        # Its output before a signal may come from the command that has sent the signal.
+        reward = None if is_killed else finite_number(result.get("reward"))
+        reason = session.reason
+        if reason == "env_done" and code != 0 and reward is None:
+            reason = "program_failed"
+        info = {"exit_code": code, "refused": dict(session.refused), **info}
+        end = ProgramEnd(session.last, reason, {"info": info, "reward": reward})
+        if is_killed:
+            raise ProgramKilled(f"{how}; {_printed(program)}", end)
+        return end
+
+    def _read_result(self, program: Program) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Entries of `info` about a program, and its result, empty if it gave none."""
+        info: dict[str, Any] = {"output": program.output[-_SHOWN:], "errors": program.errors[-_SHOWN:]}
+        if program.forged:
+            self._count("forged_result")
+            info["forged_result_bytes"] = program.forged
+        try:
+            result = program.read_result()
+        except ValueError as error:
+            self._count("bad_result")
+            return {**info, "result_error": str(error)}, {}
+        return (info, {}) if result is None else ({**info, "said": result}, result)
+
+    def _report_namespaces(self, program: Program) -> None:
+        """Say once in the log of this role why programs have no PID namespace."""
+        if program.no_namespace and not self._reported_namespaces:
+            self._reported_namespaces = True
+            print(
+                f"agent programs have no PID namespace on this node ({program.no_namespace}); their processes are "
+                "found by their parents and killed at the end of each episode",
+                flush=True,
+            )
 
     @contextlib.asynccontextmanager
     async def _open(self, session: Session, link: Link) -> AsyncIterator[str]:
         """The bearer of a session, while that is open."""
         name, bearer = next(self._names), f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[name] = session
-        # Who has lost the connection looks at `lost`.
+        # If the connection is lost, `link.lost` says so.
         with contextlib.suppress(Gone):
             await link.call(do="open", session=name, key=key_of(bearer))
         try:
@@ -131,20 +184,21 @@ class Agents:
         return message_of(await session.reply(*request))
 
 
-def _leave_whole_turns(history: History) -> None:
-    """Leave out what a program has asked for and not waited for."""
+def _end_episode(history: History, end: ProgramEnd) -> Episode:
+    """The whole episode, without answers that a program has asked for and not waited for."""
     for row in list(history.rows):
         if not row.turns:
             history.rows.remove(row)
         elif row.length == row.turns[-1]:
             continue
         row.draft = row.first(row.turns[-1] if row.turns else 0)
-        # Its log may have that.
+        # The log may have the answers that are left out here.
         history.is_other = True
+    return history.end(end.reason, end.row, end.outcome)
 
 
 async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
-    """Result of ``work``; None if one of ``events`` comes first, and it is cancelled. EnvironmentFault: there is no
+    """Result of ``work``; None if one of ``events`` comes first, which cancels ``work``. EnvironmentFault: there is no
     such program."""
     task = asyncio.ensure_future(work)
     tasks = [task, *map(asyncio.ensure_future, events)]
@@ -154,22 +208,36 @@ async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
     except OSError as error:
         raise EnvironmentFault("environment_died", f"the program cannot be started: {error}") from error
     finally:
-        for one in tasks:
-            one.cancel()
+        for waiting in tasks:
+            waiting.cancel()
         await asyncio.wait(tasks)
 
 
-def _outcome(code: int | None, session: Session, program: Program) -> dict[str, Any]:
-    """Words on an episode beside its tokens. An object in the last line that a program prints is its own word, also
-    on the reward."""
-    output = program.output
-    info = {"exit_code": code, "refused": dict(session.refused), "output": output[-_SHOWN:]}
-    try:
-        said = json.loads(output.strip().rpartition("\n")[2])
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        return {"info": info, "reward": None}
-    reward = said.get("reward")
-    is_one = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-    return {"info": info | {"said": said}, "reward": float(reward) if is_one else None}
+def _printed(program: Program) -> str:
+    return f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to standard error"
+
+
+def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str, str]:
+    """Environment variables of a program beyond this process's, those that are ``configured`` included."""
+    return {
+        **configured,
+        **_without_proxy(configured),
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": bearer,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": bearer,
+    }
+
+
+def _without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which HTTP clients reach this node itself without a proxy.
+
+    Sites set `http_proxy` on nodes without a route to the internet. urllib, requests and httpx then ask the proxy for
+    127.0.0.1 as well, unless `no_proxy` names it.
+    """
+    environment = {**os.environ, **variables}
+    listed = ",".join(filter(None, (environment.get("no_proxy"), environment.get("NO_PROXY"))))
+    hosts = [*filter(None, listed.split(",")), LOOPBACK, "localhost"]
+    # Only alone it means all hosts.
+    value = "*" if "*" in hosts else ",".join(dict.fromkeys(hosts))
+    return {"no_proxy": value, "NO_PROXY": value}
