@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.chat import template_of
+from relax_hpc.data.chat import template_for
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import Ended, Episode
 from relax_hpc.environments.base import Beginning, EnvironmentFault
@@ -65,10 +65,9 @@ class Agents:
         program, or no template for its chats."""
         self._config, self._tokenizer, self._count = config, tokenizer, count
         self._options = options = AgentOptions.from_options(config.environment.options)
-        names = tuple(sorted(tokenizer.named.items()))
         # Whoever wants a system's message has the program say it.
-        about = tokenizer.directory, "", config.data.enable_thinking, names, config.data.template_date
-        self._template = template_of(options.chat_template, *about)
+        chats = replace(config.data, chat_template=options.chat_template, system="")
+        self._template = template_for(chats, tokenizer)
         self._renderer = Renderer(self._template, tokenizer)
         limits = config.environment
         self._places = asyncio.Semaphore(limits.processes * limits.per_process)
