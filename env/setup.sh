@@ -99,21 +99,24 @@ apt_python() {  # the one system package without which nothing works, and only w
     [[ -z ${RELAX_PYTHON:-} ]] && may_apt && { apt_install python3.11-venv || apt_install python3.12-venv; }
 }
 
-slurm_packages() {  # prints what the Slurm tests lack, unless Slurm is there and is not Debian's: a cluster's own
+system_packages() {  # prints the packages that the tests lack
     local have wanted
     may_apt && [[ -z $(find "$VENV/.apt-failed" -mmin -60 2>/dev/null) ]] || return 0
     have=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' | sed -n 's/^installed //p' | sort)
-    grep -qx slurm-client <<<"$have" || ! command -v sinfo >/dev/null || return 0
     wanted=$(grep -v '^#' "$ROOT/env/debian-packages.txt" | sort)
-    comm -13 <(echo "$have") <(echo "$wanted")
+    # On a cluster with its own Slurm, only ffmpeg.
+    if ! grep -qx slurm-client <<<"$have" && command -v sinfo >/dev/null; then
+        wanted=$(command -v ffmpeg >/dev/null || echo ffmpeg)
+    fi
+    comm -13 <(echo "$have") <(echo "$wanted") | grep . || true
 }
 
-install_slurm() {  # a convenience: without it the Slurm tests skip; a failure is not tried again for an hour
+install_system_packages() {  # a convenience: tests that need them skip; a failure is not tried again for an hour
     local packages
-    mapfile -t packages < <(slurm_packages)
+    mapfile -t packages < <(system_packages)
     if ((${#packages[@]} == 0)) || apt_install "${packages[@]}"; then return; fi
     touch "$VENV/.apt-failed"
-    say "apt-get failed (see $LOG): tests on a real Slurm will skip"
+    say "apt-get failed (see $LOG): tests on a real Slurm, and those that need ffmpeg, will skip"
 }
 
 make_venv() {
@@ -182,9 +185,15 @@ compile_all() {  # to bytecode, on all cores, which pip does not; some packages 
 
 missing() { "$VENV/bin/python" -I "$ROOT/env/verify.py" "$1"; }
 
+drop_replaced() {  # decord2 has decord's module: files of the old package would stay beside it, or replace its own
+    local old=("$VENV"/lib/python3.*/site-packages/decord-*.dist-info)
+    [[ ! -e ${old[0]} ]] || shown "removing decord, which decord2 replaces" "$VENV/bin/python" -I -m pip uninstall -y decord
+}
+
 install_lock() {
     local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt count options=()
     rm -f "$VENV/.stamp-$1"
+    drop_replaced
     missing "$file" >"$todo"
     (($(wc -l <"$todo") <= 20)) || options=(--no-compile)
     if [[ $1 == cpu ]]; then
@@ -238,7 +247,7 @@ main() {
         esac
     done
     parts=("$base" "${parts[@]}" package)
-    if all_current "${parts[@]}" && [[ " ${parts[*]} " != *" dev "* || -z $(slurm_packages) ]]; then return; fi
+    if all_current "${parts[@]}" && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then return; fi
     take_lock
     check_venv
     [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
@@ -247,7 +256,7 @@ main() {
         if current "$arg"; then continue; fi
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
     done
-    [[ " ${parts[*]} " != *" dev "* ]] || install_slurm
+    [[ " ${parts[*]} " != *" dev "* ]] || install_system_packages
     say "done: $VENV"
 }
 

@@ -18,6 +18,8 @@ INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow,math_ve
 if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
     INSTALLED+=,slurm
 fi
+# setup.sh installs it there too. Where it failed, the tests that need it say so.
+if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then INSTALLED+=,ffmpeg; fi
 if [[ -f $VENV/.stamp-rdma ]]; then INSTALLED+=,nixl; fi
 export RELAX_REQUIRE=${RELAX_REQUIRE-$INSTALLED}
 # All workers must find the same tests in the same order; the order of sets is another in each session all the same.

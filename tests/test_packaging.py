@@ -26,6 +26,7 @@ IMPORT_NAMES = {
     "megatron": "megatron-core",
     "PIL": "pillow",
     "markdown_it": "markdown-it-py",
+    "decord": "decord2",
     "nixl_cu12": "nixl-cu12",
     # What torch for CUDA brings along; nothing imports it but by name, see relax_hpc.models.kernels.
     "triton": "torch",
