@@ -85,8 +85,8 @@ _OWN_PILLOW = f"""
 import os, signal, time
 from PIL import Image as pillow
 real = pillow.open
-def opened(file, *args):
-    found = real(file, *args)
+def opened(file, *args, **settings):
+    found = real(file, *args, **settings)
     if found.size == ({HANGS}, 32):
         time.sleep(3600)
     if found.size == ({CRASHES}, 32):

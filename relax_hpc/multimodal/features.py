@@ -13,6 +13,7 @@ from relax_hpc.multimodal.rules import Rules
 _MEL_FLOOR, _MEL_RANGE = 1e-10, 8.0
 """Least power, and decades below the loudest that are kept (Whisper, arXiv 2212.04356, section 2.2)."""
 _FULL_SCALE = np.float32(32768)
+"""Of samples of 16 bits."""
 MOST_HERTZ = 8000.0
 """Pitch above which nothing is heard."""
 _LOG_STEP = np.log(6.4) / 27
@@ -73,8 +74,10 @@ def _normalised(values: np.ndarray, rules: Rules) -> np.ndarray:
 
 
 def waveform(medium: Medium) -> np.ndarray:
-    """Samples of a sound, float32 [samples] in [-1, 1)."""
-    return medium.data.astype(np.float32) / _FULL_SCALE
+    """Samples of a sound, float32 [samples], full scale 1."""
+    if medium.data.dtype == np.int16:
+        return medium.data.astype(np.float32) / _FULL_SCALE
+    return medium.data
 
 
 def mel(medium: Medium, rules: Rules) -> np.ndarray:

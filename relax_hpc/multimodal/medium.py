@@ -1,4 +1,4 @@
-"""A medium as it is stored, once a prompt group: decoded, resized, still uint8 or int16, and described by itself."""
+"""A medium as it is stored, once a prompt group: decoded, resized, as pixels or samples, with a header."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ class Header:
     """Time of each temporal patch of a video."""
 
 
-_DTYPES = {"U8": np.dtype("<u1"), "I16": np.dtype("<i2")}
-_FORMS = {Kind.IMAGE: ("U8", 3), Kind.VIDEO: ("U8", 4), Kind.AUDIO: ("I16", 1)}
-"""Kind -> type of its numbers, dimensions."""
+_DTYPES = {"U8": np.dtype("<u1"), "F32": np.dtype("<f4"), "I16": np.dtype("<i2")}
+_FORMS = {
+    Kind.IMAGE: (("U8",), 3),
+    Kind.VIDEO: (("U8",), 4),
+    # I16: sounds that earlier releases stored, in a run that is resumed.
+    Kind.AUDIO: (("F32", "I16"), 1),
+}
+"""Kind -> names of the types that its numbers may have, number of dimensions."""
 _LENGTH = struct.Struct("<Q")
 _MOST_HEAD = 1 << 20
 
@@ -48,8 +53,8 @@ class Medium:
 
     kind: Kind
     data: np.ndarray
-    """Image: uint8 [height, width, 3]. Video: uint8 [frames, height, width, 3]. Sound: int16 [samples], one channel at
-    the rate of the model's family."""
+    """Image: uint8 [height, width, 3]. Video: uint8 [frames, height, width, 3]. Sound: float32 [samples], one channel
+    at the rate of the model's family, full scale 1; int16 [samples], full scale 32768, of earlier releases."""
     grid: Grid
     seconds: tuple[float, ...] = ()
     """Time of each temporal patch of a video."""
@@ -66,7 +71,8 @@ class Medium:
     def parts(self) -> tuple[bytes, memoryview]:
         """The two parts of `to_bytes`, the second over the medium's own memory: a video has many megabytes."""
         about = json.dumps({"kind": self.kind, "grid": self.grid, "seconds": self.seconds})
-        dtype, _ = _FORMS[self.kind]
+        dtypes, _ = _FORMS[self.kind]
+        dtype = next((name for name in dtypes if _DTYPES[name] == self.data.dtype), dtypes[0])
         data = np.ascontiguousarray(self.data, _DTYPES[dtype])
         tensor = {"dtype": dtype, "shape": data.shape, "data_offsets": (0, data.nbytes)}
         # One key of metadata: the order of several is left open by the format's own library.
@@ -93,6 +99,7 @@ class Medium:
     @classmethod
     def _checked(cls, about: dict[str, Any], dtype: str, data: np.ndarray) -> Medium:
         kind, grid = Kind(about["kind"]), tuple(map(int, about["grid"]))
-        if (dtype, data.ndim) != _FORMS[kind] or len(grid) != 3 or math.prod(grid) < 1:
+        dtypes, dimensions = _FORMS[kind]
+        if dtype not in dtypes or data.ndim != dimensions or len(grid) != 3 or math.prod(grid) < 1:
             raise ValueError(f"{kind} of {dtype} {data.shape}, grid {grid}")
         return cls(kind, data, grid, tuple(map(float, about["seconds"])))

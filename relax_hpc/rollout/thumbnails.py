@@ -10,6 +10,7 @@ import numpy as np
 
 from relax_hpc.data.rows import data_uri
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.features import waveform
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore
 
@@ -18,7 +19,6 @@ SIDE = 96
 _QUALITY = 70
 _WAVE_HEIGHT = 32
 """Pixels of the height of a sound."""
-_FULL_SCALE = 32768
 _KEPT = 64
 """Thumbnails in memory: the samples of a prompt group have the same."""
 
@@ -48,7 +48,7 @@ def _middle(medium: Medium) -> tuple[np.ndarray, str]:
 
 def _waveform(medium: Medium) -> tuple[np.ndarray, str]:
     """Loudness of a sound from left to right, a bar a column, and its length."""
-    columns = np.array_split(np.abs(medium.data.astype(np.float32)) / _FULL_SCALE, SIDE)
+    columns = np.array_split(np.abs(waveform(medium)), SIDE)
     loud = np.array([column.max(initial=0.0) for column in columns])
     beyond = np.abs(np.linspace(-1, 1, _WAVE_HEIGHT))[:, None] > loud
     return np.repeat(np.where(beyond, 255, 64).astype(np.uint8)[..., None], 3, axis=2), f"{medium.data.size} samples"

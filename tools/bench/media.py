@@ -1,8 +1,8 @@
 """What preparing media costs beside their decoders alone, as ratios of throughput, the two by turns in one run.
 
 Ours is all that a worker does: checks of the file, decoding, resizing, and the blob that is stored. Times are of the
-processor, so that other work on the machine counts little. Videos are of JPEG frames, 30 a second, which is what can be
-written here without another program.
+processor, so that other work on the machine counts little. Videos of Motion JPEG are resized. Those of
+H.264 and HEVC have a size that the model takes.
 
     python tools/bench/media.py --json
 """
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import psutil
 from figures import Figure, print_figures
+from PIL import Image
 
 from relax_hpc.multimodal.audio import resampled
 from relax_hpc.multimodal.features import mel
@@ -56,7 +57,6 @@ def ratio(name: str, target: float, rounds: int, alone: Callable[[], object], ou
 
 def pictures(rounds: int) -> Iterator[Figure]:
     """JPEG, as large as the model takes it, and not."""
-    from PIL import Image
 
     def decoded(content: bytes, size: tuple[int, int]) -> None:
         with Image.open(io.BytesIO(content)) as image:
@@ -79,43 +79,106 @@ def pictures(rounds: int) -> Iterator[Figure]:
 
 def videos(folder: Path, rounds: int) -> Iterator[Figure]:
     """Half a minute, 2 frames a second."""
+    import av
     import decord
 
+    taken = RULES.frames(SECONDS * FPS, FPS).tolist()
+
+    def by_decord(path: Path) -> None:
+        decord.VideoReader(str(path), num_threads=1).get_batch(taken).asnumpy()
+
+    def by_pyav(path: Path) -> None:
+        with av.open(path) as container:
+            container.streams.video[0].codec_context.thread_count = 1
+            for number, frame in enumerate(container.decode(video=0)):
+                if number in taken:
+                    frame.to_ndarray(format="rgb24")
+
     for height, width, target in ((360, 640, 0.8), (720, 1280, 0.7)):
-        path, few = folder / f"{height}.avi", clip(_DISTINCT_FRAMES, height, width)
-        path.write_bytes(avi([few[number % len(few)] for number in range(SECONDS * FPS)], FPS))
-        taken = RULES.frames(SECONDS * FPS, FPS).tolist()
+        distinct = clip(_DISTINCT_FRAMES, height, width)
+        frames = [distinct[number % len(distinct)] for number in range(SECONDS * FPS)]
+        path = folder / f"{height}.avi"
+        path.write_bytes(avi(frames, FPS))
         yield ratio(
-            f"video {height}p, {SECONDS} s: of decord",
+            f"Motion JPEG {height}p, {SECONDS} s: of decord",
             target,
             rounds,
-            lambda path=path, taken=taken: decord.VideoReader(str(path), num_threads=1).get_batch(taken).asnumpy(),
+            lambda path=path: by_decord(path),
             lambda path=path: load(Kind.VIDEO, path, RULES).parts(),
         )
         if height == 360:
             yield size_of(f"{SECONDS} s of video, 360p", Kind.VIDEO, path, 40.6)
+    # Of a size that is not resized, so that decoding is what counts.
+    distinct = clip(_DISTINCT_FRAMES, 352, 640)
+    frames = [distinct[number % len(distinct)] for number in range(SECONDS * FPS)]
+    for codec, name, alone in (("libx264", "decord", by_decord), ("libx265", "PyAV", by_pyav)):
+        path = compressed_video(folder / f"{codec}.mp4", codec, frames)
+        yield ratio(
+            f"{codec[3:]} 640 x 352, {SECONDS} s: of {name}",
+            0.8,
+            rounds,
+            lambda path=path, alone=alone: alone(path),
+            lambda path=path: load(Kind.VIDEO, path, RULES).parts(),
+        )
 
 
-def sounds(rounds: int) -> Iterator[Figure]:
+def compressed_video(path: Path, codec: str, frames: Sequence[Image.Image]) -> Path:
+    """An MP4 of these ``frames``."""
+    import av
+
+    with av.open(path, "w") as container:
+        stream = container.add_stream(codec, FPS, options={"preset": "veryfast", "x265-params": "log-level=none"})
+        stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+    return path
+
+
+def compressed_sound(path: Path, samples: np.ndarray, rate: int) -> Path:
+    """An M4A of these ``samples`` [channels, samples], AAC."""
+    import av
+
+    with av.open(path, "w") as container:
+        stream = container.add_stream("aac", rate, layout="stereo")
+        frame = av.AudioFrame.from_ndarray(samples, "fltp", "stereo")
+        frame.sample_rate = rate
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def sounds(folder: Path, rounds: int) -> Iterator[Figure]:
     """Half a minute in stereo."""
+    import av
     import soundfile
 
-    samples = tone(SECONDS, 44100)
-    content = sound(np.stack([samples, samples], 1), 44100, "FLAC")
+    both = np.stack([tone(SECONDS, 44100)] * 2)
+    content = sound(both.T, 44100, "FLAC")
     medium = load(Kind.AUDIO, content, RULES)
 
-    def alone() -> None:
+    def flac_alone() -> None:
         channels, rate = soundfile.read(io.BytesIO(content), dtype="float32")
         resampled(channels.mean(axis=1), rate, RULES.rate)
         mel(medium, RULES)
 
-    def ours() -> None:
-        found = load(Kind.AUDIO, content, RULES)
-        found.to_bytes()
-        mel(found, RULES)
+    path = compressed_sound(folder / "sound.m4a", both, 44100)
 
-    yield ratio(f"FLAC, {SECONDS} s: of decoding, resampling and mel", 0.8, rounds * 3, alone, ours)
-    yield size_of(f"{SECONDS} s of sound", Kind.AUDIO, content, 0.961)
+    def aac_alone() -> None:
+        with av.open(path) as container:
+            channels = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+        resampled(channels.mean(axis=0), 44100, RULES.rate)
+        mel(medium, RULES)
+
+    for name, source, alone in (("FLAC", content, flac_alone), ("AAC in MP4", path, aac_alone)):
+
+        def ours(source: Source = source) -> None:
+            stored = load(Kind.AUDIO, source, RULES)
+            stored.to_bytes()
+            mel(stored, RULES)
+
+        yield ratio(f"{name}, {SECONDS} s: of decoding, resampling and mel", 0.8, rounds * 3, alone, ours)
+    yield size_of(f"{SECONDS} s of sound", Kind.AUDIO, content, 1.921)
 
 
 def size_of(name: str, kind: Kind, source: Source, target: float) -> Figure:
@@ -197,7 +260,7 @@ def figures(rounds: int, count: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as name:
         yield from pictures(rounds)
         yield from videos(Path(name), rounds)
-        yield from sounds(rounds)
+        yield from sounds(Path(name), rounds)
         yield from two_workers(Path(name), rounds, count)
 
 
