@@ -427,6 +427,15 @@ def test_a_format_outside_the_lists_is_refused_by_name(
     assert refusal(kind, make_file(tmp_path / name, *words)) == Reason.UNSUPPORTED
 
 
+def test_a_stream_of_an_unknown_codec_is_refused_and_the_other_is_read(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "x.mp4", *moving(), *tones(2), H264, "-c:a", "aac")
+    content = path.read_bytes()
+    at = content.index(b"avc1", content.index(b"stsd"))
+    path.write_bytes(content[:at] + b"zzzz" + content[at + 4 :])
+    assert refusal(Kind.VIDEO, path) == Reason.UNSUPPORTED
+    assert_right_sound(path)
+
+
 @pytest.mark.parametrize("name", ["x.mp4", "x.wmv", "x.flv", "x.gif"])
 def test_a_video_that_is_cut_short_is_refused(name: str, tmp_path: Path) -> None:
     codecs = {"x.wmv": ("-c:v", "wmv2"), "x.gif": (), "x.flv": H264}
@@ -444,6 +453,16 @@ def test_a_list_of_other_files_is_not_opened(playlist: str, tmp_path: Path) -> N
         (tmp_path / "x.mp4").write_text(lead + playlist.format("other.ts"))
         assert refusal(Kind.VIDEO, tmp_path / "x.mp4") == Reason.UNSUPPORTED
         assert refusal(Kind.AUDIO, tmp_path / "x.mp4") == Reason.UNSUPPORTED
+
+
+def test_a_sound_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "x.m4a", *tones(2, seconds=3.0), "-c:a", "aac")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 400] = np.random.default_rng(0).bytes(400)
+    path.write_bytes(content)
+    with pytest.raises(BadMedium, match="corrupted"):
+        load(Kind.AUDIO, path, RULES)
 
 
 def test_junk_around_a_stream_is_left_out(tmp_path: Path) -> None:

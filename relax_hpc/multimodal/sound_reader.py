@@ -1,9 +1,8 @@
-"""Reader of sound: the samples of a file at its own rate, the mean of its channels, as FFmpeg
-decodes them.
+"""Reader of sound: the mean of a file's channels at the file's rate, as FFmpeg decodes them.
 
-One reader for all files. decord 0.6.0 and decord2 3.4.0 return memory that was never written for
-more than one channel (`AudioReader(mono=False)`), and resample in a way that is not librosa's.
-libsndfile 1.2.2 reads W64 files of floats and Opus at other rates wrongly, and no video.
+One reader for all files. decord 0.6.0 returns memory that was never written for more than one
+channel. decord2 3.4.0 ends a sound at the first damaged packet without an error, and decodes all of
+it before a limit can stop it. libsndfile 1.2.2 reads W64 files of floats wrongly, and no video.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ class Sound:
 
 
 def read_sound(path: str, limits: Limits) -> Sound:
-    """The sound of a file. BadMedium: it has none, is damaged, over a limit, or in no format that
-    is read."""
+    """The sound of a file.
+
+    BadMedium: it has no sound, is damaged, over a limit, or in no format that is read.
+    """
     with open_container(path) as container:
         stream = audio_stream(container)
         delay = _opus_delay(container, stream)
@@ -57,12 +58,14 @@ def read_sound(path: str, limits: Limits) -> Sound:
         declared = _declared_samples(stream)
         if len(samples) < declared:
             raise BadMedium(Reason.TRUNCATED, f"{len(samples)} samples of {declared}")
-        return Sound(samples, rate)
+        return Sound(samples[: declared or None], rate)
 
 
 def sound_length(path: str, limits: Limits) -> tuple[int, int]:
-    """Samples of a sound, and its rate. It is decoded unless its header is exact. BadMedium: as
-    `read_sound`."""
+    """Samples of a sound, and its rate; it is decoded unless its header is exact.
+
+    BadMedium: as `read_sound`.
+    """
     with open_container(path) as container:
         stream = audio_stream(container)
         declared = _declared_samples(stream)

@@ -1,5 +1,4 @@
-"""Streams of video and sound files: opened by PyAV's FFmpeg, under an allow-list of containers and
-codecs.
+"""Streams of video and sound files, opened under an allow-list of containers and codecs.
 
 FFmpeg also opens playlists, lists of files and network addresses. None of them is in the list, so
 that a file of a data set can never make it read another file.
@@ -7,7 +6,7 @@ that a file of a data set can never make it read another file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from av import AudioStream, Packet, VideoStream
     from av.container import InputContainer
     from av.frame import Frame
+    from av.stream import Stream
 
 CONTAINERS = (
     *("mov", "matroska", "webm", "avi", "flv", "asf", "mpegts", "mpeg", "ogg", "gif"),
@@ -38,11 +38,8 @@ AUDIO_CODECS = frozenset(
         *("aac", "alac", "mp2", "mp3", "ac3", "eac3", "flac", "opus", "vorbis", "speex"),
         *("wmav1", "wmav2", "amr_nb", "amr_wb", "adpcm_ms", "adpcm_ima_wav", "adpcm_g722"),
         *("pcm_u8", "pcm_s8", "pcm_mulaw", "pcm_alaw"),
-        *(
-            f"pcm_{number}{order}"
-            for number in ("s16", "s24", "s32", "f32", "f64")
-            for order in ("le", "be")
-        ),
+        *("pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"),
+        *("pcm_s16be", "pcm_s24be", "pcm_s32be", "pcm_f32be", "pcm_f64be"),
     }
 )
 CUT_ANYWHERE = frozenset({"mpegts", "mpeg", "mp3", "aac", "ac3", "eac3"})
@@ -82,59 +79,58 @@ def open_container(path: str) -> Iterator[InputContainer]:
 
 
 def video_stream(container: InputContainer) -> VideoStream:
-    """The stream that FFmpeg's own program chooses: marked as default, else the largest; never a
-    cover picture.
+    """The video stream that FFmpeg's program chooses: the default, else the largest; no cover.
 
-    BadMedium: the file has no video, or its codec is not in `VIDEO_CODECS`.
+    BadMedium: the file has no video, or none with a codec of `VIDEO_CODECS`.
     """
     from av.stream import Disposition
 
     streams = [
-        each for each in container.streams.video if not each.disposition & Disposition.attached_pic
+        stream
+        for stream in container.streams.video
+        if not stream.disposition & Disposition.attached_pic
     ]
-    if not streams:
-        raise BadMedium(Reason.NO_STREAM, f"no video among {len(container.streams)} streams")
-    stream = max(
-        streams,
-        key=lambda each: (bool(each.disposition & Disposition.default), each.width * each.height),
-    )
-    _check_codec(stream, VIDEO_CODECS)
-    return stream
+    return _chosen(container, streams, VIDEO_CODECS, lambda stream: stream.width * stream.height)
 
 
 def audio_stream(container: InputContainer) -> AudioStream:
-    """The stream that FFmpeg's own program chooses: marked as default, else the one of most
-    channels.
+    """The sound that FFmpeg's program chooses: the default, else the one of most channels.
 
-    BadMedium: the file has no sound, or its codec is not in `AUDIO_CODECS`.
+    BadMedium: the file has no sound, or none with a codec of `AUDIO_CODECS`.
     """
+    return _chosen(container, container.streams.audio, AUDIO_CODECS, lambda stream: stream.channels)
+
+
+def _chosen(
+    container: InputContainer,
+    streams: Sequence[Stream],
+    codecs: frozenset[str],
+    size: Callable[[Stream], int],
+) -> Stream:
     from av.stream import Disposition
 
-    if not container.streams.audio:
-        raise BadMedium(Reason.NO_STREAM, f"no sound among {len(container.streams)} streams")
+    if not streams:
+        raise BadMedium(Reason.NO_STREAM, f"none of its {len(container.streams)} streams")
+    # Telephones write a second sound of a codec that FFmpeg does not decode.
+    readable = [stream for stream in streams if codec_of(stream) in codecs]
+    if not readable:
+        present = ", ".join(codec_of(stream) or "unknown" for stream in streams)
+        detail = f"codec {present}, allowed: {', '.join(sorted(codecs))}"
+        raise BadMedium(Reason.UNSUPPORTED, f"{streams[0].type} {detail}")
     stream = max(
-        container.streams.audio,
-        key=lambda each: (bool(each.disposition & Disposition.default), each.channels),
+        readable, key=lambda stream: (bool(stream.disposition & Disposition.default), size(stream))
     )
-    _check_codec(stream, AUDIO_CODECS)
+    stream.codec_context.thread_count = 1
     return stream
 
 
-def codec_of(stream: AudioStream | VideoStream) -> str:
+def codec_of(stream: Stream) -> str:
     """FFmpeg's name of a codec, the same for all of its decoders; empty if it has no decoder."""
     context = stream.codec_context
     return context.codec.canonical_name if context else ""
 
 
-def _check_codec(stream: AudioStream | VideoStream, allowed: frozenset[str]) -> None:
-    codec = codec_of(stream)
-    if codec not in allowed:
-        kind, names = stream.type, ", ".join(sorted(allowed))
-        raise BadMedium(Reason.UNSUPPORTED, f"{kind} codec {codec or 'unknown'}, allowed: {names}")
-    stream.codec_context.thread_count = 1
-
-
-def packets_of(container: InputContainer, stream: AudioStream | VideoStream) -> Iterator[Packet]:
+def packets_of(container: InputContainer, stream: Stream) -> Iterator[Packet]:
     """Packets of a stream, then one without bytes, by which its decoder gives the frames that it
     still holds.
 
