@@ -13,7 +13,7 @@ from relax_hpc.multimodal.rules import Rules
 _MEL_FLOOR, _MEL_RANGE = 1e-10, 8.0
 """Least power, and decades below the loudest that are kept (Whisper, arXiv 2212.04356, section 2.2)."""
 _FULL_SCALE = np.float32(32768)
-"""Of samples of 16 bits."""
+"""Value of 1.0 in samples of 16 bits."""
 MOST_HERTZ = 8000.0
 """Pitch above which nothing is heard."""
 _LOG_STEP = np.log(6.4) / 27

@@ -20,7 +20,7 @@ program."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What makes a frame upright: first swap its sides, then flip it."""
+    """Operations that make a frame upright: first swap its sides, then flip it."""
 
     swap: bool = False
     flip_rows: bool = False
