@@ -25,7 +25,8 @@ EXTRAS = {
     "train": ["torch>=2.6", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
     "sglang": ["sglang==0.5.21", "transformers==5.12.1", "tokenizers==0.22.2", "aiohttp", "orjson", "tqdm"],
     "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
-    "omni": ["pillow", "decord2", "av>=14", "librosa", "soundfile", "soxr", "scipy", "numba==0.65.1"],
+    # PyAV 16.1.0 crashes when it opens an MPEG program stream.
+    "omni": ["pillow", "decord2>=3.4", "av>=18", "librosa", "soundfile", "soxr", "scipy", "numba==0.65.1"],
     "slurm": ["submitit>=1.5"],
     "plot": ["matplotlib>=3.8"],
     "parquet": ["pyarrow>=15"],
