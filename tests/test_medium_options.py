@@ -23,10 +23,12 @@ from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.loading import header, load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.multimodal.options import MediumOptions, with_options
 from relax_hpc.multimodal.rules import Rules
 from tests.effort import effort
+from tests.ffmpeg_reference import H264, decoded_frames, make_file, moving
 from tests.media_prompts import png
 from tests.requirements import requires
 
@@ -147,6 +149,21 @@ def test_the_times_of_a_part_of_a_video_are_those_of_the_whole() -> None:
     taken = rules.frames(100, 10.0)
     assert taken.tolist() == [20, 27, 33, 40]
     assert rules.times(taken, 100, 10.0) == pytest.approx((2.35, 3.65))
+
+
+@pytest.mark.parametrize("part", [{}, {"video_start": 0.48}, {"video_start": 0.5, "video_end": 1.2, "nframes": 6}])
+def test_the_frames_of_a_real_file_are_those_that_the_options_name(part: dict[str, Any], tmp_path: Path) -> None:
+    """Also where none of them is the first of the file."""
+    requires("ffmpeg")
+    path = make_file(tmp_path / "v.mp4", moving("128x96", "25", 48), H264)
+    size = {"resized_height": 96, "resized_width": 128}
+    rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, {**size, **part}))
+    expected = np.stack(decoded_frames(path))[rules.frames(48, 25.0)]
+    video = load(Kind.VIDEO, path, rules)
+    assert header(Kind.VIDEO, path, rules).grid == video.grid
+    assert video.data.shape == expected.shape
+    assert np.abs(video.data.astype(int) - expected).mean(axis=(1, 2, 3)).max() < 1
+    assert bool((rules.frames(48, 25.0) == 0).any()) != bool("video_start" in part)
 
 
 URI = "data:image/png;base64," + base64.b64encode(png()).decode()

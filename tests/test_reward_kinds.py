@@ -313,7 +313,7 @@ def test_a_sound_choice_of_rewards_has_no_findings() -> None:
             "reward.weighted.mathe: found 'mathe', allowed answer_partial",
         ),
         (
-            {"eval.reward": "by_row", "reward.by_row.rewards": {"a": "no:such"}},
+            {"rollout.reward": "exact", "eval.reward": "by_row", "reward.by_row.rewards": {"a": "no:such"}},
             "reward.by_row.rewards.a: 'no:such': importing 'no' failed",
         ),
         ({"rollout.reward": "format", "reward.format.pattern": "("}, "reward.format.pattern: found '('"),
