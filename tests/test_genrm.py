@@ -21,6 +21,7 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.plan.plan import plan
@@ -62,9 +63,25 @@ async def judging(key: str, score: str) -> AsyncIterator[Endpoint]:
 
 
 def made_judge(directory: Path) -> Path:
-    """A model of random weights that takes part in chats."""
-    make_tiny_model(directory, TinyModelConfig(), seed=1)
+    """A model that answers each chat with one digit, any of the ten, and ends then."""
+    from safetensors.torch import load_file, save_file
+
+    make_tiny_model(directory, TinyModelConfig(tie_word_embeddings=False), seed=1)
     (directory / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    tokenizer = load_tokenizer(directory)
+    digits = [tokenizer.encode(digit)[-1] for digit in "0123456789"]
+    weights = load_file(directory / "model.safetensors")
+    # What comes next depends on the token before alone: digits follow all but digits, the end follows digits.
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+            weight.zero_()
+    is_other, is_digit = 0, 1
+    weights["model.embed_tokens.weight"][:, is_other] = 1.0
+    weights["model.embed_tokens.weight"][digits] = 0.0
+    weights["model.embed_tokens.weight"][digits, is_digit] = 1.0
+    weights["lm_head.weight"][digits, is_other] = 10.0
+    weights["lm_head.weight"][list(tokenizer.eos_ids), is_digit] = 10.0
+    save_file(weights, directory / "model.safetensors")
     return directory
 
 
@@ -228,10 +245,10 @@ def test_its_servers_have_nodes_of_their_own(base: dict[str, Any]) -> None:
 
 @pytest.mark.run
 def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Path) -> None:
-    """Real SGLang, of a model of random weights: a score is the last digit that it writes, if it writes one."""
+    """Real SGLang, of a model that scores each response by chance."""
     made_judge(tmp_path / "judge")
     flags = yaml.safe_load(QUICKSTART.read_text())["rollout"]["engine"]["flags"]
-    judge = {"question": "{response}", "score": r"(\d)", "max_new_tokens": 48, "temperature": 1.0, "timeout_s": 60.0}
+    judge = {"question": "{response}?", "score": r"(\d)", "max_new_tokens": 48, "temperature": 1.0, "timeout_s": 60.0}
     over = {
         "steps": 6,
         "rollout": {"reward": "judge"},
@@ -254,9 +271,9 @@ def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Pat
         live.finish(WAIT_S)
     assert [row["step"] for row in trained_steps(live.run)] == list(range(6)) and live.incarnations("genrm") == 2
     result = audit(live.run)
-    # Who writes no digit has failed as a judge: drawn again, and no zero.
-    assert result.problems == [] and set(result.dropped) <= {"reward_exception"}
-    assert {row["reward"] for row in queue_rows(live.run).values()} <= {float(digit) for digit in range(10)}
+    assert result.problems == [] and not result.dropped
+    rewards = {row["reward"] for row in queue_rows(live.run).values()}
+    assert len(rewards) > 1 and rewards <= {float(digit) for digit in range(10)}
     texts = "".join(path.read_text(errors="replace") for path in (live.run.root / "logs").rglob("*") if path.is_file())
     assert endpoint.key not in texts and "rewards: waiting for the servers of role genrm" in texts
     modes = {path.stat().st_mode & 0o777 for path in live.run.rendezvous("genrm").glob("*-servers-*.json")}

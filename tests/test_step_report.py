@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Algorithm, Distill, Grpo, Ppo
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.writer import MetricsWriter
-from relax_hpc.roles.step_report import StepResult, Tally, policy_values, staleness_report
+from relax_hpc.roles.step_report import StepResult, Tally, policy_values, row_counts, staleness_report
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.transfer_queue.client import StepTrained
 from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import NOBODY
 from tests.requirements import requires
 from tests.test_algorithms import random_batch
 
@@ -168,3 +172,21 @@ def test_staleness_is_the_mean_the_least_and_the_most_of_the_prompt_groups() -> 
         "staleness/max": 4,
         "weights/publish_lag": 0,
     }
+
+
+ROW = st.tuples(st.integers(1, 5), st.lists(st.sampled_from([NOBODY, 3, 4]), max_size=9))
+"""Prompt length and versions of the tokens behind it."""
+
+
+@given(st.lists(ROW, min_size=1, max_size=6))
+def test_tokens_of_all_rows_are_counted_at_once_as_of_each(parts: list[tuple[int, list[int]]]) -> None:
+    versions = [[NOBODY] * prompt + response for prompt, response in parts]
+    rows = [
+        {"token_versions": np.array(values, np.int32), "prompt_len": prompt}
+        for values, (prompt, _) in zip(versions, parts, strict=True)
+    ]
+    counts = row_counts(rows)
+    assert counts.sampled.tolist() == [sum(v != NOBODY for v in values) for values in versions]
+    groups = [[key for key, _ in itertools.groupby(v != NOBODY for v in response)] for _, response in parts]
+    assert counts.turns == sum(group.count(True) for group in groups)
+    assert counts.heard == sum(v == NOBODY for _, response in parts for v in response)

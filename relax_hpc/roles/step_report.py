@@ -51,15 +51,18 @@ class Tally:
             rewards = {float(episode[0]["reward"]) for episode in prompt}
             self.compared += len(prompt) > 1
             self.equal += len(prompt) > 1 and len(rewards) == 1
-        for episode in chain.from_iterable(prompts):
-            self.rewards.append(float(episode[0]["reward"]))
-            self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
-            self.row_tokens += [len(row["token_ids"]) for row in episode]
-            self.ends[episode[-1]["finish_reason"]] += 1
-            for row in episode:
-                sampled = row["token_versions"][row["prompt_len"] :] != NOBODY
-                turns = int(np.count_nonzero(np.diff(sampled, prepend=False) & sampled))
-                self.turns, self.heard = self.turns + turns, self.heard + int(np.count_nonzero(~sampled))
+        episodes = list(chain.from_iterable(prompts))
+        if not episodes:
+            return
+        ordered = list(chain.from_iterable(episodes))
+        counts = row_counts(ordered)
+        first_rows = np.cumsum([0, *(len(episode) for episode in episodes[:-1])])
+        self.rewards += [float(episode[0]["reward"]) for episode in episodes]
+        self.lengths += np.add.reduceat(counts.sampled, first_rows).tolist()
+        self.ends.update(episode[-1]["finish_reason"] for episode in episodes)
+        self.row_tokens += [len(row["token_ids"]) for row in ordered]
+        self.turns += counts.turns
+        self.heard += counts.heard
 
     def gather(self, channel: Channel) -> None:
         """Have the media of all ranks in the leader. Collective."""
@@ -78,6 +81,34 @@ class Tally:
         self.row_tokens += other.row_tokens
         self.media |= other.media
         self.routes += other.routes
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Numbers of tokens in rows."""
+
+    sampled: np.ndarray
+    """Tokens that the policy sampled, of each row [rows]."""
+    turns: int
+    """Stretches of sampled tokens behind the prompts, of all rows."""
+    heard: int
+    """Tokens behind the prompts that nobody sampled, of all rows."""
+
+
+def row_counts(rows: Sequence[Row]) -> RowCounts:
+    """Count the tokens of all ``rows``, at least one, at once: a call of numpy takes longer than a
+    row has tokens."""
+    lengths = np.array([len(row["token_versions"]) for row in rows])
+    prompts = np.array([row["prompt_len"] for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    sampled = np.concatenate([row["token_versions"] for row in rows]) != NOBODY
+    begins = np.repeat(starts + prompts, lengths)
+    response = np.arange(len(sampled)) >= begins
+    sampled_before = np.concatenate(([False], sampled[:-1]))
+    sampled_before[np.minimum(starts + prompts, len(sampled) - 1)] = False
+    turns = np.count_nonzero(sampled & response & ~sampled_before)
+    heard = np.count_nonzero(response & ~sampled)
+    return RowCounts(np.add.reduceat(sampled.astype(np.int64), starts), turns, heard)
 
 
 def staleness_report(answer: StepTrained) -> dict[str, float]:

@@ -100,8 +100,11 @@ def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, least: int = 1
 def _equal_packs(lengths: Mapping[Key, int], budget_tokens: int, least: int) -> list[list[Key]]:
     if not lengths:
         return []
+    fewest = max(-(-sum(lengths.values()) // budget_tokens), least, 1)
+    if fewest == 1:
+        return [sorted(lengths)]
     fitting = _first_fit(lengths, budget_tokens)
-    for count in range(max(-(-sum(lengths.values()) // budget_tokens), least, 1), max(len(fitting), least) + 1):
+    for count in range(fewest, max(len(fitting), least) + 1):
         parts = balanced(lengths, count)
         if all(parts) and max(sum(lengths[key] for key in part) for part in parts) <= budget_tokens:
             return parts
@@ -193,7 +196,7 @@ def dealt(
     rows, sizes, costs, number = list[range](), dict[int, int](), dict[int, int](), 0
     for group in groups:
         for part in _parts(group, (min(most[0], fair), most[1]), whole):
-            tokens, media = sum(group.lengths[k] for k in part), _media_of(group, part)
+            tokens, media = sum(group.lengths[part.start : part.stop]), _media_of(group, part)
             # A part is as large as it is in what it takes more of, as a share of what there is.
             sizes[len(rows)] = max(tokens, -(-media * most[0] // most[1]))
             costs[len(rows)] = tokens + media
@@ -205,18 +208,25 @@ def dealt(
 
 def _parts(group: GroupSize, most: tuple[int, int], whole: bool) -> Iterator[range]:
     """Rows of a group that stay together: as many as have no more tokens, and tokens of media, than ``most``."""
-    start, count = 0, len(group.lengths)
+    count = len(group.lengths)
+    if whole:
+        yield range(count)
+        return
+    if not group.distinct:
+        yield from (range(row, row + 1) for row in range(count))
+        return
+    start = 0
     for end in range(1, count + 1):
         longer = range(start, end + 1)
-        fits = end < count and sum(group.lengths[k] for k in longer) <= most[0] and _media_of(group, longer) <= most[1]
-        if end == count or not (whole or (group.distinct and fits)):
+        tokens = sum(group.lengths[start : end + 1])
+        if end == count or tokens > most[0] or _media_of(group, longer) > most[1]:
             yield range(start, end)
             start = end
 
 
 def _media_of(group: GroupSize, part: range) -> int:
     """Tokens of media in some rows of a group, each medium counted once, at most."""
-    return min(sum(group.media[k] for k in part), group.distinct)
+    return min(sum(group.media[part.start : part.stop]), group.distinct) if group.distinct else 0
 
 
 def _as_many(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:
