@@ -172,16 +172,19 @@ def test_what_two_versions_measure_under_one_name_is_compared(bench):
     figure = {"name": "pull", "value": 2.0, "unit": "GB/s", "target": None, "rounds": []}
     line = {"what": "get", "unit": "GB/s", "ours": 1.0, "targets": {}, "rounds": [1.0, 3.0]}
     case = {"ratio": 1.0, "sigma": 0.0, "staleness": 1}
+    cpu = {"name": "128x2, load 2.0: CPU of actor", "value": 30.0, "unit": "ms/step", "target": None, "rounds": []}
     record = {"fault": "kill:actor", "detect": 0.5, "working": None, "caught_up": 4.0, "lost": 0, "duplicated": 0}
-    before = both.found_in({"figures": [figure, figure | {"name": "gone"}]}) | both.found_in({"lines": [line]})
+    before = both.found_in({"figures": [figure, figure | {"name": "gone"}, cpu]}) | both.found_in({"lines": [line]})
     before |= both.found_in([{"case": case, "efficiency": 0.5}]) | both.found_in({"records": [record]})
-    now = both.found_in({"figures": [figure | {"value": 3.0}, figure | {"name": "new"}]})
+    later = cpu | {"name": "128x2, load 7.1: CPU of actor", "value": 20.0}
+    now = both.found_in({"figures": [figure | {"value": 3.0}, figure | {"name": "new"}, later]})
     now |= both.found_in({"lines": [line | {"rounds": [2.0, 4.0]}]}) | both.found_in(
         {"records": [record | {"detect": 0.5}, record | {"detect": 1.5}]}
     )
     now |= both.found_in([{"case": case, "efficiency": 1.0}])
     assert list(both.cells(before, now)) == [
         ["pull", "2 GB/s", "3 GB/s", "1.50"],
+        ["128x2: CPU of actor", "30 ms/step", "20 ms/step", "1.50"],
         ["get", "2 GB/s (1 to 3)", "3 GB/s (2 to 4)", "1.50"],
         ["kill:actor: detect", "0.5 s", "1 s (0.5 to 1.5)", "0.50"],
         ["kill:actor: caught_up", "4 s", "4 s (4 to 4)", "1.00"],

@@ -215,8 +215,10 @@ class Draft:
     @property
     def turn(self) -> int:
         """Place of the first token of the turn that is drawn: behind what others said last."""
-        count = len(self.token_versions)
-        return next((at for at in range(count, 0, -1) if not self.token_versions[at - 1]), 0)
+        for place in range(len(self.token_versions), 0, -1):
+            if not self.token_versions[place - 1]:
+                return place
+        return 0
 
     def so_far(self) -> Generation | Episode:
         """All that there is, or a copy of it."""

@@ -161,6 +161,8 @@ class TicketWorker:
 
     async def prepare(self, attempt: Attempt) -> Failure | None:
         """Have the media of its prompt where engines read them, or say why they are of no use."""
+        if not (attempt.prompt.media or attempt.prompt.fault):
+            return None
         try:
             with self.replica.activity("queue", self.step_of(attempt.ticket)):
                 attempt.prompt = await self.rollout.media.of_ticket(attempt.prompt, attempt.ticket)

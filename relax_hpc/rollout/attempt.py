@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -58,8 +57,9 @@ class Attempt:
     @property
     def tokens(self) -> int:
         """Tokens of all episodes so far that were sampled."""
-        made = [row.made for draft in self.drafts for row in _rows(draft.so_far())]
-        return sum(int(np.count_nonzero(one.token_versions)) for one in made)
+        begun = [draft for draft in self.drafts if draft.ended or isinstance(draft, History) or draft.token_versions]
+        generations = [row.made for draft in begun for row in _rows(draft.so_far())]
+        return sum(int(np.count_nonzero(generation.token_versions)) for generation in generations)
 
     @property
     def whole(self) -> bool:
@@ -72,13 +72,11 @@ class Attempt:
         draft = self.drafts[k]
         if draft.ended:
             return None
-        asked = GenerateRequest(
-            self.prompt.token_ids, draw_key(self.ticket, self.prompt), k, sampling, budget, self.prompt.media
-        )
+        key, media = draw_key(self.ticket, self.prompt), self.prompt.media
         if isinstance(draft, History):
-            return asked
+            return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, media)
         self.drafts[k] = again = Draft.of(draft.so_far()) if draft.token_versions else Draft()
-        return replace(asked, draft=again)
+        return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, media, draft=again)
 
     def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
         """Requests for the rest of all episodes that are not whole, ``but`` for some."""

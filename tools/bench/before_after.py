@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,13 +26,14 @@ HERE = Path(__file__).resolve().parents[2]
 BENCHMARKS: dict[str, Sequence[str]] = {
     "queue": ("queue", "--rows", "fixed", "--rows", "small", "--rows", "latency", "--rows", "claims", "--rounds", "2"),
     "overlap": ("overlap.py", "--ratios", "1", "--staleness", "0", "1", "--sigmas", "0", "--steps", "24"),
+    "hot_way": ("hot_way.py", "--shapes", "128x2", "--steps", "40"),
     "weights": ("weights.py", "--layers", "1", "--rounds", "3", "--readers", "--steps"),
     "recovery": ("recovery.py", "--layout", "het", "--policy", "toolkit", "--fault", "kill:actor", "--repeat", "2"),
 }
 """Name -> program in tools/bench and what it is told, about a minute each."""
 FAULT_COLUMNS = {"detect": "s", "working": "s", "caught_up": "s", "lost": "samples", "duplicated": "samples"}
 """Of a fault that the run recovers from -> their units."""
-_LESS = ("s", "ms", "MB", "MiB", "MB/1e6", "samples")
+_LESS = ("s", "ms", "ms/step", "MB", "MiB", "MB/1e6", "samples")
 """Units of what is better if it is less, where no target says so."""
 _RUN_S = 600.0
 _WIDTHS = (60, 32, 32, 13)
@@ -92,7 +94,11 @@ def found_in(said: Any) -> Found:
                 name, one = f"{fault}: {column}", Measured(FAULT_COLUMNS[column], [value], True)
                 found[name] = one.with_(found.get(name))
         return found
-    return {one["name"]: _measured(one, one["value"], (one["target"] or "").startswith("<")) for one in said["figures"]}
+    figures = said["figures"]
+    # The machine's load is in some names.
+    names = [re.sub(r", load [\d.]+", "", figure["name"]) for figure in figures]
+    values = [_measured(figure, figure["value"], (figure["target"] or "").startswith("<")) for figure in figures]
+    return dict(zip(names, values, strict=True))
 
 
 def _measured(one: dict[str, Any], value: float, less_is_better: bool) -> Measured:
