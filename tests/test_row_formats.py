@@ -33,7 +33,8 @@ requires("torch")
 
 TEMPLATE = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
 {%- if m.role in ['system', 'user', 'assistant', 'tool'] %}{{- m.content }}{% endif %}
-{%- if m.thinking is defined %}{{- m.thinking }}{% endif %}{{- '<|im_end|>\n' }}{% endfor %}
+{%- if m.thinking is defined %}{{- m.thinking }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{- call.function.name }}{% endfor %}{{- '<|im_end|>\n' }}{% endfor %}
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 USER = {"role": "user", "content": "3+4="}
@@ -113,7 +114,13 @@ def test_parameters_that_other_tools_have_are_no_part_of_a_signature(tokenizer: 
         ({"role": "tool", "content": [None]}, "wrong_type: message 0: found 'None', allowed: parts with a type"),
         ({"role": "user", "content": 7}, "wrong_type: message 0: content is int"),
         ({"role": "", "content": "1"}, "wrong_type: message 0: role is ''"),
-        ({"role": "user", "content": "1", "train": False, "cache": {"a": 1}}, "unknown_key: message 0: found 'cache'"),
+        ({"role": "user", "content": "1", "train": [], "cache": {"a": 1}}, "unknown_key: message 0: found 'cache'"),
+        ({"role": "user", "content": "1", "training": False}, "unknown_key: message 0: found 'training'"),
+        ({"role": "user", "content": "1", "step_loss_mask": 0}, "unknown_key: message 0: found 'step_loss_mask'"),
+        (
+            {"role": "user", "content": "1", "reasoning": "!"},
+            "unknown_key: message 0: found 'reasoning', which the chat template does not read; rename it to 'thinking'",
+        ),
         (
             {"role": "user", "content": [{"type": "text", "text": "1", "bold": True}]},
             "unknown_key: message 0: found 'bold'",
@@ -129,7 +136,10 @@ def test_parameters_that_other_tools_have_are_no_part_of_a_signature(tokenizer: 
             {"role": "developer", "content": "obey"},
             "chat_template: the chat template leaves out message 0 (role 'developer')",
         ),
-        ({"role": "user", "content": ""}, "empty_prompt: messages has messages without content"),
+        ({"role": "user", "content": ""}, "empty_prompt: message 0 (user) is empty"),
+        ({"role": "user", "content": " \n"}, "empty_prompt: message 0 (user) is empty"),
+        ({"role": "user", "content": [{"type": "text", "text": ""}]}, "empty_prompt: message 0 (user) is empty"),
+        ({"role": "system", "content": ""}, "empty_prompt: messages has messages without content"),
         ({"role": "assistant", "content": "7"}, "answer_in_prompt: the last message is the assistant's"),
     ],
 )
@@ -154,12 +164,46 @@ def test_an_assistant_that_calls_a_tool_need_not_say_anything(tokenizer: Tokeniz
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     chat = [USER, call, {"role": "tool", "content": "7"}]
     (prompt,) = prompts(tokenizer, {"id": "1", "messages": chat, "answer": "7"})
-    assert isinstance(prompt, Prompt) and "<|im_start|>assistant\n<|im_end|>\n" in prompt.text
+    assert isinstance(prompt, Prompt) and "<|im_start|>assistant\nadd<|im_end|>\n" in prompt.text
 
 
-@pytest.mark.parametrize("column", ["system", "chat_template_kwargs", "functions", "documents"])
-def test_columns_that_change_prompts_elsewhere_are_refused_by_name(tokenizer: Tokenizer, column: str) -> None:
-    row = {"id": "1", "prompt": "3+4=", "answer": "7", column: ["x"]}
+def test_calls_and_thoughts_that_the_template_does_not_read_are_not_dropped(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    thought = {"role": "assistant", "content": "7", "reasoning_content": "3+4"}
+    rows = [{"messages": [USER, message, USER], "answer": "7"} for message in (call, thought)]
+    made = prompts(tokenizer, *rows, chat_template=str(tmp_path / "t.jinja"))
+    assert reasons(made) == [
+        "unknown_key: message 1: found 'tool_calls', which the chat template does not read; remove it, or list it in "
+        "data.ignore_keys",
+        "",
+    ]
+
+
+def test_a_message_that_is_left_out_is_missed_though_another_has_its_words(tokenizer: Tokenizer) -> None:
+    chat = [{"role": "developer", "content": "Answer"}, {"role": "user", "content": "Answer me: 3+4"}]
+    (bad,) = prompts(tokenizer, {"id": "1", "messages": chat, "answer": "7"})
+    assert reasons([bad]) == ["chat_template: the chat template leaves out message 0 (role 'developer')"]
+
+
+def test_the_input_of_an_instruction_is_not_dropped(tokenizer: Tokenizer) -> None:
+    row = {"instruction": "add", "input": "3+4", "output": "7"}
+    columns = {"prompt": "instruction", "answer": "output"}
+    made = prompts(tokenizer, row, row | {"input": ""}, columns=columns)
+    assert reasons(made)[0].startswith("unknown_key: found a column 'input', which is not read")
+    assert isinstance(made[1], Prompt)
+
+
+@pytest.mark.parametrize("value", [["x"], False])
+@pytest.mark.parametrize(
+    "column", ["system", "chat_template_kwargs", "functions", "documents", "parallel_tool_calls", "enable_thinking"]
+)
+def test_columns_that_change_prompts_elsewhere_are_refused_by_name(
+    tokenizer: Tokenizer, column: str, value: Any
+) -> None:
+    row = {"id": "1", "prompt": "3+4=", "answer": "7", column: value}
     assert reasons(prompts(tokenizer, row))[0].startswith(f"unknown_key: found a column {column!r}, which is not read")
     (prompt,) = prompts(tokenizer, row, ignore_keys=[column])
     assert isinstance(prompt, Prompt) and column not in prompt.metadata

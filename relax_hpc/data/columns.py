@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.config.schema import DataConfig
-from relax_hpc.data.rows import BadRecord, Record
+from relax_hpc.data.rows import BadRecord, Record, is_empty
 
 ROW_FIELDS = ("id", "prompt", "messages", "token_ids", "answer", "chosen", "rejected", "tools", "prompt_len")
 """Columns that rows have, which `data.columns` may rename."""
-_NOT_READ = ("chat_template_kwargs", "documents", "functions", "parallel_tool_calls", "system")
+_NOT_READ = (
+    "chat_template_kwargs",
+    "documents",
+    "enable_thinking",
+    "functions",
+    "parallel_tool_calls",
+    "system",
+)
 """Columns that change the prompt in other programs (TRL, OpenAI, LLaMA-Factory), and nothing here."""
+_BESIDE_INSTRUCTION = ("input", "history")
+"""Columns that belong to the prompt of a row whose prompt is the column `instruction` (Alpaca,
+LLaMA-Factory)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +53,16 @@ class ColumnRules:
         """Row of the ``record`` with that ``number``, with an id. BadRecord: a column is missing or
         not read."""
         row = self.renamed(record)
-        if has_template:
-            for name in _NOT_READ:
-                if row.get(name):
-                    raise BadRecord(
-                        "unknown_key",
-                        f"found a column {name!r}, which is not read; put it into the messages, or "
-                        "list it in data.ignore_keys",
-                    )
+        not_read = _NOT_READ if has_template else ()
+        if dict(self.names).get("prompt") == "instruction":
+            not_read += _BESIDE_INSTRUCTION
+        for name in not_read:
+            if not is_empty(row.get(name)):
+                raise BadRecord(
+                    "unknown_key",
+                    f"found a column {name!r}, which is not read; put it into the prompt, or list it "
+                    "in data.ignore_keys",
+                )
         row["id"] = self.id_of(row, number)
         return row
 

@@ -10,17 +10,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.data.rows import BadRecord
+from relax_hpc.data.rows import BadRecord, is_empty
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts that are text, in OpenAI's two interfaces and in Hugging Face's."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_KEYS = frozenset(
-    ["role", "content", "name", "tool_calls", "tool_call_id", "weight", *_THOUGHTS],
-)
-"""Keys of a message that are read, here or by usual templates."""
+_KEYS = frozenset(["role", "content", "name", "tool_call_id", "weight", *_THOUGHTS])
+"""Keys of a message that are read here, or that say nothing more if the template does not read them."""
 _PART_KEYS = frozenset(["type", "text", "cache_control", "annotations"])
 """Keys of a part that is text. The last two concern a service's cache and citations alone."""
 _WORD = re.compile(r"\w+")
@@ -44,16 +42,32 @@ def _checked(number: int, message: Message, mentions: Callable[[str], bool], ign
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise BadRecord("wrong_type", f"{where}: role is {str(role)[:40]!r}, allowed: a text")
-    for key in fields.keys() - _KEYS:
-        # An empty value, such as `annotations: []`, has nothing to be ignored.
-        if fields[key] and not mentions(key):
-            raise BadRecord(
-                "unknown_key",
-                f"{where}: found {key!r}, which the chat template does not read; remove it, or list "
-                "it in data.ignore_keys",
-            )
+    for key in sorted(fields.keys() - _KEYS):
+        # An empty value, such as `annotations: []`, has nothing to be ignored. False is no such value.
+        if not is_empty(fields[key]) and not mentions(key):
+            raise _unread(where, key)
+    _check_thoughts(where, fields, mentions)
     _check_tool_calls(where, fields)
-    return fields | {"content": _content(where, role, fields)}
+    content = _content(where, role, fields)
+    if role == "user" and not says_something(content):
+        raise BadRecord("empty_prompt", f"{where} (user) is empty")
+    return fields | {"content": content}
+
+
+def _unread(where: str, key: str, advice: str = "remove it") -> BadRecord:
+    return BadRecord(
+        "unknown_key",
+        f"{where}: found {key!r}, which the chat template does not read; {advice}, or list it in data.ignore_keys",
+    )
+
+
+def _check_thoughts(where: str, message: Message, mentions: Callable[[str], bool]) -> None:
+    """BadRecord: the template reads thoughts, but under another key. A template that reads none drops
+    the thoughts of earlier turns, as it is meant to."""
+    named = [key for key in _THOUGHTS if message.get(key)]
+    read = [key for key in _THOUGHTS if mentions(key)]
+    if named and read and not set(named) & set(read):
+        raise _unread(where, named[0], f"rename it to {read[0]!r}")
 
 
 def _content(where: str, role: str, message: Message) -> Any:
@@ -95,17 +109,33 @@ def _check_tool_calls(where: str, message: Message) -> None:
         raise BadRecord("wrong_type", f"{where}: tool_calls is no list of objects")
 
 
+def says_something(content: Any) -> bool:
+    """Whether a content that `check_messages` returned has a text that is not blank, or a medium."""
+    if not isinstance(content, list):
+        return bool(content.strip() if isinstance(content, str) else content)
+    return any(part.get("type") != "text" or part["text"].strip() for part in content)
+
+
 def left_out_message(messages: Sequence[Message], text: str) -> int | None:
     """Number of a message of which ``text``, which a template made of ``messages``, has nothing, or
     None. Templates ignore roles that they do not know, such as `developer`. The longest word of each
-    message is looked for. Messages of the assistant are not: templates drop its thoughts."""
-    for number, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            continue
-        words = _WORD.findall(" ".join(_texts_in(message["content"])))
-        if words and max(words, key=len) not in text:
+    message is looked for, as often as all these messages have it. Messages of the assistant are not
+    looked for: templates drop its thoughts."""
+    texts = {
+        number: "\n".join(_texts_in(message["content"]))
+        for number, message in enumerate(messages)
+        if message["role"] != ASSISTANT
+    }
+    everything = "\n".join(texts.values())
+    for number, said in texts.items():
+        word = _longest_word(said)
+        if word and text.count(word) < everything.count(word):
             return number
     return None
+
+
+def _longest_word(text: str) -> str:
+    return max(_WORD.findall(text), key=len, default="")
 
 
 def _texts_in(content: Any) -> list[str]:

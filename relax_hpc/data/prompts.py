@@ -20,6 +20,7 @@ from relax_hpc.data.messages import (
     Message,
     check_messages,
     left_out_message,
+    says_something,
     without_null_fields,
 )
 from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
@@ -322,7 +323,7 @@ def _encoded(
     text = given
     if how.template:
         messages, columns = chat_in(given if chat else [{"role": "user", "content": given}], columns, how)
-        if not any(message["content"] for message in messages):
+        if not any(says_something(message["content"]) for message in messages):
             raise BadRecord("empty_prompt", f"{source} has messages without content")
         text = rendered(messages, tokenizer, how, as_tokens)
     looks = tokens or how.media or not text.strip()

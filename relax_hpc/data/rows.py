@@ -145,6 +145,15 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def is_empty(value: Any) -> bool:
+    """Whether ``value`` says nothing, so that it may be ignored. False and 0 do say something.
+
+    >>> [is_empty(value) for value in (None, "", [], {}, False, 0)]
+    [True, True, True, True, False, False]
+    """
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
 def count_rows(path: Path | str) -> int:
     """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
     if is_table(path):
