@@ -160,6 +160,15 @@ def test_what_is_no_content_of_a_message_does_no_harm(tokenizer: Tokenizer) -> N
     assert isinstance(ignored, Prompt) and ignored.text == texts[0]
 
 
+def test_chat_messages_as_a_text_of_json_and_answers_that_are_no_number_are_refused(tokenizer: Tokenizer) -> None:
+    text = json.dumps([USER])
+    rows = [{"prompt": text, "answer": "7"}, {"prompt": "3+4=", "answer": float("nan")}]
+    says = "wrong_type: prompt is a text of JSON with chat messages; store them as a list"
+    assert reasons(prompts(tokenizer, *rows)) == [says, "wrong_type: answer is float 'nan'"]
+    assert reasons(examples(tokenizer, rows[0])) == [says]
+    assert reasons(prompts(tokenizer, rows[0], chat_template="")) == [says]
+
+
 def test_an_assistant_that_calls_a_tool_need_not_say_anything(tokenizer: Tokenizer) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     chat = [USER, call, {"role": "tool", "content": "7"}]
@@ -405,7 +414,8 @@ def test_turns_of_weight_0_are_not_learned(tokenizer: Tokenizer) -> None:
 
 
 ENDINGS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content }}
-{%- if m.tool_calls %}{{- 'call</s>' }}{% else %}{{- '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if m.tool_calls %}{{- 'call ' + m.tool_calls[0].function.name + '</s>' }}{% else %}{{- '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% elif not tools %}{{- end or '' }}{% endif %}"""
 
 
@@ -418,12 +428,83 @@ def test_a_turn_ends_with_its_own_token_whichever_that_is(tokenizer: Tokenizer, 
     chats = [USER, call, {"role": "tool", "content": "30"}, answer], [USER, call], [USER, answer]
     made = examples(tokenizer, *({"messages": chat} for chat in chats), chat_template=template)
     texts = [learned_text(tokenizer, one) for one in made]
-    assert texts == ["call</s>sunny<|im_end|>", "call</s>", "sunny<|im_end|>"]
+    assert texts == ["call w</s>sunny<|im_end|>", "call w</s>", "sunny<|im_end|>"]
     # What a template writes behind a whole chat is no part of the last turn, nor is it taken for the end of a call.
     more = {"chat_template": template, "chat_template_kwargs": {"end": "<pad>"}}
     made = examples(tokenizer, {"messages": chats[2]}, {"messages": chats[0]}, **more)
     assert learned_text(tokenizer, made[0]) == "sunny<|im_end|>"
     assert reasons(made[1:]) == ["chat_template: no special token ends message 1 where it stands"]
+
+
+CUTS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.tool_calls %}{{- m.tool_calls[0].function.name + m.tool_calls[0].function.arguments | string }}
+{%- else %}{{- m.content.split('</think>') | last }}{% endif %}{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+"""A template that shows the first call alone, without what is said beside it, and no thoughts."""
+CALL = {"function": {"name": "add", "arguments": {"x": "three", "y": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "left_out"),
+    [
+        ({"content": "<think>\n3 and 4\n</think>\n\n7"}, "content"),
+        ({"content": "<think>\n\n</think>\n\n7"}, ""),
+        ({"content": "7", "reasoning_content": "adding"}, "reasoning_content"),
+        ({"content": "adding", "tool_calls": [CALL]}, "content"),
+        ({"content": "", "tool_calls": [CALL]}, ""),
+        ({"content": "", "tool_calls": [CALL, {"function": {"name": "sub", "arguments": "{}"}}]}, "a call of sub"),
+        (
+            {"content": "", "tool_calls": [CALL, {"name": "add", "arguments": {"x": ["five"]}}]},
+            "a call of add",
+        ),
+    ],
+)
+def test_a_turn_is_learned_whole_or_not_at_all(
+    tokenizer: Tokenizer, tmp_path: Path, message: Row, left_out: str
+) -> None:
+    (tmp_path / "t.jinja").write_text(CUTS)
+    row = {"messages": [USER, {"role": "assistant", **message}]}
+    (made,) = examples(tokenizer, row, chat_template=str(tmp_path / "t.jinja"))
+    expected = f"chat_template: the chat template leaves out {left_out} of message 1, to be learned"
+    assert reasons([made]) == [expected if left_out else ""]
+
+
+def test_an_answer_beside_a_whole_chat_and_an_empty_turn_are_refused(tokenizer: Tokenizer) -> None:
+    chat = [USER, {"role": "assistant", "content": "3+4=7"}]
+    empty = [*chat, USER, {"role": "assistant", "content": ""}]
+    made = examples(tokenizer, {"messages": chat, "answer": "7"}, {"messages": empty}, {"prompt": "3+4=", "answer": ""})
+    assert reasons(made)[0].startswith("answer_in_prompt: the chat ends with the assistant's message, and there is")
+    assert reasons(made)[1:] == [f"empty_answer: message {n} is empty, and would be learned" for n in (3, 1)]
+    (whole,) = examples(tokenizer, {"messages": chat, "answer": "7"}, ignore_keys=["answer"])
+    assert learned_text(tokenizer, whole) == "3+4=7<|im_end|>"
+
+
+def test_the_prompt_of_a_pair_stands_in_its_chats_once(tokenizer: Tokenizer) -> None:
+    system = {"role": "system", "content": "add"}
+    earlier = [USER | {"content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+    def pair(prompt: Any, *before: Row) -> Row:
+        answers = [[*before, {"role": "assistant", "content": content}] for content in ("7", "8")]
+        return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+
+    rows = [pair("3+4=", system, USER), pair([USER], system, USER), pair([system, USER])]
+    made = examples(tokenizer, *rows, pair("3+4=", *earlier, USER), algorithm="dpo")
+    sequences = [example.sequences for example in made if isinstance(example, Example)]
+    assert sequences[0] == sequences[1] == sequences[2] and len(sequences) == 4
+    text = tokenizer.decode(list(sequences[3][0].token_ids))
+    assert text.count("3+4=") == text.count("1+1=") == 1
+    whole = [USER, {"role": "assistant", "content": "7"}]
+    wrong = [
+        pair([system, USER], USER),
+        {"messages": whole, "chosen": whole, "rejected": [USER, {"role": "assistant", "content": "8"}]},
+        {"chosen": whole, "rejected": [USER | {"content": "3+5="}, *whole[1:]]},
+    ]
+    says = "an answer is a chat that does not begin with the messages of the prompt"
+    assert reasons(examples(tokenizer, *wrong, algorithm="dpo")) == [
+        f"answer_in_prompt: {says}",
+        f"answer_in_prompt: {says}",
+        "no_preference: message 0, where chosen and rejected differ, is not the assistant's",
+    ]
 
 
 def test_both_responses_of_a_pair_see_the_images_of_the_row(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import MediaRules, PromptMedium, ReadHeader
-from relax_hpc.data.messages import ASSISTANT, Message
+from relax_hpc.data.messages import ASSISTANT, Message, left_out_of_turn, says_nothing
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.prompts import (
     PromptRules,
@@ -29,6 +29,7 @@ from relax_hpc.data.prompts import (
     check_ids,
     columns_in,
     is_chat,
+    refuse_chat_as_text,
     rendered,
 )
 from relax_hpc.data.rows import BadLine, BadRecord, Record
@@ -145,7 +146,13 @@ def demonstration_of(
         learned = _of_ids(record, tokenizer)
         return _with_media(learned, columns, tokenizer, rules, read_header)
     prompt = _prompt_of(record, rules)
-    whole = is_chat(prompt) and prompt[-1]["role"] == ASSISTANT and "answer" not in record
+    whole = is_chat(prompt) and prompt[-1]["role"] == ASSISTANT
+    if whole and "answer" in record:
+        raise BadRecord(
+            "answer_in_prompt",
+            "the chat ends with the assistant's message, and there is an answer too; list 'answer' in "
+            "data.ignore_keys to learn the chat",
+        )
     (answer,) = [[]] if whole else _named(record, rules, "answer")
     if not rules.template:
         learned = _of_texts(prompt, answer, columns, tokenizer, rules)
@@ -176,19 +183,34 @@ def _pair(record: Record, tokenizer: Tokenizer, rules: ExampleRules) -> list[Lea
     if not rules.template:
         pair = [(_of_texts(prompt, answer, columns, tokenizer, rules), columns) for answer in answers]
     else:
-        chats = _chats_of_pair(_messages(prompt, "user"), answers)
+        chats = _chats_of_pair(prompt, answers)
         shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*chats, strict=False)))
+        if any(chat[shared]["role"] != ASSISTANT for chat in chats if len(chat) > shared):
+            raise BadRecord(
+                "no_preference", f"message {shared}, where chosen and rejected differ, is not the assistant's"
+            )
         pair = [_of_chat(chat, shared, columns, tokenizer, rules) for chat in chats]
     return [_with_media(learned, media, tokenizer, rules, None) for learned, media in pair]
 
 
-def _chats_of_pair(messages: list[Message], answers: Sequence[Any]) -> list[list[Message]]:
-    """Whole chats of a pair whose prompt is ``messages``, which an answer may repeat."""
+def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[list[Message]]:
+    """Whole chats of a pair whose prompt is a text or messages, which an answer may repeat. BadRecord: an
+    answer is a whole chat that has another prompt."""
+    messages = _messages(prompt, "user")
     chats = []
     for answer in answers:
         reply = _messages(answer, ASSISTANT)
-        repeats = bool(messages) and reply[: len(messages)] == messages
-        chats.append(reply if repeats else [*messages, *reply])
+        if not messages or reply[: len(messages)] == messages:
+            chats.append(reply)
+        elif reply[0]["role"] == ASSISTANT and messages[-1]["role"] != ASSISTANT:
+            chats.append([*messages, *reply])
+        elif reply[0]["role"] != ASSISTANT and all(message in reply for message in messages):
+            # Of a whole chat the prompt may be the user's message alone, without the system's before it.
+            chats.append(reply)
+        else:
+            raise BadRecord(
+                "answer_in_prompt", "an answer is a chat that does not begin with the messages of the prompt"
+            )
     return chats
 
 
@@ -202,6 +224,7 @@ def _named(record: Record, rules: PromptRules, *names: str) -> list[Any]:
     if missing := [name for name in names if name not in record]:
         raise BadRecord("missing_field", rules.columns.missing(missing))
     for name in names:
+        refuse_chat_as_text(name, record[name])
         if not (isinstance(record[name], str) or is_chat(record[name])):
             kind = type(record[name]).__name__
             raise BadRecord("wrong_type", f"{name} is {kind}, no text and no chat messages")
@@ -260,11 +283,17 @@ def _turns(
         message = chat[number]
         if message["role"] != ASSISTANT or _weight(number, message) == 0:
             continue
+        if says_nothing(message):
+            raise BadRecord("empty_answer", f"message {number} is empty, and would be learned")
         prompt = rendered(chat[:number], tokenizer, rules) if number else ""
         if not prompt or not text.startswith(prompt):
             why = f"it does not begin message {number} as it asks for it; give its last turn single_turn, as `answer`"
             raise BadRecord("chat_template", why)
         until = rendered(chat[: number + 1], tokenizer, rules, whole=True)
+        if missing := left_out_of_turn(message, until[len(prompt) :]):
+            raise BadRecord(
+                "chat_template", f"the chat template leaves out {missing} of message {number}, to be learned"
+            )
         end = _turn_end(text, until, len(prompt), tokenizer)
         if end is None:
             raise BadRecord("chat_template", f"no special token ends message {number} where it stands")

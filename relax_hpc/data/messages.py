@@ -7,7 +7,7 @@ neither this package nor the chat template reads are refused by name: a template
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.data.rows import BadRecord, is_empty
@@ -22,6 +22,8 @@ _KEYS = frozenset(["role", "content", "name", "tool_call_id", "weight", *_THOUGH
 _PART_KEYS = frozenset(["type", "text", "cache_control", "annotations"])
 """Keys of a part that is text. The last two concern a service's cache and citations alone."""
 _WORD = re.compile(r"\w+")
+_TAG = re.compile(r"</?\w+>")
+"""A tag such as `<think>`, which a template may write in another form."""
 
 
 def check_messages(
@@ -132,6 +134,37 @@ def left_out_message(messages: Sequence[Message], text: str) -> int | None:
         if word and text.count(word) < everything.count(word):
             return number
     return None
+
+
+def left_out_of_turn(message: Message, turn: str) -> str:
+    """What a template leaves out of ``turn``, the text that it made of the assistant's ``message``:
+    `content`, a key of thoughts, or a call; empty: nothing. The longest word of each is looked for.
+    A content may begin with thoughts, which some templates cut off."""
+    said = [("content", text) for text in _texts_in(message["content"]) for text in text.split("</think>")]
+    said += [(key, message[key]) for key in _THOUGHTS if isinstance(message.get(key), str)]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        said += [(f"a call of {function.get('name')}", text) for text in _texts_of_call(function)]
+    return next((part for part, text in said if _longest_word(_TAG.sub(" ", text)) not in turn), "")
+
+
+def says_nothing(message: Message) -> bool:
+    """Whether the assistant's ``message`` has no text, no thoughts and no calls."""
+    return not says_something(message["content"]) and not any(message.get(key) for key in ("tool_calls", *_THOUGHTS))
+
+
+def _texts_of_call(function: Mapping[str, Any]) -> Iterator[str]:
+    """Name of a function that is called, and the texts among its arguments."""
+    yield str(function.get("name", ""))
+    waiting = [function.get("arguments")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def _longest_word(text: str) -> str:

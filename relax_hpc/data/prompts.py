@@ -6,7 +6,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -225,7 +225,7 @@ def _prompt(number: int, record: Record, tokenizer: Tokenizer | None, how: Promp
         raise BadRecord("missing_field", how.columns.missing(missing))
     prompt_id, order = rest.pop("id"), how.columns.order(rest)
     answer, given = rest.pop("answer"), rest.pop(source)
-    if not isinstance(answer, str | int | float):
+    if not isinstance(answer, str | int | float) or answer != answer:
         raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
     sources = columns_in(rest, how)
     if source != "token_ids":
@@ -299,11 +299,21 @@ def is_chat(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(isinstance(one, dict) and "role" in one for one in given)
 
 
+def refuse_chat_as_text(name: str, value: Any) -> None:
+    """BadRecord: ``value`` is chat messages as one text of JSON, as some programs write them into tables."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or '"role"' not in value:
+        return
+    with suppress(ValueError, RecursionError):
+        if is_chat(json.loads(value)):
+            raise BadRecord("wrong_type", f"{name} is a text of JSON with chat messages; store them as a list")
+
+
 def _encoded(
     given: Any, source: str, columns: Columns, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
 ) -> tuple[str, list[int] | None, Columns]:
     """The text of a prompt, by a template or as it is, its tokens, and the media it names, by ``columns`` of its row or
     by itself. None for tokens: they were not looked at."""
+    refuse_chat_as_text(source, given)
     chat = is_chat(given)
     if not (chat or (isinstance(given, str) and source == "prompt")):
         raise BadRecord("wrong_type", f"{source} is {_kind(given)}")
