@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, template_of
+from relax_hpc.data.examples import demonstration_of
 from relax_hpc.data.prompts import PromptRules, prompt_of
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.environments.base import Message
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.rollout.agents.rendering import Renderer
+from relax_hpc.rollout.bridge import Bridge
 from tests.effort import effort
 from tests.requirements import requires
 
@@ -251,3 +255,96 @@ def test_templates_are_found_by_name(model: Path, tmp_path: Path) -> None:
     assert find_templates("model", tmp_path) == {"default": BASE, "rag": "r"}
     (tmp_path / "own.jinja").write_text("x")
     assert find_templates(str(tmp_path / "own.jinja"), model) == {"default": "x"}
+
+
+# -- texts that continue others ----------------------------------------------------------------------------------------
+
+LINES = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""As Zephyr's and TinyLlama's: the assistant speaks behind a line break, and not behind a token."""
+SPOKEN = [
+    {"role": "user", "content": "add 3 and 4"},
+    {"role": "assistant", "content": "seven"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": "seven again"},
+]
+
+
+def sentence_pieces(normalizer: JSON | None, splitter: JSON | None) -> Change:
+    """A tokenizer.json like Llama 2's: characters, with `▁` for a blank and two tokens that begin with it."""
+
+    def write(folder: Path) -> None:
+        characters = sorted(set("\n<|>▁ add3n4sevgiusrto7"))
+        vocab = {name: number for number, name in enumerate(["<s>", "</s>", *characters, "▁s", "▁a"])}
+        model = {"type": "BPE", "vocab": vocab, "merges": ["▁ s", "▁ a"]}
+        flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+        added = [{"id": number, "content": name, **flags} for number, name in enumerate(["<s>", "</s>"])]
+        content = {"model": model, "normalizer": normalizer, "pre_tokenizer": splitter, "added_tokens": added}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+        (folder / "chat_template.jinja").write_text(LINES)
+
+    return write
+
+
+def transformers_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, BLANKS]}
+
+
+def metaspace(scheme: str) -> JSON:
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        sentence_pieces(PREPENDED, None),
+        sentence_pieces(None, metaspace("first")),
+        sentence_pieces(None, metaspace("always")),
+        sentence_pieces(None, metaspace("never")),
+    ],
+)
+def test_an_answer_begins_without_a_blank_that_nobody_wrote(model: Path, tmp_path: Path, change: Change) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    change(folder)
+    tokenizer = load_tokenizer(folder)
+    rules = PromptRules.of(DataConfig(chat_template="model"), tokenizer)
+    their = transformers_tokenizer(folder)
+    theirs = their.apply_chat_template(SPOKEN, return_dict=False)
+    with rules.rendering():
+        made = demonstration_of({"messages": SPOKEN}, tokenizer, rules)
+        assert rules.template
+        first = their.apply_chat_template(SPOKEN[:1], add_generation_prompt=True, return_dict=False)
+        turn = theirs[len(first) : theirs.index(1, len(first)) + 1]
+        _, heard = Bridge(tokenizer, rules.template).tokens([*first, *turn], [Message("user", ("again",))], False)
+        assert [*first, *turn, *heard] == theirs[: len(first + turn + heard)]
+        between = Renderer(rules.template, tokenizer).between(SPOKEN[:3], 1, [], 1)
+        assert between == heard
+    assert [*made.token_ids] == theirs[: len(made.token_ids)]
+    pairs = zip(made.token_ids, made.loss_mask, strict=True)
+    learned = "".join(tokenizer.name_of(token) for token, mask in pairs if mask)
+    assert learned == "seven</s>seven▁again</s>"
+    plain = PromptRules.of(DataConfig(), tokenizer)
+    text = demonstration_of({"prompt": "add\n", "answer": "seven"}, tokenizer, plain)
+    assert [*text.token_ids[:-1]] == their("add\nseven")["input_ids"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(model: Path, tmp_path: Path, prefix: bool) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    sentence_pieces(None, metaspace("first"))(folder)
+    config_file(lambda c: c.update(tokenizer_class="LlamaTokenizerFast", add_prefix_space=prefix))(folder)
+    ids = load_tokenizer(folder).encode("seven again")
+    assert ids == transformers_tokenizer(folder)("seven again")["input_ids"]

@@ -247,7 +247,7 @@ def _of_texts(prompt: Any, answer: Any, columns: Columns, tokenizer: Tokenizer, 
         before = rules.media.encoded(prompt, columns, tokenizer, as_tokens)
     else:
         before = tokenizer.encode(prompt, special_tokens=as_tokens)
-    after = [*tokenizer.encode(answer, special=False), tokenizer.eos_ids[0]]
+    after = [*tokenizer.encode_after(prompt, answer), tokenizer.eos_ids[0]]
     return Learned((*before, *after), (0,) * len(before) + (1,) * len(after))
 
 
@@ -266,8 +266,9 @@ def _of_chat(
     mask: list[int] = []
     start = 0
     for begin, end in _turns(text, chat, first, tokenizer, rules):
-        for piece, is_learned in ((text[start:begin], 0), (text[begin:end], 1)):
-            tokens = tokenizer.encode(piece, special=False, special_tokens=True)
+        for first_index, last_index, is_learned in ((start, begin, 0), (begin, end, 1)):
+            piece = text[first_index:last_index]
+            tokens = tokenizer.encode_after(text[:first_index], piece, special_tokens=True)
             ids += tokens
             mask += [is_learned] * len(tokens)
         start = end
@@ -315,7 +316,8 @@ def _turn_end(text: str, until: str, begin: int, tokenizer: Tokenizer) -> int | 
     token: Llama 3.1 ends a call of a tool by `<|eom_id|>`. Within ``text`` the turn may say less, as
     templates drop earlier thoughts, but must have the same special tokens.
     """
-    ends = {tokenizer.name_of(number) for number in tokenizer.eos_ids}
+    # A config.json may name an id that the tokenizer lacks.
+    ends = set(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
     names = sorted({*tokenizer.special_names, *ends}, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, names)))
     single_turn = [match[0] for match in pattern.finditer(until, begin)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.data.tokenizer_settings import add_tokens, read_object, read_settings
+from relax_hpc.data.tokenizer_settings import add_tokens, read_object, read_settings, without_prefix
 from relax_hpc.errors import ConfigError
 
 
@@ -44,6 +45,33 @@ class Tokenizer:
         if special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def encode_after(self, before: str, text: str, special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text`` as it stands behind the text ``before``: without the blank that
+        SentencePiece's tokenizers put before a text, except where they put one behind an added token too."""
+        bare, is_everywhere = self._without_prefix
+        if not bare or not before:
+            return self.encode(text, special=False, special_tokens=special_tokens)
+        added = self._backend.get_added_tokens_decoder().values()
+        if is_everywhere and before.endswith(tuple(token.content for token in added)):
+            return self.encode(text, special=False, special_tokens=special_tokens)
+        names = [re.escape(token.content) for token in added if special_tokens or not token.special]
+        token = re.search("|".join(names) or "(?!)", text)
+        end = token.start() if token else len(text)
+        ids = bare.encode(text[:end], add_special_tokens=False).ids
+        # What begins with a token is no beginning of a text.
+        return ids + self.encode(text[end:], special=False, special_tokens=special_tokens)
+
+    @functools.cached_property
+    def _without_prefix(self) -> tuple[Any, bool]:
+        """A backend that puts no blank before a text, and whether the usual one puts it behind added tokens
+        too; None: the usual one puts none."""
+        changed = without_prefix(json.loads(self._backend.to_str()))
+        if changed is None:
+            return None, False
+        backend = type(self._backend).from_str(json.dumps(changed[0]))
+        backend.encode_special_tokens = True
+        return backend, changed[1]
 
     def has_ids_of(self, other: Tokenizer) -> bool:
         """Whether every token of ``other`` has the same id here."""
@@ -96,6 +124,8 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
     backend, settings = _load_backend(path), read_settings(directory)
+    if settings.has_no_prefix and (changed := without_prefix(json.loads(backend.to_str()))):
+        backend = type(backend).from_str(json.dumps(changed[0]))
     add_tokens(backend, settings, path)
 
     def id_named(name: str) -> int | None:

@@ -24,6 +24,8 @@ NAMED = (
 )
 """Names of special tokens that every tokenizer may have."""
 _CONFIG = "tokenizer_config.json"
+_PREFIX_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+"""Values of `tokenizer_class` with which transformers obeys `add_prefix_space`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,6 +41,8 @@ class TokenizerSettings:
     """Special tokens that are named without an id."""
     add_bos: bool = False
     """Whether each text begins with `bos_token`."""
+    has_no_prefix: bool = False
+    """Whether the blank that tokenizer.json puts before a text is left out."""
 
 
 def read_settings(directory: Path) -> TokenizerSettings:
@@ -64,7 +68,33 @@ def read_settings(directory: Path) -> TokenizerSettings:
         numbered=numbered,
         special=[*named.values(), *extra_tokens],
         add_bos=bool(config.get("add_bos_token")) and "bos_token" in named,
+        has_no_prefix=config.get("add_prefix_space") is False and config.get("tokenizer_class") in _PREFIX_CLASSES,
     )
+
+
+def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
+    """Content of a tokenizer.json that puts no blank before a text, made of the one ``state`` of tokenizers
+    (0.22); and whether ``state`` puts one behind each added token too, not only at the beginning. None:
+    ``state`` puts none anywhere."""
+    changed, is_everywhere = dict(state), False
+    normalizer = state["normalizer"] or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    kept = [step for step in steps if step.get("type") != "Prepend"]
+    if len(kept) < len(steps):
+        changed["normalizer"] = {"type": "Sequence", "normalizers": kept}
+        is_everywhere = True
+    # Only the first step is changed: a later one puts a blank before each word, wherever a text begins.
+    splitter = state["pre_tokenizer"] or {}
+    first, *others = splitter.get("pretokenizers") or [splitter]
+    bare = first | _NO_PREFIX.get(first.get("type", ""), {})
+    if bare != first:
+        changed["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [bare, *others]}
+        is_everywhere = is_everywhere or first.get("prepend_scheme") != "first"
+    return (changed, is_everywhere) if changed != state else None
+
+
+_NO_PREFIX = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+"""Type of a pre-tokenizer -> the settings with which it puts no blank before a text."""
 
 
 def add_tokens(backend: Any, settings: TokenizerSettings, path: Path) -> None:

@@ -58,7 +58,8 @@ class Bridge:
         media = {self._marks[kind]: rules.tokens for kind, rules in self._places.items()}
         kept = len(before)
         if not self._chat:
-            ids = self._join("".join(message["content"] for message in contents), media)
+            text = "".join(message["content"] for message in contents)
+            ids = self._join(text, self._tokenizer.name_of(before[-1]) or "", media)
         elif is_prompt and self._opening and list(before[-len(self._opening) :]) == self._opening:
             kept -= len(self._opening)
             text = self._render_behind_prompt(self._chat, contents, roles)
@@ -70,11 +71,14 @@ class Bridge:
             raise EnvironmentFault("environment_answer", "found an empty observation, allowed: text or media")
         return kept, ids
 
-    def _join(self, text: str, media: Mapping[str, Sequence[int]]) -> list[int]:
-        """Tokens of ``text``, no token of which is special, and those of ``media`` by the words that stand for them."""
+    def _join(self, text: str, before: str, media: Mapping[str, Sequence[int]]) -> list[int]:
+        """Tokens of ``text`` behind a token that is called ``before``, none of them special, and those of ``media`` by
+        the words that stand for them."""
         ids = list[int]()
-        for piece in re.split(f"({'|'.join(media)})", text) if media else [text]:
-            ids += media[piece] if piece in media else self._plain(piece)
+        for piece in filter(None, re.split(f"({'|'.join(media)})", text) if media else [text]):
+            tokens = media[piece] if piece in media else self._tokenizer.encode_after(before, piece)
+            before = self._tokenizer.name_of(tokens[-1]) or "" if tokens else before
+            ids += tokens
         return ids
 
     def _render_behind_turn(

@@ -63,16 +63,24 @@ class ChatTokens:
         it -> the tokens that they stand for."""
         media = media or {}
         marks = "|".join([*self._names, *media])
+        before = self._name(last)
         ids: list[int] = []
-        # Pieces between the marks, and the marks, alternate.
-        for number, piece in enumerate(re.split(f"({marks})", text) if marks else [text]):
+        for piece in filter(None, re.split(f"({marks})", text) if marks else [text]):
             if piece in media:
                 ids += media[piece]
+                before = self._name(media[piece][-1])
             elif piece in self._names:
-                ids += self._tokenizer.encode(self._names[piece], special=False)
-            elif piece:
-                ids += self._encode(piece, None if number else last)
+                ids += self._tokenizer.encode_after(before, self._names[piece])
+                # The name of a token in a message is text, and no token.
+                before = " "
+            else:
+                ids += self._tokenizer.encode_after(before, piece, special_tokens=True)
+                before = piece
         return ids
+
+    def _name(self, token: int | None) -> str:
+        """Name of a ``token``; empty: there is none."""
+        return "" if token is None else self._tokenizer.name_of(token) or ""
 
     def _protect(self, value: Any) -> Any:
         """A JSON value with marks in the place of names of special tokens."""
@@ -83,11 +91,3 @@ class ChatTokens:
         if isinstance(value, Mapping):
             return {self._protect(key): self._protect(item) for key, item in value.items()}
         return value
-
-    def _encode(self, text: str, last: int | None) -> list[int]:
-        if last in self._tokenizer.eos_ids:
-            # Tokenizers made of SentencePiece put a blank before a text's first word, but not behind a special token.
-            ids = self._tokenizer.encode(self._tokenizer.name_of(last) + text, special=False, special_tokens=True)
-            if ids[0] == last:
-                return ids[1:]
-        return self._tokenizer.encode(text, special=False, special_tokens=True)
