@@ -106,6 +106,27 @@ def test_parameters_that_other_tools_have_are_no_part_of_a_signature(tokenizer: 
     assert '{"x": {"type": "number", "default": null}}' in prompt.text and "city" not in prompt.text
 
 
+def test_columns_of_json_are_what_datasets_makes_of_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """`datasets` 5 stores objects of several forms as texts of JSON."""
+    datasets = pytest.importorskip("datasets")
+    signatures = [{"x": {"type": "integer", "default": None}}, {"city": {"type": "string"}, "unit": {"enum": ["c"]}}]
+    tools = [{"function": {"name": "add", "parameters": {"properties": given}}} for given in signatures]
+    rows = [
+        {"messages": [USER], "tools": tools[:1], "answer": "seven"},
+        {
+            "messages": [USER, {"role": "assistant", "content": "x", "tool_calls": tools}, USER],
+            "tools": tools,
+            "answer": 7,
+        },
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=tmp_path)
+    assert "Json" in str(table.features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    read = [row[1] for row in read_rows(tmp_path / "rows.parquet") if not isinstance(row, BadLine)]
+    assert read == rows
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [

@@ -122,13 +122,47 @@ def _form(path: Path | str) -> str:
 
 def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
     """Rows of a parquet or arrow file, as `read_rows`. Fields that are null are left out; times and
-    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
+    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad.
+    Values of the type JSON, in which `datasets` 5 stores objects of several forms, are decoded."""
     number, default = 0, _text_or_uri if with_media else _text
     with _table(path) as batches:
         for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
+            encoded = [column for column in batch.schema if _has_json(column.type)]
             for record in batch.to_pylist():
                 number += 1
-                yield _as_json(number, without_nulls(record), default)
+                yield _as_row(number, without_nulls(record), encoded, default)
+
+
+def _as_row(number: int, record: Record, encoded: list[Any], default: Callable[[Any], str]) -> Row:
+    """Row of the ``record`` of a table, of whose columns those in ``encoded`` hold JSON."""
+    try:
+        for column in encoded:
+            if column.name in record:
+                record[column.name] = _decoded(record[column.name], column.type)
+    except (ValueError, RecursionError) as error:
+        return BadLine(number, "broken_json", f"column {column.name}: {error}")
+    return _as_json(number, record, default)
+
+
+def _has_json(kind: Any) -> bool:
+    """Whether values of an arrow type ``kind`` are, or hold, texts of JSON."""
+    fields = (kind.field(index).type for index in range(kind.num_fields))
+    return _is_json(kind) or any(map(_has_json, fields))
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    """``value`` of an arrow type ``kind`` with the objects that its texts of JSON hold."""
+    if _is_json(kind):
+        return json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, dict):
+        return {name: _decoded(entry, kind.field(name).type) for name, entry in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_decoded(entry, kind.value_type) for entry in value]
+    return value
 
 
 def without_nulls(value: Any) -> Any:
