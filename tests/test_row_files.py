@@ -105,6 +105,43 @@ def test_files_of_a_folder_are_those_that_datasets_finds(
         RowFiles.of(f"{tmp_path}#other")
 
 
+MAIN, OTHER = "m/train.jsonl", "s/train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("configs", "files", "expected"),
+    [
+        ("{data_dir: m}", [MAIN, OTHER], [MAIN]),
+        (
+            "{config_name: a, data_dir: m, default: true}, {config_name: b, data_dir: s}",
+            [MAIN, OTHER],
+            "several splits",
+        ),
+        ("{config_name: a, data_dir: m}, {config_name: b, data_dir: s}", [MAIN, OTHER], "several splits"),
+        ("{data_files: [b.jsonl, a.jsonl]}", ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"]),
+        ("{data_files: z.jsonl}", ["a.jsonl"], "found no z.jsonl, which README.md names"),
+        ("{data_dir: z}", ["a.jsonl"], "found no rows in the data_dir of README.md"),
+        (
+            "{data_files: [{split: train, path: a.jsonl}, {split: train, path: b.jsonl}]}",
+            ["a.jsonl", "b.jsonl"],
+            "found split 'train' twice",
+        ),
+        ("", ["train.jsonl", "train.parquet"], "may hold the same rows"),
+    ],
+)
+def test_rows_that_a_readme_leaves_out_are_not_read(
+    configs: str, files: list[str], expected: list[str] | str, tmp_path: Path
+) -> None:
+    """As `load_dataset` of `datasets` 5.2.0 reads these folders, or refuses them."""
+    write(tmp_path, dict.fromkeys(files, ()))
+    (tmp_path / "README.md").write_text(f"---\nconfigs: [{configs}]\n---\n")
+    if isinstance(expected, list):
+        assert RowFiles.of(tmp_path).paths == tuple(tmp_path / name for name in expected)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        RowFiles.of(tmp_path)
+
+
 def test_bad_rows_of_several_files_are_named_by_file_and_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = write(tmp_path / "d", {"a.jsonl": [*rows("1"), "", "{"], "b.jsonl": [*rows("2", "3"), *rows("1")]})
     named, where = f"{folder}#train", tmp_path / "index"

@@ -161,8 +161,10 @@ def is_there(named: str | Path) -> bool:
 
 def _splits(folder: Path) -> tuple[Splits, list[Path]]:
     """Files of each split of ``folder``, at least one of one, and files of rows that are of none.
-    ConfigError: there are no rows."""
-    splits, unread = _saved(folder) or _described(folder), list[Path]()
+    ConfigError: there are no rows, or a split has files of two formats."""
+    splits, unread = _saved(folder), list[Path]()
+    if not splits:
+        splits, unread = _described(folder)
     if not splits:
         splits, unread = _by_names(folder)
     if not splits:
@@ -170,6 +172,13 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
             f"{folder}: found a folder without rows, allowed: files whose names end with {', '.join(SUFFIXES)}, or "
             "what save_to_disk of `datasets` has written"
         )
+    for name, paths in splits.items():
+        first = next((path for path in paths if path.suffix != paths[0].suffix), None)
+        if first:
+            raise ConfigError(
+                f"{folder}: found {paths[0].name} and {first.name} of split {name!r}, which may hold the same rows; "
+                "move the files of one format away"
+            )
     return splits, unread
 
 
@@ -191,19 +200,42 @@ def _state_files(folder: Path) -> list[Path]:
     return found
 
 
-def _described(folder: Path) -> Splits:
+def _described(folder: Path) -> tuple[Splits, list[Path]]:
     """Files by the configurations in the README.md of a repository, those of others than the usual one by
-    `CONFIGURATION/SPLIT`."""
+    `CONFIGURATION/SPLIT`; and files that would not be read, see `_by_names`. ConfigError: it names files that
+    are not there, or a split twice."""
     named = _front_matter(folder / "README.md").get("configs")
     configurations = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
     found: Splits = {}
+    unread: list[Path] = []
     for one in configurations:
         name = str(one.get("config_name", "default"))
         usual = len(configurations) == 1 or name == "default" or one.get("default") is True
         root = folder / str(one.get("data_dir", ""))
-        for split, patterns in _patterns(one.get("data_files")):
-            if paths := sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()}):
-                found[split if usual else f"{name}/{split}"] = paths
+        splits = _named_files(root, one.get("data_files"))
+        if not splits and "data_dir" in one:
+            splits, others = _by_names(root)
+            unread += others
+            if not splits:
+                raise ConfigError(f"{root}: found no rows in the data_dir of README.md; download the data set again")
+        for split, paths in splits.items():
+            found[split if usual else f"{name}/{split}"] = paths
+    return found, unread
+
+
+def _named_files(root: Path, data_files: Any) -> Splits:
+    """Files of each split that ``data_files`` of a README.md names in ``root``."""
+    found: Splits = {}
+    for split, patterns in _patterns(data_files):
+        paths: dict[Path, None] = {}
+        for pattern in patterns:
+            matches = [path for path in sorted(root.glob(pattern)) if path.is_file()]
+            if not matches:
+                raise ConfigError(f"{root}: found no {pattern}, which README.md names; download the data set again")
+            paths |= dict.fromkeys(matches)
+        if split in found:
+            raise ConfigError(f"{root}: found split {split!r} twice in README.md, allowed: once")
+        found[split] = list(paths)
     return found
 
 
