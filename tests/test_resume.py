@@ -17,7 +17,7 @@ import pytest
 from relax_hpc.config import dump, load, load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.errors import EXIT_CONFIG
+from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.lifecycle.establish import check_resumable, keep_date
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.roster import claim_incarnation
@@ -162,6 +162,16 @@ def test_a_run_keeps_the_date_that_its_chat_templates_read(tmp_path: Path) -> No
     chosen = load([], {"data.chat_template": "model", "data.template_date": "2025-12-24"})
     keep_date(run, chosen)
     assert chosen.data.template_date == "2025-12-24"
+
+
+def test_sets_in_another_order_would_give_tickets_other_rows(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    sets = {"math": "math.jsonl", "code": "code.jsonl"}
+    dump(load([], {"data.train_sets": sets}), run.config)
+    turned = load([], {"data.train_sets": dict(reversed(sets.items()))})
+    with pytest.raises(ConfigError, match="found code, math, a run keeps the order math, code"):
+        check_resumable(run, turned)
 
 
 def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     for key in FIXED:
         if (found := getattr(config, key)) != (kept := getattr(before, key)):
             raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    # Sets are numbered through in their order, by which tickets get their rows.
+    if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
+        text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"
+        raise ConfigError(f"{directory.config}: data.train_sets: {text}; list the sets in that order")
     if (found := [*trainers_of(config.groups)]) != (kept := [*trainers_of(before.groups)]):
         text = f"found {', '.join(found)} for the roles that train, a run keeps {', '.join(kept)}"
         raise ConfigError(f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir")
