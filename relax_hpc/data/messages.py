@@ -137,9 +137,9 @@ def left_out_message(messages: Sequence[Message], text: str) -> int | None:
 
 
 def left_out_of_turn(message: Message, turn: str) -> str:
-    """What a template leaves out of ``turn``, the text that it made of the assistant's ``message``:
-    `content`, a key of thoughts, or a call; empty: nothing. The longest word of each is looked for.
-    A content may begin with thoughts, which some templates cut off."""
+    """Name of a part of the assistant's ``message`` that ``turn``, the text which a template made of it,
+    does not show: `content`, a key of thoughts, or a call; empty: it shows all. The longest word of each
+    is looked for. A content may begin with thoughts, which some templates cut off."""
     said = [("content", text) for text in _texts_in(message["content"]) for text in text.split("</think>")]
     said += [(key, message[key]) for key in _THOUGHTS if isinstance(message.get(key), str)]
     for call in message.get("tool_calls") or []:
