@@ -212,10 +212,31 @@ def test_calls_and_thoughts_that_the_template_does_not_read_are_not_dropped(
     ]
 
 
+def test_a_key_that_stands_in_the_prose_of_a_template_is_not_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Qwen3-Coder's template says `optional reasoning`, and reads no thoughts."""
+    text = "Give your reasoning, in training.{% for m in messages %}{{ m['role'] + ':' + m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(text)
+    thought = {"role": "assistant", "content": "7", "reasoning_content": "3+4"}
+    flag = {"role": "assistant", "content": "7", "training": False}
+    rows = [{"messages": [USER, message, USER], "answer": "7"} for message in (thought, flag)]
+    made = reasons(prompts(tokenizer, *rows, chat_template=str(tmp_path / "t.jinja")))
+    assert made[0] == "" and made[1].startswith("unknown_key: message 1: found 'training'")
+
+
 def test_a_message_that_is_left_out_is_missed_though_another_has_its_words(tokenizer: Tokenizer) -> None:
     chat = [{"role": "developer", "content": "Answer"}, {"role": "user", "content": "Answer me: 3+4"}]
     (bad,) = prompts(tokenizer, {"id": "1", "messages": chat, "answer": "7"})
     assert reasons([bad]) == ["chat_template: the chat template leaves out message 0 (role 'developer')"]
+
+
+def test_a_part_that_is_left_out_is_missed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Gemma 3's template takes parts, and shows the first part of the system's message alone."""
+    first = "{{ m.content if m.content is string else m.content[0].text }}"
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}" + first + "{% endfor %}")
+    parts = [{"type": "text", "text": text} for text in ("3+4", "quickly")]
+    rows = [{"messages": [{"role": "user", "content": given}], "answer": "7"} for given in (parts[:1], parts)]
+    made = prompts(tokenizer, *rows, chat_template=str(tmp_path / "t.jinja"))
+    assert reasons(made) == ["", "chat_template: the chat template leaves out message 0 (role 'user')"]
 
 
 def test_the_input_of_an_instruction_is_not_dropped(tokenizer: Tokenizer) -> None:
@@ -244,6 +265,10 @@ def test_a_template_that_shows_no_tools_is_not_given_a_row_with_some(tokenizer: 
     row = {"id": "1", "prompt": "3+4=", "answer": "7", "tools": [{"function": {"name": "add"}}]}
     (bad,) = prompts(tokenizer, row, chat_template=str(tmp_path / "plain.jinja"))
     assert reasons([bad]) == ["chat_template: the chat template shows no tools, and the row has some"]
+    # It has the word, and does not show the tools.
+    (tmp_path / "prose.jinja").write_text("You have tools.{% for m in messages %}{{ m.content }}{% endfor %}")
+    (bad,) = prompts(tokenizer, row, chat_template=str(tmp_path / "prose.jinja"))
+    assert reasons([bad]) == ["chat_template: the chat template does not show the tool 'add'"]
 
 
 # -- columns, ids, sets ------------------------------------------------------------------------------------------------

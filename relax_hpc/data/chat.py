@@ -82,6 +82,12 @@ class ChatTemplate:
         pattern = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)")
         return any(pattern.search(source) for source in self._sources.values())
 
+    def reads(self, key: str) -> bool:
+        """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`. A word
+        of its prose is no such key."""
+        pattern = re.compile(rf"[.'\"]{re.escape(key)}(?!\w)")
+        return any(pattern.search(source) for source in self._sources.values())
+
     def render(
         self,
         messages: list[dict[str, Any]],

@@ -27,18 +27,18 @@ _TAG = re.compile(r"</?\w+>")
 
 
 def check_messages(
-    messages: Sequence[Message], mentions: Callable[[str], bool], ignored: Sequence[str] = ()
+    messages: Sequence[Message], reads: Callable[[str], bool], ignored: Sequence[str] = ()
 ) -> list[Message]:
     """``messages`` as templates take them: without nulls, texts as parts of type `text`, and a
     content in each. Media are left as they are.
 
-    ``mentions``: whether the template has a word. ``ignored``: keys to leave out. BadRecord: a
+    ``reads``: whether the template reads a key of messages. ``ignored``: keys to leave out. BadRecord: a
     message has no content, or has something that would be ignored.
     """
-    return [_checked(number, message, mentions, ignored) for number, message in enumerate(messages)]
+    return [_checked(number, message, reads, ignored) for number, message in enumerate(messages)]
 
 
-def _checked(number: int, message: Message, mentions: Callable[[str], bool], ignored: Sequence[str]) -> Message:
+def _checked(number: int, message: Message, reads: Callable[[str], bool], ignored: Sequence[str]) -> Message:
     fields = {key: value for key, value in message.items() if value is not None and key not in ignored}
     where = f"message {number}"
     role = fields.get("role")
@@ -46,9 +46,9 @@ def _checked(number: int, message: Message, mentions: Callable[[str], bool], ign
         raise BadRecord("wrong_type", f"{where}: role is {str(role)[:40]!r}, allowed: a text")
     for key in sorted(fields.keys() - _KEYS):
         # An empty value, such as `annotations: []`, has nothing to be ignored. False is no such value.
-        if not is_empty(fields[key]) and not mentions(key):
+        if not is_empty(fields[key]) and not reads(key):
             raise _unread(where, key)
-    _check_thoughts(where, fields, mentions)
+    _check_thoughts(where, fields, reads)
     _check_tool_calls(where, fields)
     content = _content(where, role, fields)
     if role == "user" and not says_something(content):
@@ -63,13 +63,13 @@ def _unread(where: str, key: str, advice: str = "remove it") -> BadRecord:
     )
 
 
-def _check_thoughts(where: str, message: Message, mentions: Callable[[str], bool]) -> None:
+def _check_thoughts(where: str, message: Message, reads: Callable[[str], bool]) -> None:
     """BadRecord: the template reads thoughts, but under another key. A template that reads none drops
     the thoughts of earlier turns, as it is meant to."""
     named = [key for key in _THOUGHTS if message.get(key)]
-    read = [key for key in _THOUGHTS if mentions(key)]
+    read = [key for key in _THOUGHTS if reads(key)]
     if named and read and not set(named) & set(read):
-        raise _unread(where, named[0], f"rename it to {read[0]!r}")
+        raise _unread(where, named[0], f"rename it to {' or '.join(map(repr, read))}")
 
 
 def _content(where: str, role: str, message: Message) -> Any:
@@ -119,17 +119,18 @@ def says_something(content: Any) -> bool:
 
 
 def left_out_message(messages: Sequence[Message], text: str) -> int | None:
-    """Number of a message of which ``text``, which a template made of ``messages``, has nothing, or
-    None. Templates ignore roles that they do not know, such as `developer`. The longest word of each
-    message is looked for, as often as all these messages have it. Messages of the assistant are not
-    looked for: templates drop its thoughts."""
-    texts = {
-        number: "\n".join(_texts_in(message["content"]))
+    """Number of a message of which ``text``, which a template made of ``messages``, lacks a text, or
+    None. Templates ignore roles that they do not know, such as `developer`, and some show the first of
+    several parts alone. The longest word of each text is looked for, as often as all these messages have
+    it. Messages of the assistant are not looked for: templates drop its thoughts."""
+    texts = [
+        (number, said)
         for number, message in enumerate(messages)
         if message["role"] != ASSISTANT
-    }
-    everything = "\n".join(texts.values())
-    for number, said in texts.items():
+        for said in _texts_in(message["content"])
+    ]
+    everything = "\n".join(said for _, said in texts)
+    for number, said in texts:
         word = _longest_word(said)
         if word and text.count(word) < everything.count(word):
             return number

@@ -262,7 +262,7 @@ def chat_in(messages: list[Message], columns: Columns, how: PromptRules) -> tupl
     """``messages`` as the template takes them, and the media that they and ``columns`` name.
     BadRecord: a message cannot be used."""
     assert how.template
-    checked = check_messages(messages, how.template.mentions, how.columns.ignored)
+    checked = check_messages(messages, how.template.reads, how.columns.ignored)
     try:
         if how.media:
             return with_parts(checked, columns)
@@ -364,7 +364,14 @@ def rendered(
     if (number := left_out_message(messages, text)) is not None:
         role = messages[number]["role"]
         raise BadRecord("chat_template", f"the chat template leaves out message {number} (role {role!r})")
+    if hidden := [name for name in map(_name_of_tool, tools) if name not in text]:
+        raise BadRecord("chat_template", f"the chat template does not show the tool {hidden[0]!r}")
     return text
+
+
+def _name_of_tool(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, dict) else tool).get("name") or "")
 
 
 def check_ids(given: Any, vocab: int | None) -> None:
