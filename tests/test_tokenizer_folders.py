@@ -230,6 +230,22 @@ def test_what_cannot_be_read_as_transformers_reads_it_is_refused(
     assert isinstance(tokens, str) and says in tokens
 
 
+def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+
+    def as_words(content: JSON) -> None:
+        content["added_tokens"] = [token | {"special": False} for token in content["added_tokens"]]
+
+    tokenizer_file(as_words)(folder)
+    tokenizer = load_tokenizer(folder)
+    name = tokenizer.name_of(tokenizer.eos_ids[0])
+    rules = PromptRules.of(DataConfig(chat_template="model"), tokenizer)
+    with rules.rendering():
+        made = prompt_of(1, {"prompt": f"3+4{name}", "answer": "7"}, tokenizer, rules)
+    assert isinstance(made, BadLine) and made.reason == "special_token"
+
+
 def test_contents_in_parts_are_joined_for_templates_that_take_texts_alone() -> None:
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "3+4?"}]
     with closing(ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", {})) as template:
@@ -348,3 +364,12 @@ def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(model: Path
     config_file(lambda c: c.update(tokenizer_class="LlamaTokenizerFast", add_prefix_space=prefix))(folder)
     ids = load_tokenizer(folder).encode("seven again")
     assert ids == transformers_tokenizer(folder)("seven again")["input_ids"]
+
+
+def test_a_tokenizer_that_drops_merges_by_chance_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    sentence_pieces(None, metaspace("first"))(folder)
+    tokenizer_file(lambda content: content["model"].update(dropout=0.1))(folder)
+    with pytest.raises(ConfigError, match=r"dropout: found 0\.1, allowed: null"):
+        load_tokenizer(folder)

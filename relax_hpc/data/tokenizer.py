@@ -26,9 +26,11 @@ class Tokenizer:
         """Tokens that end a response, the tokenizer's own one first."""
         self.pad_id = pad_id
         self.vocab_size: int = backend.get_vocab_size()
-        added = backend.get_added_tokens_decoder().values()
-        self.special_names = tuple(sorted(token.content for token in added if token.special))
-        """Texts of the special tokens."""
+        added = backend.get_added_tokens_decoder().items()
+        special = [token.content for number, token in added if token.special or number in eos_ids]
+        self.special_names = tuple(sorted(special))
+        """Texts of the special tokens, and of added ones that end a response: some tokenizers have
+        `<|im_end|>` as a word."""
         self.directory = Path()
         """Directory of the model."""
         self.named: dict[str, str] = {}
@@ -160,6 +162,10 @@ def _load_backend(path: Path) -> Any:
     # transformers and SGLang reset both for each call.
     backend.no_truncation()
     backend.no_padding()
+    if dropout := getattr(backend.model, "dropout", None):
+        raise ConfigError(
+            f"{path}: dropout: found {dropout:g}, allowed: null; with it a text has other tokens each time"
+        )
     return backend
 
 
