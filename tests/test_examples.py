@@ -153,4 +153,4 @@ def test_a_file_is_indexed_by_what_is_learned_of_its_rows(model: Path, tmp_path:
     rows = open_prompts(path, tmp_path / "i.index", tokenizer, sft, 0.2)
     assert [one.prompt_id for one in rows] == [str(n) for n in range(9)] and reasons(rows.bad) == ["missing_field"]
     with pytest.raises(ConfigError, match=r"10 of 10 lines are bad: 10 missing_field .*no chosen, no rejected"):
-        open_prompts(path, tmp_path / "i.index", tokenizer, dpo, 0.2)
+        open_prompts(path, tmp_path / "j.index", tokenizer, dpo, 0.2)

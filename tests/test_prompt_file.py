@@ -174,7 +174,7 @@ def test_a_line_that_changes_while_a_run_reads_it_is_noticed(tmp_path: Path, tok
         prompts[2]
 
 
-def test_the_index_is_made_once_and_again_for_other_rules_or_files(
+def test_the_index_is_made_once_and_again_for_other_files(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other = write(tmp_path / "p.jsonl", 1, 2), write(tmp_path / "o.jsonl", 1, 2, 3)
@@ -184,8 +184,10 @@ def test_the_index_is_made_once_and_again_for_other_rules_or_files(
     for _ in range(3):
         assert len(opened(path, tokenizer)) == 2
     assert made == [path]
-    assert len(opened(path, tokenizer, PromptRules(3, keeps_end=True))) == 2 and len(made) == 2
-    assert len(opened(other, tokenizer, PromptRules(3, keeps_end=True))) == 3 and len(made) == 3
+    # Under other rules tickets would silently get other prompts.
+    with pytest.raises(ConfigError, match="would become other prompts than when the run began: the chat template"):
+        opened(path, tokenizer, PromptRules(3, keeps_end=True))
+    assert len(opened(other, tokenizer)) == 3 and made == [path, other]
     whole = (tmp_path / "of.index").read_bytes()
     for damaged in (b"", whole[:-1], b"{}\n" + whole, b"\xff" * 50):
         (tmp_path / "of.index").write_bytes(damaged)

@@ -177,9 +177,9 @@ def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(tokenizer: To
     shutil.copy(folder / "b.jsonl", tmp_path / "kept")
     (folder / "b.jsonl").write_text(json.dumps(rows("3")[0]) + "\n")
     with pytest.raises(ConfigError, match=r"has changed since the run began.*other bytes"):
-        check_same(folder, where)
+        check_same(RowFiles.of(folder), where, tokenizer, PromptRules(64))
     shutil.copy(tmp_path / "kept", folder / "b.jsonl")
-    check_same(folder, where)
+    check_same(RowFiles.of(folder), where, tokenizer, PromptRules(64))
     write(folder, {"c.jsonl": rows("4")})
     with pytest.raises(ConfigError, match="has changed since the run began"):
         open_prompts(folder, where, tokenizer, PromptRules(64), 0.0)

@@ -14,6 +14,7 @@ import pytest
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.chat import template_of
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
@@ -258,6 +259,7 @@ def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(tmp_path: Pa
         path.write_text('{"id": 1, "prompt": "12?", "answer": "12"}\n')
     config = load([], {"data.train": str(files[0]), "data.eval.held": str(files[1])})
     run.create()
+    run.model.symlink_to(tokenizer.directory)
     dump(config, run.config)
     open_train(run, config, tokenizer)
     open_evals(run, config, tokenizer)
@@ -268,6 +270,26 @@ def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(tmp_path: Pa
         with pytest.raises(ConfigError, match=rf"{path.name}: has changed since the run began"):
             check_resumable(run, config)
         path.write_bytes(before)
+
+
+def test_another_template_is_said_before_a_run_is_resumed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A run keeps its prompts: they are rendered again whenever one is used."""
+    run, rows, template = RunDir(tmp_path / "run"), tmp_path / "train.jsonl", tmp_path / "chat.jinja"
+    rows.write_text('{"id": 1, "prompt": "12?", "answer": "12"}\n')
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    data = {"train": str(rows), "chat_template": str(template), "template_date": "2026-01-31"}
+    config = load([], {"data": data})
+    run.create()
+    run.model.symlink_to(tokenizer.directory)
+    dump(config, run.config)
+    open_train(run, config, load_tokenizer(run.model))
+    check_resumable(run, config)
+    template.write_text("{% for message in messages %}!{{ message.content }}{% endfor %}")
+    template_of.cache_clear()
+    with pytest.raises(ConfigError, match="would become other prompts than when the run began: the chat template"):
+        check_resumable(run, config)
+    with pytest.raises(ConfigError, match="would become other prompts"):
+        open_train(run, config, load_tokenizer(run.model))
 
 
 # -- sorting digits ----------------------------------------------------------------------------------------------------

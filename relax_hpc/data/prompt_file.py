@@ -33,6 +33,7 @@ from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.rundir import write_atomic
 
 FORMAT = 3
+"""Number of the format; a higher one whenever the same rules make other prompts: the index is made again then."""
 ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
 """Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
@@ -193,14 +194,15 @@ def open_prompts(
     named: Path | str | RowFiles, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
 ) -> PromptFile:
     """The prompts of the files that are ``named``, see `RowFiles`, whose index is at ``where``; it is made if it is not
-    there, or of other files or rules.
+    there, or of other files.
 
-    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the files are not
-    what they were when the index was made.
+    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the files or the
+    rules are not what they were when the index was made.
     """
     files = named if isinstance(named, RowFiles) else RowFiles.of(named)
-    index, key, lines = _index_of(files, where), rules_key(tokenizer, how), _lines_of(files, where)
-    if not (index and index.rules == key and lines.is_file()):
+    key, lines = rules_key(tokenizer, how), _lines_of(files, where)
+    index = _index_of(files, where, key)
+    if not (index and lines.is_file()):
         with how.rendering():
             index = build(files, where, key, tokenizer, how)
     tally = Tally(index.rows, index.counts, index.bad, index.places)
@@ -210,20 +212,27 @@ def open_prompts(
     return PromptFile(lines, index, where, tokenizer, how)
 
 
-def check_same(named: Path | str | RowFiles, where: Path) -> None:
-    """ConfigError: the files that are ``named`` are not what they were when the index at ``where`` was made."""
-    _index_of(named if isinstance(named, RowFiles) else RowFiles.of(named), where)
+def check_same(files: RowFiles, where: Path, tokenizer: Tokenizer, how: PromptRules) -> None:
+    """ConfigError: ``files``, or the rules by which their rows become prompts, are not what they were when the index
+    at ``where`` was made."""
+    _index_of(files, where, rules_key(tokenizer, how))
 
 
-def _index_of(files: RowFiles, where: Path) -> Index | None:
+def _index_of(files: RowFiles, where: Path, rules: str) -> Index | None:
     """The index at ``where``, if it is one of ``files``. ConfigError: these are not what they were, or cannot be
-    read."""
+    read, or the ``rules`` are not."""
     now, index = Stamp.of(files), load(where)
     if not index or index.stamp.path != now.path:
         return None
     if not index.stamp.is_still(now, files):
         sizes = f"found {now.size} bytes, had {index.stamp.size}"
         raise changed(index.stamp, where, sizes if now.size != index.stamp.size else "other bytes, as many as before")
+    if index.rules != rules:
+        raise ConfigError(
+            f"{index.stamp.path}: its rows would become other prompts than when the run began: the chat template, the "
+            "tokenizer, the tools or a setting of rows has changed; restore it, or remove "
+            f"{where} to continue with it as it is"
+        )
     return index
 
 

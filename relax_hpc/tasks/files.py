@@ -13,8 +13,9 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompt_file import PromptFile, PromptSets, check_same, open_prompts
+from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
-from relax_hpc.data.tokenizer import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task, tools_of
@@ -60,20 +61,27 @@ def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, P
 
 
 def check_unchanged(run: RunDir, config: Config) -> None:
-    """ConfigError: a file of prompts is not what it was when the run began. Roles say so too, once they have GPUs."""
-    if config.data.train or config.data.train_sets:
-        for name, path in train_files(run, config).items():
-            check_same(RowFiles.of(path, "train"), _train_index(run, name))
-    for name, path in config.data.eval.items():
-        check_same(path, _eval_index(run, name))
+    """ConfigError: a file of prompts, or a rule by which its rows become prompts, is not what it was when the run
+    began. Roles say so too, once they have GPUs."""
+    sets = [(path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()]
+    sets += [(path, _train_index(run, name), name, "train") for name, path in train_files(run, config).items()]
+    for path, index, name, split in sets:
+        if index.is_file():
+            tokenizer = load_tokenizer(run.model)
+            files = RowFiles.of(path, split)
+            check_same(files, index, tokenizer, _rules(config, tokenizer, files, name))
 
 
 def _opened(
     config: Config, tokenizer: Tokenizer, named: Path, index: Path, set_name: str, split: str = ""
 ) -> PromptFile:
     files = RowFiles.of(named, split)
-    rules = rules_of(config, tokenizer, files.folder, tools_of(config), set_name)
+    rules = _rules(config, tokenizer, files, set_name)
     return open_prompts(files, index, tokenizer, rules, config.data.max_bad_share)
+
+
+def _rules(config: Config, tokenizer: Tokenizer, files: RowFiles, set_name: str) -> PromptRules:
+    return rules_of(config, tokenizer, files.folder, tools_of(config), set_name)
 
 
 def _train_index(run: RunDir, name: str) -> Path:
