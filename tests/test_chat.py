@@ -33,7 +33,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if loop.last %}{% break %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<s>assistant>' }}{% endif %}
-{%- if enable_thinking is defined and not enable_thinking %}{{ '.' }}{% endif %}"""
+{%- if enable_thinking is defined %}{{ '!' if enable_thinking else '.' }}{% endif %}"""
 MESSAGES = [{"role": "user", "content": " 12? "}]
 
 
@@ -64,8 +64,8 @@ def test_messages_are_rendered_as_transformers_renders_them(model: Path, tmp_pat
     from transformers import AutoTokenizer
 
     theirs, tokenizer = AutoTokenizer.from_pretrained(model), load_tokenizer(model)
-    for thinks in (True, False):
-        about = {"add_generation_prompt": True, "enable_thinking": thinks}
+    for thinks in (None, True, False):
+        about = {"add_generation_prompt": True} | ({} if thinks is None else {"enable_thinking": thinks})
         expected = theirs.apply_chat_template(MESSAGES, tokenize=False, **about)
         rows = {"prompt": MESSAGES}, {"messages": MESSAGES}, {"prompt": " 12? "}
         assert texts(tmp_path, tokenizer, *rows, enable_thinking=thinks) == [expected] * 3

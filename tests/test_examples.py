@@ -145,6 +145,19 @@ def test_rows_of_no_use_have_a_reason(model: Path) -> None:
         assert reasons(read(model, {"messages": CHAT}, template=template)[1]) == ["chat_template"]
 
 
+def test_an_answer_that_repeats_its_prompt_is_refused(model: Path) -> None:
+    """Whole texts beside their prompts, as some sets of pairs have them: the prompt would stand twice."""
+    tokenizer = load_tokenizer(model)
+    sft, dpo = (rules_of(load([], {"algorithm.name": name}), tokenizer) for name in ("sft", "dpo"))
+    prompt = "1+2, 3+4, and 5+6?"
+    refused = [
+        sft.read(1, {"prompt": prompt, "answer": f"{prompt} 3"}, tokenizer),
+        dpo.read(1, {"prompt": prompt, "chosen": f"{prompt} 3", "rejected": f"{prompt} 4"}, tokenizer),
+    ]
+    assert [bad.reason for bad in refused] == ["answer_in_prompt"] * 2
+    assert not isinstance(sft.read(1, {"prompt": "12", "answer": "123"}, tokenizer), BadLine)
+
+
 def test_a_file_is_indexed_by_what_is_learned_of_its_rows(model: Path, tmp_path: Path) -> None:
     good = [{"id": n, "prompt": f"{n}?", "answer": str(n)} for n in range(9)]
     (path := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*good, {"id": "bad"}]))

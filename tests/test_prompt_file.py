@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data import prompt_file
 from relax_hpc.data.prompt_file import PromptFile, open_prompts
 from relax_hpc.data.prompts import PromptRules
-from relax_hpc.data.rows import BadLine, count_rows
+from relax_hpc.data.rows import BadLine, count_rows, read_rows
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.models.tiny_model import make_tiny_model
@@ -235,6 +237,38 @@ def test_rows_of_parquet_are_those_of_lines(tmp_path: Path, tokenizer: Tokenizer
         opened(path, tokenizer)
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    requires("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(ConfigError, match="found two columns 'prompt', allowed: one of each name"):
+        list(read_rows(tmp_path / "p.parquet"))
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "1?", "prompt": "2?"}\n{"prompt": [{"role": "user", "role": "tool"}]}\n'
+    )
+    rows = list(read_rows(tmp_path / "p.jsonl"))
+    assert [(row.reason, row.detail[:17]) for row in rows] == [
+        ("broken_json", "found 'prompt' tw"),
+        ("broken_json", "found 'role' twic"),
+    ]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_numbers_of_float32_are_the_shortest_that_name_them(values: list[float]) -> None:
+    requires("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "p.parquet"
+        parquet.write_table(pyarrow.table({"answer": pyarrow.array(values, pyarrow.float32())}), path)
+        numbers = [record["answer"] for _, record in read_rows(path)]
+    assert numbers == [float(str(np.float32(value))) for value in values]
+
+
 def test_columns_that_json_has_no_word_for_are_texts_or_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"id": "a", "prompt": "1?", "answer": "1"}
     (prompt,) = opened(parquet(tmp_path / "p.parquet", [row | {"price": Decimal("1.50")}]), tokenizer)
@@ -273,6 +307,7 @@ def test_parquet_without_its_library_says_what_to_do(
 
 MEMORY = """
 import sys
+import tempfile
 from pathlib import Path
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import open_prompts

@@ -207,7 +207,7 @@ def template_of(
     chosen: str,
     model_dir: Path,
     system: str,
-    enable_thinking: bool,
+    enable_thinking: bool | None,
     names: tuple[tuple[str, str], ...],
     day: str = "",
     extra: str = "{}",
@@ -215,5 +215,8 @@ def template_of(
     """The template for these settings, shared by all callers so that it has one child process.
     ``names``: the tokenizer's special tokens. ``day``: see `ChatTemplate`. ``extra``: more
     variables, as JSON."""
-    variables = {**dict(names), "enable_thinking": enable_thinking, **json.loads(extra)}
+    variables: dict[str, Any] = dict(names)
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
+    variables |= json.loads(extra)
     return ChatTemplate(find_templates(chosen, model_dir), variables, system, day)

@@ -38,6 +38,8 @@ from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.medium import Kind
 
 _WEIGHTS = (None, 0, 1)
+_LONG_PROMPT = 16
+"""Characters from which on an answer that begins with its prompt repeats it, rather than by chance."""
 """Values of a message's `weight`, as OpenAI's fine-tuning has it; with 0 it is not learned."""
 
 
@@ -242,6 +244,8 @@ def _of_texts(prompt: Any, answer: Any, columns: Columns, tokenizer: Tokenizer, 
         raise BadRecord("wrong_type", "it has chat messages, or no prompt; set data.chat_template: model")
     if not answer:
         raise BadRecord("empty_answer", "nothing in it is learned")
+    if len(prompt) >= _LONG_PROMPT and answer.startswith(prompt):
+        raise BadRecord("answer_in_prompt", "the answer repeats the prompt, which would stand twice; remove it there")
     as_tokens = "prompt" in rules.special_tokens
     if rules.media:
         before = rules.media.encoded(prompt, columns, tokenizer, as_tokens)

@@ -127,10 +127,25 @@ def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
     number, default = 0, _text_or_uri if with_media else _text
     with _table(path) as batches:
         for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
+            batch = _with_short_floats(path, batch)
             encoded = [column for column in batch.schema if _has_json(column.type)]
             for record in batch.to_pylist():
                 number += 1
                 yield _as_row(number, without_nulls(record), encoded, default)
+
+
+def _with_short_floats(path: Path | str, batch: Any) -> Any:
+    """``batch`` whose columns of float16 and float32 have the shortest numbers that name their values, as float64:
+    0.1, where 0.10000000149 is the same float32. ConfigError: two columns have the same name."""
+    arrow = import_module("pyarrow")
+    names = batch.schema.names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{path}: found two columns {twice[0]!r}, allowed: one of each name; rename one of them")
+    for index, column in enumerate(batch.schema):
+        if column.type in (arrow.float16(), arrow.float32()):
+            short = batch.column(index).cast(arrow.string()).cast(arrow.float64())
+            batch = batch.set_column(index, column.name, short)
+    return batch
 
 
 def _as_row(number: int, record: Record, encoded: list[Any], default: Callable[[Any], str]) -> Row:
@@ -213,6 +228,8 @@ def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
     try:
         with opened(path) as file:
             yield partial(_batches, file, form)
+    except ConfigError:
+        raise
     except Exception as error:  # pyarrow's have no other base, a date in the year 30000
         raise ConfigError(f"{path}: no {form} file that can be read: {error}; write it again") from error
 
@@ -280,7 +297,7 @@ def _refuse_others(path: Path | str, head: bytes) -> None:
 
 def _record(number: int, line: bytes) -> Row:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         return BadLine(number, "broken_json", str(error))
     if not isinstance(record, dict):
@@ -288,6 +305,16 @@ def _record(number: int, line: bytes) -> Row:
     if _has_half_a_character(line, record):
         return BadLine(number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text")
     return number, record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Record:
+    """Object of JSON with the members ``pairs``. ValueError: two have the same name, of which one would be lost."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"found {twice[:40]!r} twice in one object, allowed: once")
+    return members
 
 
 def _has_half_a_character(line: bytes, record: Record) -> bool:

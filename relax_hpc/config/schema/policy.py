@@ -129,8 +129,9 @@ class DataConfig:
     list of signatures, are shown as the template shows tools. Empty: prompts are text, as they stand."""
     system: str = ""
     """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
-    enable_thinking: bool = True
-    """Switch given to the chat template: some have the model answer at once if it is false."""
+    enable_thinking: bool | None = None
+    """Variable given to the chat template: with some, the model answers at once if it is false. Null:
+    it is not given, so that the template decides, as in transformers."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further variables given to the chat template, such as `reasoning_effort: high`."""
     template_date: str = ""
