@@ -93,9 +93,10 @@ def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
     assert [rank.domain for rank in ranks] == [0, 1]
 
 
-def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket() -> None:
+@pytest.mark.parametrize("flags", [{"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2}], ids=str)
+def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(flags: dict[str, int]) -> None:
     groups = {"actor": {"roles": ["rollout", "actor"], "resources": {"gpus_per_node": 8, "cpus_per_task": 7}}}
-    sizes = {"actor.parallel.data": 8, "rollout.replicas": 4, "rollout.engine.flags": {"tp_size": 2}}
+    sizes = {"actor.parallel.data": 8, "rollout.replicas": 4, "rollout.engine.flags": flags}
     config = load([], {"layout": "jobs", "model.device": "cuda", "groups": groups | {"rollout": None}} | sizes)
     machine = node(2, 32)
     found = shares(machine, ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine)))

@@ -243,6 +243,8 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
         ({"tp_size": 3}, "tp_size: found 3, allowed: divisors of the 32 attention heads"),
         ({"tp_size": 4}, "6 engines of tp_size 4 take 24 GPUs, and group rollout has 6"),
         ({"pp_size": 2}, "6 engines of tp_size 1 and pp_size 2 take 12 GPUs"),
+        ({"dp_size": 2}, "6 engines of tp_size 1 and dp_size 2 take 12 GPUs"),
+        ({"base_gpu_id": 1}, "6 engines of tp_size 1 take 6 GPUs, and group rollout has 5 without the 1 before"),
     ],
 )
 def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], said: str) -> None:

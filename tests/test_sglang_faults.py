@@ -24,7 +24,7 @@ import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.engines.engine import EngineFault  # noqa: E402
 from relax_hpc.engines.sglang import process as sglang_process  # noqa: E402
 from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
-from relax_hpc.engines.sglang.engine import SglangEngine, server_arguments  # noqa: E402
+from relax_hpc.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
 from relax_hpc.engines.sglang.session import Session  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
@@ -287,6 +287,8 @@ def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
         make_engine(place, flags={"port": 30000})
     with pytest.raises(ConfigError, match=r"flags\.grpc_port: not allowed; it cannot be changed"):
         make_engine(place, flags={"grpc_port": 30001})
+    with pytest.raises(ConfigError, match=r"flags\.gpu_id_step: found 2, allowed: 1; .*; leave out the flag"):
+        make_engine(place, flags={"gpu_id_step": 2})
 
 
 def test_flags_override_what_the_device_sets(place: Path) -> None:
@@ -303,7 +305,11 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     arguments = server_arguments(config, 2, place, Version(1, 0), place=0)
     assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, "first of another node"
     config.rollout.engine.flags["base_gpu_id"] = 1
-    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 1
+    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 5, "from the first GPU that is named"
+    config.rollout.engine.flags = {"tp_size": 2, "dp_size": 2}
+    assert server_arguments(config, 1, place, Version(1, 0))["base_gpu_id"] == 4
+    config.genrm.flags = {"dp_size": 4}
+    assert judge_arguments(config, 1, "127.0.0.1", 1)["base_gpu_id"] == 4
 
 
 @pytest.mark.parametrize(

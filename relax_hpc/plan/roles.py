@@ -24,6 +24,7 @@ from relax_hpc.plan.model_memory import (
 )
 from relax_hpc.plan.optimizer_memory import gathered, optimizer_bytes
 from relax_hpc.plan.tower_memory import frozen_parameters
+from relax_hpc.server_devices import devices_per_server, first_device
 
 CONTEXT_BYTES = 1.5 * GIB
 """Bytes of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL. An assumption."""
@@ -182,6 +183,7 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
     engine, longest = config.rollout.engine, longest_row(config)
     flags, item = engine.flags, ITEM_BYTES[engine.dtype or config.model.dtype]
     tensor, pipeline = (int(engine_flag(flags, name) or 1) for name in ("tp_size", "pp_size"))
+    devices = devices_per_server(flags)
     share = engine_flag(flags, "mem_fraction_static")
     whole = parameters(spec, ParallelConfig(), 0) * item
     weights = parameters(spec, ParallelConfig(tensor=tensor), 0) * item / pipeline
@@ -196,14 +198,13 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
     return Footprint(
         role="rollout",
         group=group,
-        split=f"{config.rollout.replicas} engines, tensor {tensor}, pipeline {pipeline}",
-        gpus=config.rollout.replicas * tensor * pipeline,
+        split=f"{config.rollout.replicas} engines, {_sizes(flags)}",
+        gpus=config.rollout.replicas * devices,
         resident={"weights": weights, "keys and values": room, "CUDA, NCCL, graphs": CONTEXT_BYTES},
         pinned={"weights of a version": whole},
-        host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
+        host={"processes": per_node * (1 + devices) * PROCESS_BYTES},
         note=f"keys and values of {kept:,} tokens, {kept // longest:,} rows of {longest:,}{said}",
-        lack=_misplaced(config, spec, group, tensor, pipeline)
-        or ("" if kept >= longest else f"{need}, and {room / GIB:.1f} are left"),
+        lack=_misplaced(config, spec, group) or ("" if kept >= longest else f"{need}, and {room / GIB:.1f} are left"),
     )
 
 
@@ -213,37 +214,57 @@ def judge(config: Config, whole: float, group: str, per_node: int, gpu_bytes: fl
     settings = config.genrm
     tensor, pipeline = (int(engine_flag(settings.flags, name) or 1) for name in ("tp_size", "pp_size"))
     share = engine_flag(settings.flags, "mem_fraction_static") or ENGINE_SHARE
+    devices = devices_per_server(settings.flags)
     weights = whole / (tensor * pipeline)
-    room, gpus = share * gpu_bytes - weights, settings.replicas * tensor * pipeline
+    room = share * gpu_bytes - weights
     small = f"weights of {weights / GIB:.1f} GiB a GPU leave nothing to keys and values; a larger genrm.flags.tp_size"
     return Footprint(
         role="genrm",
         group=group,
-        split=f"{settings.replicas} servers, tensor {tensor}, pipeline {pipeline}",
-        gpus=gpus,
+        split=f"{settings.replicas} servers, {_sizes(settings.flags)}",
+        gpus=settings.replicas * devices,
         resident={"weights": weights, "keys and values": max(0.0, room), "CUDA, NCCL, graphs": CONTEXT_BYTES},
-        host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
-        lack=_too_many(config, group, "genrm.replicas", settings.replicas, tensor, pipeline)
+        host={"processes": per_node * (1 + devices) * PROCESS_BYTES},
+        lack=_too_many(config, group, "genrm.replicas", settings.replicas, settings.flags)
         or (small if room <= 0 else ""),
     )
 
 
-def _misplaced(config: Config, spec: ModelSpec, group: str, tensor: int, pipeline: int) -> str:
-    """Reason why engines cannot be cut so, or have too few GPUs; empty: they can."""
+def _misplaced(config: Config, spec: ModelSpec, group: str) -> str:
+    """Reason why engines cannot be split so, or have too few GPUs. Empty: they can."""
+    flags = config.rollout.engine.flags
+    tensor = int(engine_flag(flags, "tp_size") or 1)
     if spec.heads % tensor:
         return f"rollout.engine.flags.tp_size: found {tensor}, allowed: divisors of the {spec.heads} attention heads"
-    return _too_many(config, group, "rollout.replicas", config.rollout.replicas, tensor, pipeline)
+    return _too_many(config, group, "rollout.replicas", config.rollout.replicas, flags)
 
 
-def _too_many(config: Config, group: str, key: str, replicas: int, tensor: int, pipeline: int) -> str:
-    """Reason why the GPUs of a group are too few for ``replicas`` engines, of configuration ``key``; empty: there are
-    as many."""
+def _too_many(config: Config, group: str, key: str, replicas: int, flags: Mapping[str, Any]) -> str:
+    """Reason why ``group`` has too few GPUs for ``replicas`` engines with ``flags``. Empty: it has enough.
+
+    ``key``: the setting of ``replicas``.
+    """
     resources = config.groups[group].resources
-    there, taken = resources.nodes * resources.gpus_per_node, replicas * tensor * pipeline
-    if not there or taken <= there:
+    present = resources.nodes * resources.gpus_per_node
+    skipped = resources.nodes * first_device(flags, 0)
+    taken = replicas * devices_per_server(flags)
+    if not present or taken + skipped <= present:
         return ""
-    cut = f"{replicas} engines of tp_size {tensor}" + (f" and pp_size {pipeline}" if pipeline > 1 else "")
-    return f"{cut} take {taken} GPUs, and group {group} has {there}; fewer {key}, or more nodes"
+    sizes = " and ".join(
+        [f"tp_size {int(engine_flag(flags, 'tp_size') or 1)}"]
+        + [f"{name} {flags[name]}" for name in ("pp_size", "dp_size") if engine_flag(flags, name) > 1]
+    )
+    left_out = f" without the {skipped} before base_gpu_id" if skipped else ""
+    return (
+        f"{replicas} engines of {sizes} take {taken} GPUs, and group {group} has {present - skipped}{left_out}; "
+        f"fewer {key}, or more nodes"
+    )
+
+
+def _sizes(flags: Mapping[str, Any]) -> str:
+    """How ``flags`` split a model over GPUs, in words."""
+    tensor, pipeline, data = (int(engine_flag(flags, name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
+    return f"tensor {tensor}, pipeline {pipeline}" + (f", data {data}" if data > 1 else "")
 
 
 def engine_flag(flags: Mapping[str, Any], name: str) -> float:

@@ -19,6 +19,7 @@ from pathlib import Path
 from relax_hpc.config.groups import group_of, ranks_of, roles_of
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
+from relax_hpc.server_devices import devices_per_server
 
 _CPUS, _NUMA = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
 _GPUS, _PCI = Path("/proc/driver/nvidia/gpus"), Path("/sys/bus/pci/devices")
@@ -99,19 +100,18 @@ def ranks_on_a_node(config: Config, group: str, domains: Sequence[int]) -> list[
                 own = number if config.model.device == "cuda" else number * len(domains) // count
                 found.append(Rank(role, number, domain=domains[min(own, len(domains) - 1)]))
             else:
-                found.append(Rank(role, number, weight=_engines(config, role, ranks)))
+                found.append(Rank(role, number, weight=_engine_processes(config, role, ranks)))
     return found
 
 
-def _engines(config: Config, role: str, ranks: int) -> int:
-    """Processes that draw tokens, which a rank of a role has; 1 for a role that has none."""
+def _engine_processes(config: Config, role: str, ranks: int) -> int:
+    """Number of engine processes (one for each device) that a rank of ``role`` starts; 1 if it starts none."""
     served = {"rollout": (config.rollout.replicas, config.rollout.engine.flags)}
     served["genrm"] = (config.genrm.replicas, config.genrm.flags)
     if role not in served:
         return 1
     replicas, flags = served[role]
-    devices = flags.get("tp_size", 1)
-    return -(-replicas // ranks) * (devices if isinstance(devices, int) else 1)
+    return -(-replicas // ranks) * devices_per_server(flags)
 
 
 def domains_of_gpus(config: Config, group: str, cores: Sequence[Core]) -> list[int]:

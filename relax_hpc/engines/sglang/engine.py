@@ -18,6 +18,7 @@ from relax_hpc.models.families import routes_of
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.affinity import numa_of_gpus
 from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.server_devices import first_device
 from relax_hpc.tasks import environment_of
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
@@ -167,8 +168,7 @@ def server_arguments(
         "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
         **({ROUTES_FLAG: True} if config.model.routing_replay != "off" else {}),
         **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
-        **device_arguments(config, replica if place is None else place, flags),
-        **flags,
+        **with_devices(config, replica if place is None else place, flags),
     }
 
 
@@ -189,16 +189,18 @@ def judge_arguments(config: Config, replica: int, host: str, place: int) -> dict
         "dtype": settings.dtype or config.model.dtype,
         "random_seed": config.seed + replica,
         "skip_server_warmup": True,
-        **device_arguments(config, place, settings.flags),
-        **settings.flags,
+        **with_devices(config, place, settings.flags),
     }
 
 
-def device_arguments(config: Config, place: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by which a server takes its devices, the ``place``-th of those with such ``flags`` in its process."""
+def with_devices(config: Config, place: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """A server's ``flags``, and the arguments that give it its devices.
+
+    ``place``: its number (from 0) among the servers of its node, which all have these flags.
+    """
     if config.model.device == "cpu":
-        return _CPU_ARGUMENTS
-    return {"base_gpu_id": place * flags.get("tp_size", 1) * flags.get("pp_size", 1)} | _numa()
+        return _CPU_ARGUMENTS | flags
+    return _numa() | flags | {"base_gpu_id": first_device(flags, place)}
 
 
 def _numa() -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_hpc.config.clean import near
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.server_devices import device_mistakes
 
 OWN_FLAGS = {
     "model_path": "model.path",
@@ -81,10 +82,12 @@ def routes_misfit() -> str:
 
 
 def refuse_own(flags: dict[str, object], key: str = "rollout.engine.flags") -> None:
-    """ConfigError if one of ``flags``, the section ``key``, is what the server's owner must set."""
+    """ConfigError if ``flags``, the section ``key``, set what the server's owner must set, or hide its devices."""
     for name in flags:
         if name in OWN_FLAGS:
             raise ConfigError(f"{key}.{name}: not allowed; {_instead(name)}")
+    for mistake in device_mistakes(key, flags):
+        raise ConfigError(mistake)
 
 
 def check(config: Config) -> Iterator[str]:
@@ -156,6 +159,7 @@ def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> It
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
         elif known and name not in known:
             yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
+    yield from device_mistakes(section, flags)
 
 
 def _is_here(config: Config) -> bool:
