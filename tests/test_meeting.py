@@ -19,10 +19,12 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 import psutil  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from relax_hpc.rendezvous.world import World  # noqa: E402
-from relax_hpc.training import meeting  # noqa: E402
+from relax_hpc.training import alone, meeting  # noqa: E402
 from relax_hpc.training.meeting import MeetingStore, Remote, serve, store_of  # noqa: E402
 from relax_hpc.transport.links import Deadline  # noqa: E402
 from relax_hpc.transport.wire import pack  # noqa: E402
@@ -50,6 +52,53 @@ parallel.destroy()
 
 def test_a_rank_alone_opens_no_socket_and_its_collectives_are_copies() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], timeout=120, check=True)
+
+
+def _results(given: Tensor) -> dict[str, Tensor]:
+    """Result of each kind of collective in a group of one rank, by name."""
+    group, outputs = dist.new_group([0]), {}
+
+    def fresh(name: str) -> Tensor:
+        return outputs.setdefault(name, torch.full_like(given, -1.0))
+
+    for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        dist.all_reduce(fresh(f"all_reduce {operation}").copy_(given), operation, group)
+    dist.reduce(fresh("reduce").copy_(given), 0, group=group)
+    dist.broadcast(fresh("broadcast").copy_(given), 0, group)
+    dist.all_gather([fresh("all_gather")], given, group)
+    dist.all_gather_into_tensor(fresh("all_gather_into_tensor"), given, group)
+    dist.gather(given, [fresh("gather")], 0, group)
+    dist.scatter(fresh("scatter"), [given], 0, group)
+    dist.reduce_scatter(fresh("reduce_scatter"), [given], group=group)
+    dist.reduce_scatter_tensor(fresh("reduce_scatter_tensor"), given, group=group)
+    if dist.get_backend() != "gloo":  # that of torch 2.11 has no all_to_all
+        dist.all_to_all([fresh("all_to_all")], [given], group)
+    dist.all_to_all_single(fresh("all_to_all_single"), given, group=group)
+    dist.all_to_all_single(fresh("with sizes"), given, [len(given)], [len(given)], group)
+    with dist._coalescing_manager(group, async_ops=True) as work:
+        for name in ("coalesced", "coalesced too"):
+            dist.all_gather_into_tensor(fresh(name), given, group)
+    work.wait()
+    dist.all_gather_into_tensor(fresh("asynchronous"), given, group, async_op=True).wait()
+    dist.barrier(group)
+    return outputs
+
+
+def test_collectives_of_one_rank_give_what_a_real_group_of_one_rank_gives() -> None:
+    """With any torch: its backend `fake` is not used, some of whose collectives copy nothing in torch 2.11."""
+    given, results = torch.arange(1.0, 9.0).view(4, 2), []
+    for start in (
+        lambda: alone.initialize(timedelta(seconds=60)),
+        lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
+    ):
+        start()
+        try:
+            results.append(_results(given))
+        finally:
+            dist.destroy_process_group()
+    ours, gloo = results
+    assert [name for name in ours if not torch.equal(ours[name], given)] == []
+    assert [name for name in gloo if not torch.equal(ours[name], gloo[name])] == []
 
 
 @pytest.fixture(name="served")
