@@ -161,6 +161,21 @@ def test_verify_finds_missing_wrong_and_damaged_packages(tmp_path: Path) -> None
     assert not (site / "unfinished-1.0.dist-info").exists(), "pip cannot replace a package that has no RECORD"
 
 
+@pytest.mark.parametrize(("text", "missing"), [("x = 1\n", []), ("x = 1 \n", []), ("x", ["one==1.0", "two==1.0"])])
+def test_verify_takes_a_file_of_two_packages_at_the_size_that_either_records(
+    tmp_path: Path, text: str, missing: list[str]
+) -> None:
+    site, lock = tmp_path / "site", tmp_path / "lock.txt"
+    for name, size in (("one", 6), ("two", 7)):
+        make_package(site, name, "1.0")
+        with (site / f"{name}-1.0.dist-info/RECORD").open("a") as record:
+            record.write(f"tools/../build_backend.py,,{size}\n" if name == "two" else f"build_backend.py,,{size}\n")
+    (site / "tools").mkdir()
+    (site / "build_backend.py").write_text(text)
+    lock.write_text("one==1.0\ntwo==1.0\n")
+    assert verify(site, lock) == missing
+
+
 def wheels_of(version: str, *tags: str) -> dict[str, str]:
     return {f"tiny-{version}-{tag}.whl": hashlib.sha256(f"{version}{tag}".encode()).hexdigest() for tag in tags}
 

@@ -41,15 +41,19 @@ def setup(*arguments: str, root: Path = ROOT, **env: str) -> subprocess.Complete
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=120)
 
 
-def wheel(folder: Path, name: str, version: str, needs: str = "") -> str:
-    """An empty package; returns the pin of a lock that lists it."""
+def wheel(folder: Path, name: str, version: str, needs: str = "", shared: str = "") -> str:
+    """A package of one module; ``shared``: text of its file `build_backend.py`. Returns the pin of a lock."""
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + f"Requires-Dist: {needs}\n" * bool(needs)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", f"version = {version!r}\n")
         file.writestr(f"{info}/METADATA", about)
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        record = f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        if shared:
+            file.writestr("build_backend.py", shared)
+            record += f"build_backend.py,,{len(shared)}\n"
+        file.writestr(f"{info}/RECORD", record)
     return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
@@ -137,6 +141,23 @@ def test_a_cpu_build_of_torch_is_preferred_if_it_is_listed(checkout: Checkout, t
     assert done.returncode == 0, done.stderr
     assert ("does not list this site's CPU build of torch" in done.stderr) == (version == "3")
     assert checkout.installed()["torch"] == {"3": "3", "4": "4+cpu"}[version]
+
+
+def test_packages_that_ship_one_file_with_other_contents_can_be_installed(checkout: Checkout) -> None:
+    """As torch-c-dlpack-ext and flashinfer-python of the GPU lock do. pip keeps the file of the last one."""
+    texts = {"first": "x = 1\n", "second": "x = 1  # longer\n"}
+    pins = [wheel(checkout.wheels, name, "1", shared=text) for name, text in texts.items()]
+    checkout.lock("cpu", wheel(checkout.wheels, "torch", "5") + "".join(pins))
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert checkout.installed().items() >= {"first": "1", "second": "1"}.items()
+    shared = next((checkout.root / ".venv/lib").glob("python3*/site-packages")) / "build_backend.py"
+    assert shared.read_text() in texts.values()
+    assert checkout.setup().stderr == "", "a second call changes nothing"
+    (checkout.root / ".venv/.stamp-cpu").unlink()
+    shared.write_text("x")
+    assert "installing 2 packages" in checkout.setup().stderr, "a damaged file is repaired"
+    assert shared.read_text() in texts.values()
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
