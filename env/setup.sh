@@ -19,6 +19,7 @@ LOCK=$VENV.lock
 ME=$(uname -n):$$
 TICKER=
 STEP=1  # where the step in progress begins in the log
+OLDEST_GLIBC=2.34  # of the platform tag of sglang's wheels, manylinux_2_34
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
@@ -216,6 +217,45 @@ cuda_torch() {
 raise SystemExit(not any("cuda" in line for line in requires("torch") or ()))'
 }
 
+check_glibc() {  # pip's words for a wheel that needs a newer one do not name it
+    local version
+    version=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed -n 's/^glibc //p')
+    [[ -n $version && $(printf '%s\n' "$OLDEST_GLIBC" "$version" | sort -V | head -n 1) != "$OLDEST_GLIBC" ]] || return 0
+    say "found glibc $version, needed: $OLDEST_GLIBC or newer (wheel of sglang): pip will find no build of it for this \
+system. Use a container (env/relax_hpc.def), or install what trains alone: pip install '.[train]'"
+}
+
+toolkit() {  # prints the root of the CUDA toolkit among the wheels, where they have a compiler
+    local home
+    for home in "$VENV"/lib/python3.*/site-packages/nvidia/cu[0-9]*; do
+        if [[ -x $home/bin/nvcc ]]; then echo "$home"; fi
+    done
+}
+
+toolkit_linked() {  # whether nothing is left to do for `link_toolkit`
+    local home
+    home=$(toolkit)
+    [[ -z $home || -e $home/lib/stubs/libcuda.so ]] || ! command -v gcc >/dev/null
+}
+
+link_toolkit() {  # the names under which SGLang, tvm-ffi and flashinfer link the kernels that they compile
+    local home library
+    home=$(toolkit)
+    [[ -n $home ]] || return 0
+    ln -sfnT lib "$home/lib64"
+    for library in "$home"/lib/lib*.so.*; do
+        [[ -e ${library%%.so.*}.so ]] || ln -sf "${library##*/}" "${library%%.so.*}.so"
+    done
+    if ! command -v gcc >/dev/null; then
+        say "found no gcc: engines compile kernels on the nodes, and cannot without it; install gcc and call again"
+        return
+    fi
+    # A stub, as toolkits have it: at run time the functions are those of the driver's libcuda.so.1 on the node.
+    mkdir -p "$home/lib/stubs"
+    grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' "$home/include/cuda.h" | sort -u | sed 's/.*/void &(void) {}/' |
+        gcc -shared -w -Wl,-soname,libcuda.so.1 -o "$home/lib/stubs/libcuda.so" -x c -
+}
+
 install_package() {
     rm -f "$VENV/.stamp-package"
     pip_install "installing relax_hpc from $ROOT" --no-deps --no-build-isolation -e "$ROOT"
@@ -247,15 +287,19 @@ main() {
         esac
     done
     parts=("$base" "${parts[@]}" package)
-    if all_current "${parts[@]}" && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then return; fi
+    if all_current "${parts[@]}" && toolkit_linked && [[ " ${parts[*]} " != *" dev "* || -z $(system_packages) ]]; then
+        return
+    fi
     take_lock
     check_venv
     [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
     [[ $base != gpu ]] || rm -f "$VENV/.stamp-cpu" "$VENV/.stamp-cuda"
+    current "$base" || check_glibc
     for arg in "${parts[@]}"; do
         if current "$arg"; then continue; fi
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
     done
+    link_toolkit
     [[ " ${parts[*]} " != *" dev "* ]] || install_system_packages
     say "done: $VENV"
 }

@@ -33,6 +33,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "slurm": (lambda: shutil.which("sinfo") is not None, "a Slurm cluster: sinfo on PATH"),
     "bubblewrap": (lambda: shutil.which("bwrap") is not None, "bubblewrap: bwrap on PATH"),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
+    "gcc": (lambda: shutil.which("gcc") is not None, "a C compiler: gcc on PATH"),
     "ffmpeg": (lambda: shutil.which("ffmpeg") is not None, "ffmpeg on PATH"),
     "torch": (lambda: _has_module("torch"), "package torch (env/setup.sh)"),
     "megatron": (lambda: _has_module("megatron.core"), "package megatron-core (env/setup.sh)"),

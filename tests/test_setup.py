@@ -160,6 +160,62 @@ def test_packages_that_ship_one_file_with_other_contents_can_be_installed(checko
     assert shared.read_text() in texts.values()
 
 
+def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkout) -> None:
+    """The wheels have a libcudart.so.13, no libcudart.so, no lib64 and no libcuda.so, all of which SGLang looks for."""
+    requires("gcc")
+    folder = "nvidia/cu13"
+    runtime = _compiled(checkout.root / "libcudart.so.13", "int cudaFree(void *p) { return 0; }", "-shared")
+    path, info = checkout.wheels / "nvcc-1-py3-none-any.whl", "nvcc-1.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        program = zipfile.ZipInfo(f"{folder}/bin/nvcc")
+        program.external_attr = 0o100755 << 16
+        file.writestr(program, "#!/bin/sh\n")
+        file.write(runtime, f"{folder}/lib/libcudart.so.13")
+        file.writestr(f"{folder}/include/cuda.h", "CUresult CUDAAPI cuInit(unsigned int Flags);\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: nvcc\nVersion: 1\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        parts = ("bin/nvcc", "lib/libcudart.so.13", "include/cuda.h")
+        names = (*(f"{folder}/{part}" for part in parts), f"{info}/METADATA", f"{info}/WHEEL")
+        file.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in (*names, f"{info}/RECORD")))
+    pin = f"nvcc==1 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    checkout.lock("cpu", wheel(checkout.wheels, "torch", "6") + pin)
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    home = next((checkout.root / ".venv/lib").glob("python3*/site-packages")) / folder
+    # As SGLang's toolchain.py and flashinfer link.
+    kernel = "int cudaFree(void *p); int cuInit(unsigned flags); int load() { return cudaFree(0) + cuInit(0); }"
+    options = ["-shared", f"-L{home}/lib64", f"-L{home}/lib64/stubs", "-Wl,--as-needed", "-lcudart", "-lcuda"]
+    needed = subprocess.run(
+        ["readelf", "-d", _compiled(checkout.root / "kernel.so", kernel, *options)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert "[libcuda.so.1]" in needed.stdout, "the driver's library of the node"
+    assert checkout.setup().stderr == "", "a second call changes nothing"
+    (home / "lib/stubs/libcuda.so").unlink()
+    assert "setup: done" in checkout.setup().stderr and (home / "lib64/stubs/libcuda.so").exists()
+
+
+def _compiled(path: Path, source: str, *options: str) -> Path:
+    command = ["gcc", "-x", "c", "-fPIC", "-", "-o", str(path), *options]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    return path
+
+
+@pytest.mark.parametrize(("version", "complains"), [("2.28", True), ("2.34", False)])
+def test_a_glibc_older_than_the_wheels_need_is_named(checkout: Checkout, version: str, complains: bool) -> None:
+    program = checkout.root.parent / "getconf"
+    program.write_text(f"#!/bin/sh\necho glibc {version}\n")
+    program.chmod(0o755)
+    (checkout.root / ".venv/.stamp-cpu").unlink()
+    done = checkout.setup()
+    program.unlink()
+    assert done.returncode == 0
+    assert (f"found glibc {version}, needed: 2.34 or newer (wheel of sglang)" in done.stderr) == complains
+
+
 @pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
 def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> None:
     """The package's build waits until the step has been shown to go on."""

@@ -312,6 +312,27 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     assert judge_arguments(config, 1, "127.0.0.1", 1)["base_gpu_id"] == 4
 
 
+@pytest.mark.parametrize("saver", [True, False])
+def test_expandable_segments_are_left_out_for_a_memory_saver_alone(
+    place: Path, faked: None, saver: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch_memory_saver raises an error if they are on, and the server dies while it starts."""
+    both = "max_split_size_mb:128,expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", both)
+    engine = make_engine(place, flags={"enable_memory_saver": True} if saver else {})
+
+    async def environment_of_server() -> dict[str, str]:
+        try:
+            await engine.start()
+            return psutil.Process(engine.server.session.leader.pid).environ()
+        finally:
+            await engine.close()
+
+    settings = asyncio.run(environment_of_server())["PYTORCH_CUDA_ALLOC_CONF"]
+    assert settings == ("max_split_size_mb:128" if saver else both)
+    assert f"engine-2: PYTORCH_CUDA_ALLOC_CONF={both}: without expandable" in capsys.readouterr().out or not saver
+
+
 @pytest.mark.parametrize(
     ("flags", "private"), [({}, True), ({"dp_size": 1, "nnodes": 1}, True), ({"dp_size": 2}, False)]
 )

@@ -117,6 +117,9 @@ def judge(
     for name, report in reports.items():
         for problem in report["problems"]:
             yield error(f"node {name}: {problem}")
+        yield from (warning(f"node {name}: {problem}") for problem in report.get("warnings", ()))
+        if words := report.get("compiler"):
+            yield ok(f"node {name}: {words}")
         unseen = set(reports) - set(report["seen"])
         if unseen:
             yield error(f"run_dir: node {name} does not see what {', '.join(sorted(unseen))} renamed; take another one")

@@ -17,6 +17,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.doctor.cluster import Cluster, check_cluster, look
 from relax_hpc.doctor.deep import check_here, check_nodes
 from relax_hpc.doctor.finding import Finding, error, ok, warning
+from relax_hpc.doctor.gpus import check_gpus
 from relax_hpc.doctor.host import check_disk, check_layout, check_programs, check_settings
 from relax_hpc.doctor.media import check_media
 from relax_hpc.doctor.modules import check_staging
@@ -64,6 +65,7 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
         *_area("modules and staging", check_staging(config)),
+        *check_gpus(config),
     ]
     if slurm is None:
         several = False

@@ -14,6 +14,7 @@ import relax_hpc
 from relax_hpc.checks.programs import programs_of
 from relax_hpc.config.schema import Config
 from relax_hpc.data.row_files import data_sets, folder_and_split
+from relax_hpc.doctor.gpus import engine_roles
 from relax_hpc.doctor.probe import TOKEN
 from relax_hpc.environments.tools import options_of
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
@@ -72,7 +73,10 @@ class Probe:
         words = [f"--folder={self.folder}", f"--nodes={self.nodes}", f"--local_dir={config.site.local_dir}"]
         words += [f"--local_bytes={_staged(config)}", *plane_words(config)]
         words += ["--mpi"] if self.mpi else []
-        draws = any("rollout" in config.groups[name].roles for name in self.groups if name in config.groups)
+        roles = {role for name in self.groups if name in config.groups for role in config.groups[name].roles}
+        if config.model.device == "cuda" and roles:
+            words += ["--gpus", *(["--engines"] if roles & engine_roles(config) else [])]
+        draws = "rollout" in roles
         programs = {key: asdict(settings) for key, settings in programs_of(config).items()}
         words += [f"--code={json.dumps(programs)}"] if draws and programs else []
         words += ["--interfaces", *_interfaces(config)]

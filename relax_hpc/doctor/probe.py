@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
+from relax_hpc.doctor.gpus import node_report
 from relax_hpc.doctor.planes import PlaneProbe
 from relax_hpc.errors import ConfigError, Mistakes
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--interfaces", nargs="*", default=[])
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
     parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
+    parser.add_argument("--gpus", action="store_true", help="look at the driver")
+    parser.add_argument("--engines", action="store_true", help="look at the compilers of engines on GPUs")
     parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
     parser.add_argument("--code", default="", help="jails by key, as JSON: whether programs can be kept apart here")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
@@ -56,6 +59,8 @@ def main() -> None:
     problems += [*_local(Path(local), max(MIN_LOCAL, given.local_bytes)), *_missing(given.paths)]
     problems += _programs(given.code) if given.code else []
     report: dict[str, Any] = {"node": node, "problems": problems}
+    if given.gpus:
+        report |= node_report(given.engines)
     modes, token = dict(text.split("=", 1) for text in given.planes), (given.folder / TOKEN).read_bytes()
     planes = PlaneProbe(node, modes, token, host)
     with socket.create_server((host, 0)) as listener:

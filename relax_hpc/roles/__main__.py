@@ -17,6 +17,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import CONTROLLER, ranks_of
 from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
+from relax_hpc.cuda_allocator import expand_segments
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.imports import many_imports
@@ -115,6 +116,8 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
 
 def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType:
     """The module of a role, with all that it computes with; ``local_rank`` None: no device is touched."""
+    if name in WITH_RANKS and config.model.device == "cuda":
+        expand_segments(os.environ)
     with many_imports(for_good=True):
         role = import_module(ROLES[name].module)
         if name in WITH_RANKS:

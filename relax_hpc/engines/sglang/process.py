@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.cuda_allocator import without_expandable_segments
 from relax_hpc.engines.engine import EngineFault
 from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
+from relax_hpc.engines.sglang.toolchain import toolkit_variables
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.local_dir import Scratch, compile_caches
 from relax_hpc.rendezvous.process import PARENT, clean_environment
@@ -129,6 +131,9 @@ class ServerProcess:
         file = launch.logs / f"{launch.name}.json"
         file.write_text(json.dumps(about, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(file))
+        environment = server_environment(launch.threads, self.scratch.path)
+        if self.arguments.get("enable_memory_saver"):
+            environment |= _allocator_for_memory_saver(environment, launch.name)
         with self.log.open("ab") as log:
             self._phases = Phases(self.log)
             leader = await asyncio.create_subprocess_exec(
@@ -136,7 +141,7 @@ class ServerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=server_environment(launch.threads, self.scratch.path),
+                env=environment,
                 pass_fds=(socket_number,),
                 start_new_session=True,
             )
@@ -165,7 +170,20 @@ def server_environment(threads: int, scratch: Path) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
     # What a tower has made of media would outlive an update of its weights, and every flush.
     own["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
-    return clean_environment() | compile_caches() | own | {"TMPDIR": str(scratch)}
+    inherited = clean_environment()
+    return inherited | toolkit_variables(inherited) | compile_caches() | own | {"TMPDIR": str(scratch)}
+
+
+def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dict[str, str]:
+    """The allocator's variables of ``environment`` that a ``server`` with enable_memory_saver needs otherwise."""
+    changed = without_expandable_segments(environment)
+    for name in changed:
+        print(
+            f"{server}: {name}={environment[name]}: without expandable_segments, which SGLang's memory saver does not "
+            "support (enable_memory_saver); other processes keep it",
+            flush=True,
+        )
+    return changed
 
 
 def listen(host: str, port: int) -> socket.socket:

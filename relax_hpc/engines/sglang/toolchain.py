@@ -1,0 +1,72 @@
+"""The compilers that build an engine's kernels on a node, the first time that a kernel is needed there.
+
+SGLang 0.5.21 (`kernels/jit/utils/compile/toolchain.py`), tvm-ffi and flashinfer look for the CUDA
+toolkit in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda. They do not see the toolkit of the wheels
+that `env/setup.sh gpu` installs, so an engine gets it as CUDA_HOME.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+DEFAULT_TOOLKIT = Path("/usr/local/cuda")
+LINKS = ("lib64/libcudart.so", "lib64/stubs/libcuda.so")
+"""Files that kernels are linked with. The wheels have them under other names; `env/setup.sh` adds these."""
+
+
+def cuda_home(environment: Mapping[str, str]) -> Path:
+    """Root of the CUDA toolkit that SGLang looks for in ``environment``. It may not exist."""
+    if configured := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+        return Path(configured)
+    nvcc = shutil.which("nvcc", path=environment.get("PATH"))
+    return Path(nvcc).parent.parent if nvcc else DEFAULT_TOOLKIT
+
+
+def has_compiler(toolkit: Path) -> bool:
+    """Whether ``toolkit``, the root of a CUDA toolkit, has nvcc."""
+    return os.access(toolkit / "bin/nvcc", os.X_OK)
+
+
+def wheel_toolkit() -> Path | None:
+    """Root of the newest CUDA toolkit among the installed wheels. None: none of them has nvcc."""
+    spec = find_spec("nvidia")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    toolkits = [path for folder in folders for path in Path(folder).glob("cu[0-9]*") if has_compiler(path)]
+    return max(toolkits, key=lambda path: int(path.name.removeprefix("cu")), default=None)
+
+
+def toolkit_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that an engine needs besides ``environment`` to find nvcc; empty if it is in place, or nowhere."""
+    if has_compiler(cuda_home(environment)):
+        return {}
+    toolkit = wheel_toolkit()
+    return {"CUDA_HOME": str(toolkit)} if toolkit else {}
+
+
+def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
+    """The nvcc of an engine that is started with ``environment``, and a line for each missing file or program."""
+    toolkit, missing = cuda_home({**environment, **toolkit_variables(environment)}), []
+    if not has_compiler(toolkit):
+        missing.append(
+            f"engines: found no nvcc (CUDA_HOME, CUDA_PATH, PATH, {DEFAULT_TOOLKIT}, installed wheels), with which "
+            "SGLang compiles kernels; load a CUDA module in site.modules, or install by env/setup.sh gpu"
+        )
+    elif toolkit == wheel_toolkit():
+        missing += [
+            f"engines: found no {toolkit / name}, with which SGLang links kernels; call env/setup.sh gpu again (it "
+            "needs gcc)"
+            for name in LINKS
+            if not (toolkit / name).exists()
+        ]
+    for variable, default in (("CXX", "c++"), ("CC", "gcc")):
+        name = environment.get(variable) or default
+        if shutil.which(name.split()[0], path=environment.get("PATH")) is None:
+            missing.append(
+                f"engines: found no compiler {name!r} ({variable}, or {default} on PATH), which nvcc and Triton use; "
+                "install gcc and g++, or load a module in site.modules"
+            )
+    return toolkit / "bin/nvcc", missing
