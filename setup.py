@@ -22,7 +22,7 @@ BASE = [
     "markdown-it-py>=3",
 ]
 EXTRAS = {
-    "train": ["torch>=2.6", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
+    "train": ["torch>=2.11", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
     "sglang": ["sglang==0.5.21", "transformers==5.12.1", "tokenizers==0.22.2", "aiohttp", "orjson", "tqdm"],
     "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
     # PyAV 16.1.0 crashes when it opens an MPEG program stream.
