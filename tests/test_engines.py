@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -129,10 +131,28 @@ def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
     yield from serve("sglang", models, folder, flags=flags | {"chat_template": str(folder / "chat.jinja")})
 
 
+def stub_nccl(folder: Path) -> Path:
+    """A libnccl.so.2 that SGLang can load on a CPU, as it can load the one of torch's CUDA build; it does nothing."""
+    (package,) = find_spec("sglang").submodule_search_locations
+    wrapper = Path(package) / "srt/distributed/device_communicators/pynccl_wrapper.py"
+    names = sorted(set(re.findall(r'"(nccl[A-Z]\w+)"', wrapper.read_text())))
+    assert "ncclCommInitRank" in names
+    library = folder / "libnccl.so.2"
+    source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in names)
+    command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    return library
+
+
 @pytest.fixture(scope="module")
 def sglang_of_two_ranks(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Without its radix cache, as by default; each rank takes its slices from the same mapped file."""
+    """Without its radix cache, as by default; each rank takes its slices from the same mapped file.
+
+    It finds a libnccl, as with the CUDA build of torch that package indexes have.
+    """
+    requires("gcc")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_NCCL_SO_PATH", str(stub_nccl(tmp_path_factory.mktemp("nccl"))))
         # On CPUs it wants to be told where ranks run, unless each has a NUMA domain.
         cpus = sorted(os.sched_getaffinity(0))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cpus[0]}|{cpus[-1]}")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from relax_hpc.engines.sglang.after_import import change
 from relax_hpc.transformers_hook import install_transformers_hook
@@ -36,7 +36,12 @@ def install() -> None:
     # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.
     # Last in the list, so that installed packages are found first.
     sys.meta_path.append(_StandIns())
-    change({"sglang.srt.mem_cache.pool_host.common": _register_nothing})
+    change(
+        {
+            "sglang.srt.mem_cache.pool_host.common": _register_nothing,
+            "sglang.srt.distributed.device_communicators.pynccl": _load_no_nccl,
+        }
+    )
 
 
 def installed() -> bool:
@@ -47,6 +52,15 @@ def installed() -> bool:
 def _register_nothing(module: ModuleType) -> None:
     # With CUDA, of the host memory in which it keeps routes.
     module._cuda_host_register = lambda *_, **__: None
+
+
+def _load_no_nccl(module: ModuleType) -> None:
+    # SGLang 0.5.21 makes a communicator of NCCL wherever it can load libnccl, which torch's CUDA build brings to
+    # machines without a GPU: "Expected a cuda device, but got: cpu". Where it cannot, its ranks take gloo.
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError("NCCL is not used on CPUs")
+
+    module.NCCLLibrary = refuse
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

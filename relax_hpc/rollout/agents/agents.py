@@ -219,6 +219,8 @@ def _printed(program: Program) -> str:
 def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str, str]:
     """Environment variables of a program beyond this process's, those that are ``configured`` included."""
     return {
+        # What a Python program has printed is there also if it is killed.
+        "PYTHONUNBUFFERED": "1",
         **configured,
         **_without_proxy(configured),
         "OPENAI_BASE_URL": f"{url}/v1",
