@@ -199,6 +199,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def failures(self) -> Path:
+        """First failure of each kind, see `relax_hpc.metrics.first_failures`."""
+        return self.root / "failures.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 

@@ -192,7 +192,8 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     assert (rollout["nodes"], rollout["time_left_s"], rollout["puts"]) == ("node[1-2]", 600.0, 7)
     text = "\n".join(lines(found))
     assert found["shares"]["roles"] == {"actor": {"at": {"wait": 0.5, "train": 0.5}, "for": {"rollout": 0.4}}}
-    assert "time of the last 5 steps:\n  actor       train 50%  waits for rollout 40%  waits 10%\n" in text
+    shares = "  actor       train 50%  waits for rollout 40%  waits 10%"
+    assert f"time of the last 5 steps:\n{shares}" in text
     assert "queued (Resources)" in text and "step 5/10  eta 10s" in text and "no answer from the hub" in text
     assert len(slurm.calls("squeue")) == 1
 

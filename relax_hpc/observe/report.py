@@ -16,11 +16,14 @@ from relax_hpc.metrics.read import is_step, load_metrics
 from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
 from relax_hpc.observe.hours import hours
+from relax_hpc.observe.status import failures_of
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.supervise.incarnations import PastIncarnation, Restart, read_incarnations, restarts, unit_of
 
 ENOUGH_STEPS = 5
 """Steps below which medians say little."""
+_CLEARLY = 1.1
+"""Factor by which one side of a step has to be busier than the other to be the bottleneck."""
 _DROPPED = "queue/dropped_"
 
 
@@ -48,6 +51,7 @@ def report(run: RunDir, first: int | None = None, last: int | None = None, now: 
     workers = [worker for incarnation in incarnations for worker in incarnation.workers]
     part = _part(workers, first, last)
     followed, found = restarts(incarnations), pace(workers, part.ends)
+    waits = _waits(workers, part.window)
     return {
         "run_dir": str(run.root),
         "finished": run.finished.exists(),
@@ -56,12 +60,14 @@ def report(run: RunDir, first: int | None = None, last: int | None = None, now: 
         "last_step": part.last,
         "wall_s": _wall_s(workers, part.window),
         "roles": _roles(workers, part.window),
-        "waits": _waits(workers, part.window),
+        "waits": waits,
         "pace": _pace(found),
+        "bottleneck": _bottleneck(found, waits),
         "split": _split(config, incarnations, part, found),
         "goodput": _goodput(run, config, part, _wall_s(workers, part.window)),
         "hours": hours(unit_of(config), incarnations, followed, part.window),
         "restarts": [_restart(one, workers) for one in followed if _meets(one.gap, part.window)],
+        "failures": failures_of(run),
         "notes": _notes(workers, found),
     }
 
@@ -128,6 +134,22 @@ def _pace(found: Pace | None) -> dict[str, Any] | None:
         return None
     about = {"steps": found.steps, "step_s": found.step_s, "rollout_s": found.rollout_s, "actor_s": found.actor_s}
     return {**about, "overlap": found.overlap}
+
+
+def _bottleneck(
+    measured: Pace | None, waits: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """The side of a step that is busy for longer, the share of the step for which it is, and the
+    share of the other side's time that it waits for it. An empty role: both are as busy."""
+    if measured is None or not (measured.step_s and measured.rollout_s and measured.actor_s):
+        return None
+    busy = {"rollout": measured.rollout_s, "actor": measured.actor_s}
+    role, other = sorted(busy, key=busy.__getitem__, reverse=True)
+    busy_share = busy[role] / measured.step_s
+    if busy[role] < _CLEARLY * busy[other]:
+        return {"role": "", "busy_share": busy_share, "waiting_share": 0.0}
+    shares = [wait["share"] for wait in waits if (wait["role"], wait["peer"]) == (other, role)]
+    return {"role": role, "busy_share": busy_share, "waiting_share": sum(shares)}
 
 
 def _split(config: Config, incarnations: Sequence[PastIncarnation], part: _Part, found: Pace | None) -> dict | None:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 from relax_hpc.errors import EXIT_DONE
 from relax_hpc.observe.report import report
 from relax_hpc.observe.status_view import duration
+from relax_hpc.observe.text_table import Column, aligned
 from relax_hpc.rundir import RunDir
 
+_WIDTH, _MIN_REASON_CHARS = 100, 40
+"""Columns of the text, and columns that are left for a reason in any case."""
+_RESTARTS = (
+    Column("RESTARTS"),
+    Column("INCARNATION", is_number=True),
+    Column("AT", is_number=True),
+    Column("GAP", is_number=True),
+    Column("WHY"),
+)
+_WAITS = (
+    Column("WAITS"),
+    Column("FOR"),
+    Column("WHY"),
+    Column("SECONDS", is_number=True),
+    Column("SHARE", is_number=True),
+)
 _FEW = 0.0005
 """Share of the time below which a wait is left out of the text."""
 _HOURS = (
@@ -34,7 +52,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     trained = "no step" if found["first_step"] is None else f"steps {found['first_step']} to {found['last_step']}"
     ended = "finished" if found["finished"] else "not finished"
     yield f"{found['run_dir']}: {ended}, {trained} in {duration(found['wall_s'])}"
+    yield from _bottleneck(found["bottleneck"])
     yield from (f"note: {note}" for note in found["notes"])
+    yield from (f"first failure: {failure['headline']}" for failure in found["failures"])
     if found["roles"]:
         yield from _roles(found["roles"])
         yield from _waits(found["waits"])
@@ -52,26 +72,53 @@ def _roles(roles: dict[str, Any]) -> Iterator[str]:
     """Kinds down, roles across, those first that took most time of all."""
     kinds = {kind for about in roles.values() for kind in about["seconds"]}
     order = sorted(kinds, key=lambda kind: -sum(about["seconds"].get(kind, 0.0) for about in roles.values()))
-    yield ""
-    yield f"{'SECONDS, SHARE':<14}" + "".join(f"{role:>16}" for role in roles)
+    columns = [Column("SECONDS, SHARE"), *(Column(role, is_number=True) for role in roles)]
+    rows = list[list[str]]()
     for kind in order:
-        cells = (_cell(about["seconds"].get(kind, 0.0), about["share"].get(kind, 0.0)) for about in roles.values())
-        yield f"{kind:<14}" + "".join(cells)
-    yield f"{'all':<14}" + "".join(_cell(about["worker_s"], 1.0) for about in roles.values())
+        rows.append([kind, *(_cell_of_kind(role, kind) for role in roles.values())])
+    rows.append(["all", *(_cell(role["worker_s"], 1.0) for role in roles.values())])
+    yield ""
+    yield from aligned(columns, rows)
+
+
+def _cell_of_kind(role: dict[str, Any], kind: str) -> str:
+    return _cell(role["seconds"].get(kind, 0.0), role["share"].get(kind, 0.0))
 
 
 def _cell(seconds: float, share: float) -> str:
-    return f"{seconds:>11.1f} {share:>4.0%}" if seconds else f"{'-':>16}"
+    return f"{seconds:>9.1f} {share:>4.0%}" if seconds else "-"
 
 
 def _waits(waits: Sequence[dict[str, Any]]) -> Iterator[str]:
-    shown = [wait for wait in waits if wait["share"] >= _FEW]
-    if shown:
+    rows = [
+        [
+            wait["role"],
+            wait["peer"] or "-",
+            wait["reason"] or "-",
+            f"{wait['seconds']:.1f}",
+            f"{wait['share']:.1%}",
+        ]
+        for wait in waits
+        if wait["share"] >= _FEW
+    ]
+    if rows:
         yield ""
-        yield f"{'WAITS':<14}{'FOR':<12}{'WHY':<34}{'SECONDS':>10} {'SHARE':>6}"
-    for wait in shown:
-        about = f"{wait['role']:<14}{wait['peer'] or '-':<12}{wait['reason'] or '-':<34}"
-        yield f"{about}{wait['seconds']:>10.1f} {wait['share']:>6.1%}"
+        yield from aligned(_WAITS, rows)
+
+
+def _bottleneck(bottleneck: dict[str, Any] | None) -> Iterator[str]:
+    """Which side of a step keeps the other waiting."""
+    if bottleneck is None:
+        return
+    role, busy, waiting = (bottleneck[name] for name in ("role", "busy_share", "waiting_share"))
+    if not role:
+        yield f"bottleneck: none; rollout and actor are both busy for {busy:.0%} of a step"
+        return
+    other = "actor" if role == "rollout" else "rollout"
+    yield (
+        f"bottleneck: {role}, busy for {busy:.0%} of a step; {other} waits for it "
+        f"{waiting:.0%} of its time"
+    )
 
 
 def _pace(pace: dict[str, Any]) -> Iterator[str]:
@@ -115,11 +162,27 @@ def _restarts(restarts: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not restarts:
         yield "restarts: none"
         return
-    yield f"{'RESTARTS':<14}{'INCARNATION':>6} {'AT':>8} {'GAP':>8}  WHY"
-    for one in restarts:
-        why = " ".join(one["why"].split()) or ("" if one["fault"] else "asked to")
-        cells = f"{one['group']:<14}{one['incarnation']:>6} {duration(one['at_s']):>8} {duration(one['gap_s']):>8}"
-        yield f"{cells}  {why[:60]}"
+    rows, reasons = list[list[str]](), list[str]()
+    for restart in restarts:
+        times = duration(restart["at_s"]), duration(restart["gap_s"])
+        rows.append([restart["group"], str(restart["incarnation"]), *times, ""])
+        reasons.append(restart["why"] or ("" if restart["fault"] else "asked to"))
+    titles, *cells = aligned(_RESTARTS, rows)
+    yield titles
+    for line, reason in zip(cells, reasons, strict=True):
+        # Whole: the reason is what somebody looks for.
+        yield from _hanging(f"{line}  ", reason, len(titles) - len("WHY"))
+
+
+def _hanging(start: str, text: str, indent: int) -> Iterator[str]:
+    """``text`` behind ``start``, in lines of at most 100 columns that begin under each other."""
+    room = max(_MIN_REASON_CHARS, _WIDTH - indent)
+    line = " ".join(text.split())
+    # Paths stay whole, for copying.
+    pieces = wrap(line, room, break_on_hyphens=False, break_long_words=False) or [""]
+    yield f"{start.ljust(indent)}{pieces[0]}".rstrip()
+    for piece in pieces[1:]:
+        yield f"{' ' * indent}{piece}"
 
 
 def _count(number: int, unit: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.metrics.first_failures import read_failures
 from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import shares_of_time
@@ -120,10 +123,32 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
         "shares": {"steps": len(last), "roles": shares_of_time(last)},
         "dropped": dropped,
+        "held_out": _held_out(run),
+        "failures": failures_of(run),
         "left_out": {
             tag.removeprefix(_LEFT_OUT): int(value) for tag, value in end.items() if tag.startswith(_LEFT_OUT)
         },
     }
+
+
+def _held_out(run: RunDir) -> dict[str, Any] | None:
+    """{"step", "scores"} of the newest evaluation, by names of metrics without `eval/`."""
+    for row in reversed(read_metrics(run.root)):
+        scores = {
+            tag.removeprefix("eval/"): value
+            for tag, value in row.items()
+            if tag.startswith("eval/") and math.isfinite(value)
+        }
+        if scores:
+            return {"step": row["step"], "scores": dict(sorted(scores.items()))}
+    return None
+
+
+def failures_of(run: RunDir) -> list[dict[str, str]]:
+    """The first failure of each kind in a run, see `FirstFailure`, each with its `headline`."""
+    return [
+        {**asdict(failure), "headline": failure.headline} for failure in read_failures(run.root)
+    ]
 
 
 def _without(run: RunDir, config: Config, weights: dict[str, Any] | None) -> dict[str, str]:
@@ -150,7 +175,7 @@ def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, J
     if slurm is None or not any(run.submit.glob("jobs/*.json")):
         return {}, False
     try:
-        return known_jobs(run, config, slurm), True
+        return known_jobs(run, config, slurm, with_components=True), True
     except SlurmError:
         return {}, False
 

@@ -13,7 +13,7 @@ from relax_hpc.rendezvous.roster import latest_card, latest_incarnation
 from relax_hpc.rendezvous.signs import is_gone, is_there
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.slurm.commands import Job
-from relax_hpc.slurm.job_lookup import job_of
+from relax_hpc.slurm.job_lookup import job_of, queued_component
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise import launch_records
 from relax_hpc.supervise.launch_records import all_done, all_ended, last_beat_s, members_of, read_launch, read_mark
@@ -44,13 +44,14 @@ def group_status(
     incarnation, card = latest_incarnation(run, name), latest_card(run, name)
     beats = _beats(run, name, incarnation, hub)
     ages = [beat["age_s"] for beat in beats] or ([0.0] if name == "hub" and hub else [])
-    job = jobs.get(job_of(run, name))
+    job_id = queued_component(run, config, name, jobs) or job_of(run, name)
+    job = jobs.get(job_id)
     ranks = card.ranks if card and card.incarnation == incarnation else []
     about = {
         "incarnation": incarnation,
         "ranks": len(ranks),
         "roles": roles_of(config, name),
-        "job": job_of(run, name),
+        "job": job_id,
         "nodes": job.node_list if job else ",".join(sorted({rank.get("node", "") for rank in ranks} - {""})),
         "time_left_s": job.time_left_s if job else None,
         "age_s": _age_s(run, name, incarnation),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 from relax_hpc.disk import in_words
@@ -13,6 +15,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.observe.states import OVER
 from relax_hpc.observe.status import SLURM_S, status
 from relax_hpc.observe.status_groups import ALIVE
+from relax_hpc.observe.text_table import Column, aligned, fitted, shorten_line
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
@@ -21,18 +24,21 @@ MIN_WATCH_S = 2.0
 _SHOWN = 0.01
 _CLEAR = "\x1b[H\x1b[J"
 _COLUMNS = (
-    ("GROUP", 14),
-    ("STATE", 24),
-    ("INCARNATION", 6),
-    ("JOB", 8),
-    ("NODES", 16),
-    ("RANKS", 6),
-    ("AGE", 8),
-    ("LEFT", 8),
-    ("BEAT", 8),
-    ("GAP", 8),
-    ("WORK", 0),
+    Column("GROUP"),
+    Column("STATE", max_chars=20),
+    Column("INCARNATION", keep=4, is_number=True),
+    Column("JOB", keep=6),
+    Column("NODES", keep=5, max_chars=24),
+    Column("RANKS", keep=2, is_number=True),
+    Column("AGE", keep=3, is_number=True),
+    Column("LEFT", keep=4, is_number=True),
+    Column("BEAT", keep=3, is_number=True),
+    Column("GAP", keep=1, is_number=True),
+    Column("WORK", keep=8, max_chars=16),
 )
+_MAX_FAILURES = 5
+"""First failures in the text; --json has all of them."""
+_MAX_STATE_LINES = 3
 
 
 def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
@@ -42,52 +48,132 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
             f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves everyone)"
         )
     run, slurm = RunDir(root), Slurm(timeout_s=SLURM_S, tries=1)
+    clears = watch_s is not None and sys.stdout.isatty()
     while True:
-        found = status(run, slurm=slurm)
-        text = json.dumps(found) if as_json else "\n".join(lines(found))
-        if watch_s and not as_json:
-            text = _CLEAR + text if sys.stdout.isatty() else text + "\n"
+        run_status = status(run, slurm=slurm)
+        is_over = run_status["state"] in OVER
+        if as_json:
+            text = json.dumps(run_status)
+        elif clears:
+            text = _CLEAR + "\n".join(_for_screen(run_status, is_over))
+        else:
+            text = "\n".join(lines(run_status)) + ("\n" if watch_s else "")
         print(text, flush=True)
-        if watch_s is None or found["state"] in OVER:
-            return found["exit_code"]
+        if watch_s is None or is_over:
+            return run_status["exit_code"]
         time.sleep(watch_s)
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    """A status as text."""
-    yield f"{found['run_dir']}: {found['state']}{_why(found)}"
-    rate = f"  {found['tokens_per_s']:.0f} tok/s" if found["tokens_per_s"] else ""
-    reward = f"  reward {found['reward']:.3f}" if found["reward"] is not None else ""
-    yield f"step {found['trained_steps']}/{found['steps']}  eta {duration(_eta(found))}{reward}{rate}"
-    if found.get("nothing_learned"):
-        yield f"nothing was learned from rewards in the last step: {found['nothing_learned']}"
-    if found["preparing"]:
-        yield f"preparing: {found['preparing']}"
-    if weights := found["weights"]:
-        yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
-    if without := found["without"]:
-        yield "without: " + ", ".join(f"{name} ({state})" for name, state in without.items()) + " (rollout.without)"
-    for told in found.get("disk", ()):
-        what = "keeps what it cannot write to" if told["loose"] else f"waits {duration(told['seconds'])} for"
-        yield f"disk: {told['who']} {what} {in_words(told)}"
-    saved = found["checkpoint"]
-    yield f"checkpoint: step {saved['step']}, {duration(saved['age_s'])} ago" if saved else "checkpoint: none yet"
-    if found.get("unsaved"):
-        yield f"checkpoint: {unsaved_in_words(found['unsaved'])}"
-    for wait in found["waits"]:
+def lines(run_status: dict[str, Any]) -> Iterator[str]:
+    """A status as text: what matters most first, then the groups, then details."""
+    yield f"{run_status['run_dir']}: {run_status['state']}{_why(run_status)}"
+    yield from _results(run_status)
+    yield from aligned(_COLUMNS, _group_rows(run_status))
+    yield from _details(run_status)
+
+
+def fitted_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
+    """The same in ``width`` columns and ``height`` lines: of what does not fit the details are left
+    out, then groups that run. ``height`` None: any number of lines."""
+    results = [shorten_line(line, width) for line in _results(run_status)]
+    top = [*_state_lines(run_status, width), *results]
+    table = fitted(_COLUMNS, _group_rows(run_status), width)
+    details = list[str]()
+    for line in _details(run_status):
+        details += wrap(line, width, subsequent_indent="  ")
+    if height is None:
+        return [*top, *table, *details]
+    table = _fit_height(table, height - len(top))
+    return [*top, *table, *details][:height]
+
+
+def _for_screen(run_status: dict[str, Any], is_over: bool) -> list[str]:
+    size = shutil.get_terminal_size()
+    # A line that is as wide as the terminal would be followed by an empty one; the cursor needs a
+    # line as well. The last status of a run stays on the terminal, whole.
+    return fitted_lines(run_status, size.columns - 1, None if is_over else size.lines - 1)
+
+
+def _state_lines(run_status: dict[str, Any], width: int) -> list[str]:
+    """The run's folder and state; of a long path the end, and of a long reason the beginning."""
+    root = run_status["run_dir"]
+    state = " ".join(f"{run_status['state']}{_why(run_status)}".split())
+    room = max(width // 3, width - len(state) - 2)
+    if len(root) > room:
+        root = f"..{root[2 - room :]}"
+    wrapped = wrap(f"{root}: {state}", width, subsequent_indent="  ", break_on_hyphens=False)
+    if len(wrapped) > _MAX_STATE_LINES:
+        wrapped = wrapped[:_MAX_STATE_LINES]
+        wrapped[-1] = shorten_line(f"{wrapped[-1]} ....", width)
+    return wrapped
+
+
+def _fit_height(table: list[str], height: int) -> list[str]:
+    """As many lines of a table as fit, with a last one that says how many are left out."""
+    if len(table) <= height:
+        return table
+    left_out = len(table) - max(0, height - 1)
+    return [*table[: max(0, height - 1)], f"{left_out} more groups"][: max(0, height)]
+
+
+def _results(run_status: dict[str, Any]) -> Iterator[str]:
+    """Progress, reward and checkpoint of a run, and whatever keeps it from getting on."""
+    rate = f"  {run_status['tokens_per_s']:.0f} tok/s" if run_status["tokens_per_s"] else ""
+    reward = f"  reward {run_status['reward']:.3f}" if run_status["reward"] is not None else ""
+    step = f"step {run_status['trained_steps']}/{run_status['steps']}"
+    yield f"{step}  eta {duration(_eta(run_status))}{reward}{rate}"
+    if held_out := run_status.get("held_out"):
+        scores = "  ".join(f"{name} {value:.3f}" for name, value in held_out["scores"].items())
+        yield f"held-out: {scores}  (weights of step {held_out['step']})"
+    saved = run_status["checkpoint"]
+    if saved:
+        yield f"checkpoint: step {saved['step']}, {duration(saved['age_s'])} ago"
+    else:
+        yield "checkpoint: none yet"
+    if run_status.get("unsaved"):
+        yield f"checkpoint: {unsaved_in_words(run_status['unsaved'])}"
+    for disk in run_status.get("disk", ()):
+        waiting = f"waits {duration(disk['seconds'])} for"
+        if disk["loose"]:
+            waiting = "keeps the data that it cannot write to"
+        yield f"disk: {disk['who']} {waiting} {in_words(disk)}"
+    if run_status.get("nothing_learned"):
+        yield f"nothing was learned from rewards in the last step: {run_status['nothing_learned']}"
+    if run_status["preparing"]:
+        yield f"preparing: {run_status['preparing']}"
+    for wait in run_status["waits"]:
         yield _wait(wait)
-    if found["hub"]:
-        yield from _queue(found)
-    yield "dropped: " + (", ".join(f"{k} {v}" for k, v in sorted(found["dropped"].items())) or "nothing")
-    if left_out := found.get("left_out"):
-        yield "rows left out: " + ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()))
-    if found.get("noted"):
-        yield "noted: " + ", ".join(f"{k} {v}" for k, v in sorted(found["noted"].items()))
-    yield from _shares(found["shares"])
-    yield from _jobs(found)
-    yield _row([title for title, _ in _COLUMNS])
-    for name, group in found["groups"].items():
-        yield _row([name, *_cells(group)])
+
+
+def _details(run_status: dict[str, Any]) -> Iterator[str]:
+    """What is counted: failures, the queue, weights, time."""
+    for failure in run_status.get("failures", ())[:_MAX_FAILURES]:
+        yield f"first failure: {failure['headline']}"
+    yield f"dropped: {_counts(run_status['dropped']) or 'nothing'}"
+    if left_out := run_status.get("left_out"):
+        yield f"rows left out: {_counts(left_out)}"
+    if run_status.get("noted"):
+        yield f"noted: {_counts(run_status['noted'])}"
+    if weights := run_status["weights"]:
+        yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
+    if without := run_status["without"]:
+        names = ", ".join(f"{name} ({state})" for name, state in without.items())
+        yield f"without: {names} (rollout.without)"
+    if run_status["hub"]:
+        yield from _queue(run_status)
+    yield from _shares(run_status["shares"])
+    yield from _jobs(run_status)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _group_rows(run_status: dict[str, Any]) -> list[list[str]]:
+    """Cells of each group. Groups that do not run come first, because people look for them."""
+    groups = run_status["groups"].items()
+    ordered = sorted(groups, key=lambda item: item[1]["state"] in ("running", "done"))
+    return [[name, *_cells(group)] for name, group in ordered]
 
 
 def duration(seconds: float | None) -> str:
@@ -121,7 +207,11 @@ def _eta(found: dict[str, Any]) -> float | None:
 
 def _queue(found: dict[str, Any]) -> Iterator[str]:
     depth, ages = found["depth"], found.get("oldest_s", {})
-    old = {name: f" (oldest {duration(age)})" for name, age in ages.items() if age is not None}
+    old = {
+        name: f" (oldest {duration(age)})"
+        for name, age in ages.items()
+        if age is not None and depth[name]
+    }
     yield (
         f"queue: {depth['generating']} prompt groups in generation{old.get('generating', '')}, "
         f"{depth['ready']} waiting for training{old.get('ready', '')}"
@@ -159,7 +249,8 @@ def _cells(group: dict[str, Any]) -> list[str]:
     work = f"step {group['step']}" if "step" in group else f"{group['puts']} puts" if group["puts"] else ""
     long = group["state"] != "queued" and reason
     waits = ", ".join(
-        f"{one['role']} {one['incarnation']} waits ({one['memory_mb']} MB a rank)" for one in ahead_of(group)
+        f"standby of {standby['role']} ready ({standby['memory_mb']} MB a rank)"
+        for standby in ahead_of(group)
     )
     return [
         f"{group['state']} ({reason})" if group["state"] == "queued" and reason else group["state"],
@@ -178,8 +269,3 @@ def _cells(group: dict[str, Any]) -> list[str]:
 def ahead_of(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Incarnations that were started ahead and still live, as their group does."""
     return group.get("ahead", []) if group["state"] in ALIVE else []
-
-
-def _row(cells: list[str]) -> str:
-    # A long cell pushes the others aside instead of being cut: node lists are for copying.
-    return " ".join(cell.ljust(width - 1) for cell, (_, width) in zip(cells, _COLUMNS, strict=True)).rstrip()

@@ -88,15 +88,24 @@ class Slurm:
         """Answer of Slurm to ``script`` without submitting it; a refusal raises."""
         return self._run(["sbatch", "--test-only", *options, str(script)], both=True).strip()
 
-    def jobs(self, *ids: str) -> dict[str, Job]:
-        """The jobs among ``ids`` (plain numbers) that squeue knows, by id; finished and unknown ones are absent."""
+    def jobs(self, *ids: str, components: bool = False) -> dict[str, Job]:
+        """The jobs among ``ids`` (plain numbers) that squeue knows, by id. Finished and unknown
+        jobs are absent.
+
+        ``components``: also the other components of heterogeneous jobs whose component 0 is among
+        ``ids``.
+        """
         if not ids:
             return {}
         command = ["squeue", "--noheader", f"--jobs={','.join(ids)}", f"--format={JOB_FORMAT}"]
         answer = self._run(command, forgive=GONE)
         found = [read_job(command, line) for line in answer.splitlines() if line.strip()]
         # The id of component 0 brings the other components along.
-        return {job.id: job for job in found if job.id in ids}
+        return {
+            job.id: job
+            for job in found
+            if job.id in ids or (components and job.het_leader in ids)
+        }
 
     def describe(self, job: str) -> dict[str, str]:
         """Fields of `scontrol show job` for a job or component (a plain number): JobState, Reason, PreemptTime, ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Job, Slurm
+from relax_hpc.slurm.layout import components
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import members_of, read_launch
 from relax_hpc.supervise.requests import asked_to_stop
@@ -18,11 +21,17 @@ _NEWEST = 200
 """Entries of the ledger that are looked at: older ones are of jobs that ended long ago."""
 
 
-def known_jobs(run: RunDir, config: Config, slurm: Slurm) -> dict[str, Job]:
-    """All jobs of a run that squeue knows, by id, asked in one call; the components of a het job too."""
+def known_jobs(
+    run: RunDir, config: Config, slurm: Slurm, with_components: bool = False
+) -> dict[str, Job]:
+    """All jobs of a run that squeue knows, by id, by one call; components of a het job included.
+
+    ``with_components``: also those in which no group has started yet.
+    """
     ids = {entry.job: None for entry in Ledger(run).entries()[-_NEWEST:]}
     launches = (read_launch(run, name, latest_incarnation(run, name)) for name in members_of(run, config))
-    return slurm.jobs(*ids, *{launch.job for launch in launches if launch and launch.job not in {"", *ids}})
+    started = {launch.job for launch in launches if launch and launch.job not in {"", *ids}}
+    return slurm.jobs(*ids, *started, components=with_components)
 
 
 def own_job(run: RunDir, group: str) -> str:
@@ -36,6 +45,22 @@ def job_of(run: RunDir, group: str) -> str:
     launch = read_launch(run, group, latest_incarnation(run, group))
     started = launch.job if launch and group != "hub" else ""
     return own_job(run, group) or started or whole_job(run)
+
+
+def queued_component(run: RunDir, config: Config, group: str, jobs: Mapping[str, Job]) -> str:
+    """Component of the run's heterogeneous job that ``group`` is going to start in. Empty: it has
+    started, it has a job to itself, or squeue does not know the component."""
+    started = read_launch(run, group, latest_incarnation(run, group))
+    if config.layout != "het" or started or own_job(run, group):
+        return ""
+    leader = whole_job(run)
+    names = [
+        f"{config.name}-{component.name}"
+        for component in components(config)
+        if group in component.groups
+    ]
+    ids = (job.id for job in jobs.values() if job.het_leader == leader and job.name in names)
+    return next(ids, "")
 
 
 def whole_job(run: RunDir) -> str:

@@ -127,7 +127,7 @@ class Ahead:
             # Nothing that works depends on it.
             self.say(f"{name}: incarnation {incarnation} cannot be started ahead: {error}")
         else:
-            self.say(f"{name}: incarnation {incarnation} started ahead")
+            self.say(f"{name}: a standby is ready (incarnation {incarnation}) in case it fails")
 
 
 def _hang_up(group: Incarnation) -> None:
