@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +35,7 @@ def _imported(kind: str, name: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
-            f"{kind}: {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
+            f"{kind}: {name!r}: importing {module_name!r} failed: {describe_with_location(error)}; "
             "put the module on PYTHONPATH or mend it"
         ) from error
     function = getattr(module, attribute, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
 from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
+from relax_hpc.metrics.first_failures import read_failures
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.models.tiny_model import make_tiny_model
@@ -138,7 +140,6 @@ def assert_one_line(result: subprocess.CompletedProcess, code: int, *parts: str)
     """The run ended with `code`, and its last word was one line that holds all of `parts`."""
     assert result.returncode == code, result.stdout + result.stderr
     assert result.stderr.startswith("relax-hpc: error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert "Traceback" not in result.stdout
     for part in parts:
         assert part in result.stderr
 
@@ -183,6 +184,14 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
     assert result.problems == [] and result.failed.keys() == failures
     assert all(last[f"queue/dropped_{reason}"] == 4 * result.failed[reason] >= 4 for reason in failures)
     assert live.incarnations("rollout") == 1, "what a reward does to its process is no failure of the role"
+    firsts = {failure.reason: failure for failure in read_failures(live.run.root)}
+    assert firsts.keys() == failures
+    reward_file = tmp_path / "fickle.py"
+    assert firsts["reward_timeout"].location == f"{reward_file}:11 in fickle"
+    output = live.output.read_text()
+    for failure in firsts.values():
+        assert output.count(f"rollout: first {failure.headline}") == 1
+        assert f"first failure: {failure.headline}" in "\n".join(status_lines(status(live.run)))
     prompts = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
     assert {prompts[ticket] for ticket in range(12)}.isdisjoint({"p101", "p106", "p109"})
     assert prompts[0] == "p100" and prompts[2] == "p102", "tickets without a fault keep their prompts"
@@ -200,6 +209,15 @@ def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: p
         result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_failed_share=50%"
     )
     assert "incarnation 2" not in result.stdout
+    location = f"{tmp_path / 'fickle.py'}:15 in never"
+    assert location in result.stderr
+    output = re.sub(r"^\[ *[\d.]+s\] ", "", result.stdout, flags=re.MULTILINE)
+    first = "rollout: first reward_exception: ZeroDivisionError: division by zero (prompt p"
+    assert output.count(first) == 1 and location in output
+    before, _, after = output.partition(first)
+    frame = f'  File "{tmp_path / "fickle.py"}", line 15, in never\n'
+    assert frame in after.partition("of the last 64 prompt groups failed")[0], "before the run ends"
+    assert "Traceback" not in before and after.count("Traceback") == 1
 
 
 def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,6 +18,7 @@ from relax_hpc.environments.base import Context, EnvironmentFault, Message, Obse
 from relax_hpc.environments.host import Environments, Session
 from relax_hpc.environments.wire import checked_step, step_to_wire
 from relax_hpc.errors import ConfigError
+from tests import hostile_environments
 from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
 
@@ -230,3 +232,24 @@ def test_values_of_numpy_are_what_they_are_to_python(step: Step, plain: Any) -> 
 def test_a_value_that_is_no_number_is_still_refused_by_name(step: Step) -> None:
     with pytest.raises(EnvironmentFault, match=r"environment_answer: (done|reward|info)"):
         checked_step(step)
+
+
+@pytest.mark.parametrize(
+    ("response", "reason", "function"),
+    [("sleep x", "environment_raised", "sleep"), (SLEEPS, "environment_timeout", "sleep")],
+)
+def test_a_fault_says_where_in_the_environment_it_was(
+    response: str, reason: str, function: str
+) -> None:
+    async def work(host: Environments) -> EnvironmentFault:
+        session = await host.open(beginning())
+        with pytest.raises(EnvironmentFault) as caught:
+            await session.step(Response(response, "stop", 0))
+        return caught.value
+
+    fault = with_host(work, step_timeout_s=1.0 if response == SLEEPS else LIMIT_S)
+    assert fault.reason == reason
+    path = hostile_environments.__file__
+    assert re.fullmatch(rf"{re.escape(path)}:\d+ in {function}", fault.origin.location)
+    assert "time.sleep(float(seconds))" in fault.origin.traceback
+    assert "relax_hpc" not in fault.origin.traceback

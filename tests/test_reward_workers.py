@@ -153,7 +153,10 @@ def test_a_worker_that_has_ended_is_not_killed_again(
     assert with_pool(own, work) == 0 and killed == []
 
 
-def test_what_hangs_in_c_is_killed_with_all_that_it_started(pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_what_hangs_in_c_is_killed_with_all_that_it_started(
+    pool: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_GRACE_S", 0.2)
     late, after = one_after_the_other(pool(limit_s=1.5), f"hang {tmp_path / 'pids'}", "2")
     assert isinstance(late, RewardError) and late.reason == "reward_timeout"
     assert "rollout.reward_timeout_s is 1.5" in late.detail and after[0].total == 2.0
@@ -278,3 +281,32 @@ def test_a_worker_ends_with_its_role_also_while_it_hangs(pool: Callable[..., Poo
     for pid in (tmp_path / "pids").read_text().split():
         if alive(int(pid)):
             os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_failing_reward_says_where_in_its_own_file(
+    pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    (tmp_path / "bad_rewards.py").write_text(
+        "def inner(sample):\n    return sample.metadata['solution']\n\n\n"
+        "def score(sample):\n    return inner(sample)\n"
+    )
+    bad = Pool("bad_rewards:score", 1, LIMIT_S)
+    [failure] = one_after_the_other(bad, "1")
+    assert failure == RewardError("reward_exception", "KeyError: 'solution'")
+    assert failure.origin.location == f"{tmp_path / 'bad_rewards.py'}:2 in inner"
+    traceback = failure.origin.traceback
+    assert "line 6, in score\n    return inner(sample)" in traceback
+    assert "relax_hpc" not in traceback and traceback.endswith("KeyError: 'solution'")
+
+
+def test_a_reward_that_hangs_says_where(pool: Callable[..., Pool], tmp_path: Path) -> None:
+    path = tmp_path / "slow_rewards.py"
+    path.write_text(
+        "import threading\ndef score(sample):\n    if sample.response_text == 'hang':\n"
+        "        threading.Event().wait()\n    return 1\n"
+    )
+    slow = Pool("slow_rewards:score", 1, 0.3)
+    late, after = one_after_the_other(slow, "hang", "1")
+    assert isinstance(late, RewardError) and late.reason == "reward_timeout"
+    assert late.origin.location == f"{path}:4 in score"
+    assert after == [Score(1.0)], "the worker that hung was replaced"

@@ -260,7 +260,9 @@ def test_errors_that_are_not_as_others_cost_their_group_alone(error: BaseExcepti
     async def soon_raised(_: RewardInput) -> float:
         raise error
 
-    text = "by a library" if isinstance(error, asyncio.CancelledError) else "it cannot say what it is"
+    text = "it has no text, because its __str__ raises"
+    if isinstance(error, asyncio.CancelledError):
+        text = "by a library"
     for found in (asked(soon_raised, "a", "b"), asyncio.run(scores_soon(soon_raised, [sample("a"), sample("b")]))):
         assert found == RewardError("reward_exception", f"{type(error).__name__}: {text}")
 

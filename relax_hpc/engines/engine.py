@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from relax_hpc.data.media import PromptMedium
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.errors import ConfigError
 from relax_hpc.versions import Version
 
@@ -275,9 +276,12 @@ class EngineFault(Exception):
     """Error of an engine that failed to answer, so that all that was asked of it is in doubt; trying again may help.
     `reason` is what callers count."""
 
-    def __init__(self, reason: FaultReason, detail: str) -> None:
+    def __init__(
+        self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN
+    ) -> None:
+        """``origin``: place in a user's code that failed, if one did."""
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason, self.origin = reason, origin
 
 
 class BadAnswer(EngineFault):

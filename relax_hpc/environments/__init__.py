@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_hpc.environments.base import Environment
+from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 
@@ -49,4 +50,5 @@ def tried(name: str, options: Mapping[str, Any]) -> Environment:
     except ConfigError:
         raise
     except Exception as error:  # a user's own may raise anything
-        raise ConfigError(f"environment.kind: {name!r}: cannot be made: {type(error).__name__}: {error}") from error
+        text = f"environment.kind: {name!r}: cannot be made: {describe_with_location(error)}"
+        raise ConfigError(text) from error

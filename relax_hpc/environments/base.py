@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
+
 Role = Literal["tool", "user"]
 FaultReason = Literal[
     "environment_raised",
@@ -142,9 +144,12 @@ class Environment(abc.ABC):
 class EnvironmentFault(Exception):
     """Error of an environment, which ends its episode. `reason` is what callers count."""
 
-    def __init__(self, reason: FaultReason, detail: str) -> None:
+    def __init__(
+        self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN
+    ) -> None:
+        """``origin``: place in the environment's code that failed, if one did."""
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail, self.origin = reason, detail, origin
 
 
 @dataclass(frozen=True, slots=True)

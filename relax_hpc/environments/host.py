@@ -14,6 +14,7 @@ from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.environments.base import Beginning, EnvironmentFault, Message, Response, Step
 from relax_hpc.environments.process import Lost, Process
 from relax_hpc.environments.wire import Wire, beginning_to_wire, step_from_wire
+from relax_hpc.error_origin import ErrorOrigin
 from relax_hpc.errors import ConfigError
 from relax_hpc.workers.starter import Starter
 
@@ -174,5 +175,6 @@ class Session:
         if answer.get("stuck"):
             self._host.retire(process)
         if fault := answer.get("fault"):
-            raise EnvironmentFault(*fault)
+            reason, detail, location, traceback = fault
+            raise EnvironmentFault(reason, detail, ErrorOrigin(location, traceback))
         return answer

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -25,13 +27,12 @@ from relax_hpc.environments.wire import (
     digest_of,
     step_to_wire,
 )
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin, describe, format_stack, locate
 from relax_hpc.errors import ConfigError
 from relax_hpc.workers import frames
 from relax_hpc.workers.serving import bound_memory, requests, serve, write
 
 T = TypeVar("T")
-_SHOWN = 500
-"""Characters of an error that are told."""
 _SIGNALS = "signal only works in main thread"
 _ADVICE = (
     "methods of environments run in threads, where signal.alarm() cannot be used; environment.step_timeout_s limits "
@@ -74,10 +75,14 @@ class Live:
 
     def __init__(self, make: Callable[[], Environment], limit_s: float) -> None:
         self._make, self._limit_s = make, limit_s
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1, initializer=self._note_thread)
+        self._thread_id = 0
         self._environment: Any = None
         self._left: Future[Any] = Future()
         self._is_over_time = False
+
+    def _note_thread(self) -> None:
+        self._thread_id = threading.get_ident()
 
     @property
     def is_stuck(self) -> bool:
@@ -149,11 +154,19 @@ class Live:
             if isinstance(error, TimeoutError) and clock.expired():
                 self._is_over_time = True
                 limit = f"{self._limit_s:g} s (environment.step_timeout_s)"
-                raise EnvironmentFault("environment_timeout", f"not done in {limit}") from error
-            text = f"{type(error).__name__}: {error}"[:_SHOWN]
+                text = f"not done in {limit}"
+                raise EnvironmentFault("environment_timeout", text, self._stack()) from error
+            text = describe(error)
             if _SIGNALS in text:
                 text = f"{text}; {_ADVICE}"
-            raise EnvironmentFault("environment_raised", text) from error
+            raise EnvironmentFault("environment_raised", text, locate(error)) from error
+
+    def _stack(self) -> ErrorOrigin:
+        """Place of the call that the environment's thread is at; empty if it is at none."""
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None or not self.is_stuck:
+            return NO_ORIGIN
+        return format_stack(traceback.extract_stack(frame))
 
 
 class Host:
@@ -182,7 +195,8 @@ class Host:
             found = await do(message)
         except EnvironmentFault as fault:
             live = live or self._live[message["session"]]
-            found = {"fault": [fault.reason, fault.detail], "stuck": live.is_stuck}
+            origin = [fault.origin.location, fault.origin.traceback]
+            found = {"fault": [fault.reason, fault.detail, *origin], "stuck": live.is_stuck}
         except ConfigError as error:
             found = {"error": str(error)}
         write(self._answers, {"id": message["id"], **found})

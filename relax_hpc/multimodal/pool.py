@@ -84,6 +84,7 @@ class MediaWork:
 
     name = "media"
     module = "relax_hpc.multimodal.worker"
+    watches_limit = False
 
     def __init__(self, rules: Rules, limits: Limits) -> None:
         self.rules, self.limits, self.limit_s = rules, limits, limits.time_s
@@ -107,7 +108,7 @@ class MediaWork:
     def unsendable(self, error: Exception) -> BadMedium:
         return BadMedium(Reason.URI, str(error))
 
-    def late(self, took_s: float) -> BadMedium:
+    def late(self, took_s: float, answer: Any) -> BadMedium:
         return BadMedium(Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}")
 
     def died(self, how: str) -> BadMedium:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin, describe_with_location
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.reward_settings import RewardSettings
@@ -69,6 +70,8 @@ class RewardError:
      reward_died
      reward_away."""
     detail: str
+    origin: ErrorOrigin = field(default=NO_ORIGIN, compare=False)
+    """Place in the reward's code, of an exception or of a call that took too long."""
 
 
 Scores = list[Score] | RewardError
@@ -116,7 +119,8 @@ def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"reward: {name!r}: cannot be made: {type(error).__name__}: {error}") from error
+        text = f"reward: {name!r}: cannot be made: {describe_with_location(error)}"
+        raise ConfigError(text) from error
     reward = getattr(made, method) if method else made
     if not callable(reward):
         raise ConfigError(f"reward: {name!r}: found {type(reward).__name__}, allowed: what can be called")

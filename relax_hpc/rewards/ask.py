@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from relax_hpc.error_origin import describe, locate
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.service import Away
 
@@ -17,8 +18,8 @@ TOTAL = "total"
 """Name of the component that is learned from."""
 MOST_COMPONENTS = 32
 """Components of a sample at most: each is a metric."""
-_NAME_CHARS, _DETAIL_CHARS = 64, 1000
-"""Characters of the name of a component, and of an error of a reward: a user's code may say any amount."""
+_NAME_CHARS = 64
+"""Characters of the name of a component."""
 
 
 def takes_group(reward: Reward) -> bool:
@@ -111,12 +112,8 @@ class _Ended(Exception):
 
 def _raised(error: BaseException) -> RewardError:
     error = error.args[0] if isinstance(error, _Ended) else error
-    try:
-        text = str(error)
-    except Exception:  # its class is a user's, too
-        text = "it cannot say what it is"
     reason = error.reason if isinstance(error, Away) else "reward_exception"
-    return RewardError(reason, f"{type(error).__name__}: {text}"[:_DETAIL_CHARS])
+    return RewardError(reason, describe(error), locate(error))
 
 
 def _score(value: Any) -> Score | RewardError:

@@ -33,7 +33,7 @@ class Weighted:
         found = await asyncio.gather(*(part.of(samples) for _, part in self._parts.values()))
         for name, scores in zip(self._parts, found, strict=True):
             if isinstance(scores, RewardError):
-                return RewardError(scores.reason, f"{name}: {scores.detail}")
+                return RewardError(scores.reason, f"{name}: {scores.detail}", scores.origin)
         return checked([self._sum(each) for each in zip(*found, strict=True)], len(samples))
 
     async def close(self) -> None:

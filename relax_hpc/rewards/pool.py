@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 from relax_hpc.workers import pool
@@ -23,6 +24,7 @@ class RewardWork:
     """The work of computing one reward."""
 
     module = "relax_hpc.rewards.worker"
+    watches_limit = True
 
     def __init__(self, reward: str, limit_s: float, settings: RewardSettings) -> None:
         self.reward, self.limit_s, self.settings = reward, limit_s, settings
@@ -37,15 +39,17 @@ class RewardWork:
 
     def answer(self, message: Message) -> Scores:
         if "error" in message:
-            return RewardError(*message["error"])
+            reason, detail, location, traceback = message["error"]
+            return RewardError(reason, detail, ErrorOrigin(location, traceback))
         return [Score(total, components) for total, components in message["scores"]]
 
     def unsendable(self, error: Exception) -> Scores:
         return RewardError("reward_exception", f"the prompt's row cannot be sent to a worker: {error}")
 
-    def late(self, took_s: float) -> Scores:
+    def late(self, took_s: float, answer: Scores | None) -> Scores:
         took = f"{took_s:.1f} s, rollout.reward_timeout_s is {self.limit_s:g}"
-        return RewardError("reward_timeout", f"given up after {took}")
+        origin = answer.origin if isinstance(answer, RewardError) else NO_ORIGIN
+        return RewardError("reward_timeout", f"stopped after {took}", origin)
 
     def died(self, how: str) -> Scores:
         return RewardError("reward_died", f"the worker that computed it {how}")

@@ -7,8 +7,14 @@ A plain function is called in the main thread, one prompt group after the other,
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from relax_hpc.error_origin import format_stack
 from relax_hpc.errors import ConfigError
 from relax_hpc.reward_settings import RewardSettings, rebuilt
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_reward
@@ -33,7 +39,39 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
         asyncio.run(_serve_many(reward, first["limit_s"], asked, answers))
     while not many:
         message = frames.read(asked)
-        write(answers, _answer(message, scores(reward, _samples(message))))
+        with _watch_limit(message, first["limit_s"], answers) as answer:
+            answer(scores(reward, _samples(message)))
+
+
+@contextlib.contextmanager
+def _watch_limit(
+    message: dict[str, Any], limit_s: float, answers: BinaryIO
+) -> Iterator[Callable[[Scores], None]]:
+    """Answer one request, in any case when its limit is over: then with the stack of the call that
+    takes too long, from another thread. Only the first answer is written.
+
+    A call into C that keeps the interpreter's lock stops that thread, too. The parent ends such a
+    worker.
+    """
+    caller, lock, answered = threading.get_ident(), threading.Lock(), threading.Event()
+
+    def answer(result: Scores) -> None:
+        with lock:
+            if not answered.is_set():
+                answered.set()
+                write(answers, _answer(message, result))
+
+    def report_late() -> None:
+        stack = traceback.extract_stack(sys._current_frames()[caller])
+        answer(RewardError("reward_timeout", "", format_stack(stack)))
+
+    timer = threading.Timer(limit_s, report_late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield answer
+    finally:
+        timer.cancel()
 
 
 async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: BinaryIO) -> None:
@@ -60,7 +98,9 @@ def _samples(message: dict[str, Any]) -> list[RewardInput]:
 
 def _answer(message: dict[str, Any], found: Scores) -> dict[str, Any]:
     if isinstance(found, RewardError):
-        return {"id": message["id"], "error": [found.reason, found.detail]}
+        origin = found.origin
+        error = [found.reason, found.detail, origin.location, origin.traceback]
+        return {"id": message["id"], "error": error}
     return {"id": message["id"], "scores": [[score.total, score.components] for score in found]}
 
 

@@ -19,6 +19,7 @@ from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
 from relax_hpc.cuda_allocator import expand_segments
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
+from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.imports import many_imports
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
@@ -169,7 +170,7 @@ def work(args: argparse.Namespace) -> int:
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
     except Exception as error:
-        code, reason = EXIT_RETRY, f"{type(error).__name__}: {error}"
+        code, reason = EXIT_RETRY, describe_with_location(error)
         if stop.is_set() and (asked := asked_to_stop(error)):
             reason, stopped = str(asked), True
         else:

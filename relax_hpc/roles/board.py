@@ -10,6 +10,8 @@ from typing import Any
 
 from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import Config
+from relax_hpc.error_origin import ErrorOrigin
+from relax_hpc.metrics.first_failures import FailureWriter, FirstFailure
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import tags_of_time
@@ -46,6 +48,7 @@ class Board:
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._scores: dict[str, float] = {}
         self._shown: Counter[int] = Counter()
+        self._failures = FailureWriter(run_dir)
 
     def report(self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
         """Take a role's report; an evaluation is written at once, a step when the actor reports it, with what other
@@ -62,6 +65,13 @@ class Board:
             self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
         if role == POLICY:
             self._write(step)
+
+    def note_first_failure(
+        self, group: str, reason: str, detail: str, location: str, traceback: str
+    ) -> None:
+        """Write down the first failure of its kind that a process of ``group`` has seen."""
+        origin = ErrorOrigin(location, traceback)
+        self._failures.write(FirstFailure.from_origin(group, reason, detail, origin))
 
     def show(self, step: int, texts: Iterable[str]) -> None:
         """Show a few texts of a step in TensorBoard."""
@@ -124,6 +134,7 @@ class Board:
 
     def close(self) -> None:
         self.writer.close()
+        self._failures.close()
 
 
 def _with_components(values: Mapping[str, float]) -> dict[str, float]:

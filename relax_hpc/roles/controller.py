@@ -46,6 +46,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     unmarked = Patience(directory.finished)
     controller.service.on_report = board.report
     controller.service.on_show = board.show
+    controller.service.on_first_failure = board.note_first_failure
     controller.service.on_resume = board.rolled_back
     publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 

@@ -15,6 +15,7 @@ from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, Episode, Ge
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.metrics.writer import CACHED, READ
+from relax_hpc.rewards import RewardError
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
@@ -274,6 +275,9 @@ class Replica:
                 part = await asyncio.to_thread(prompts.__getitem__, slice(start, min(start + size, count)))
                 with self.activity("eval", version.number):
                     scored = await self.scored(part)
+                for _, _, score in scored:
+                    if isinstance(score, RewardError):
+                        self.rollout.report_failure(score.reason, score.detail, score.origin)
                 for at in range(0, len(scored), settings.responses):
                     tally.add([score for _, _, score in scored[at : at + settings.responses]])
                 await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
@@ -311,7 +315,10 @@ class Replica:
         """An episode against the environment, or the end of another; asked for again while the engine fails, a few
         times in a row at most."""
         if self.rollout.player:
-            return await self.rollout.player.play(History(), Start(prompt, request, self.once))
+            start = Start(prompt, request, self.once)
+            episode = await self.rollout.player.play(History(), start)
+            self.rollout.report_program(episode)
+            return episode
         while True:
             with contextlib.suppress(Repeat):
                 made = await play(self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s)
@@ -365,4 +372,5 @@ class Replica:
 
     async def note(self, fault: EngineFault) -> None:
         """Let the queue count ``fault``."""
+        self.rollout.report_failure(fault.reason, str(fault), fault.origin)
         await asyncio.wrap_future(self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason))

@@ -15,12 +15,15 @@ from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.engines.stops import with_stops
 from relax_hpc.environments.base import EnvironmentFault
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
+from relax_hpc.metrics.first_failures import FirstFailure, FirstFailures
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
 from relax_hpc.roles.membership import Membership
 from relax_hpc.roles.replica import FOR_TURN, Replica
+from relax_hpc.rollout.agents.agents import failure_of_program
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.bad_lines import note_bad_lines
 from relax_hpc.rollout.judge import Judge
@@ -60,6 +63,7 @@ class Rollout:
         self.sampling = with_stops(sampling, shape.stop, self.tokenizer)
         self.eval_sampling = with_stops(evaluated, shape.stop, self.tokenizer)
         self.outcomes = Outcomes(shape)
+        self.first_failures = FirstFailures()
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()
         """Tasks that write down the last puts."""
@@ -100,6 +104,19 @@ class Rollout:
         """Have the queue count the fault of an environment."""
         print(f"an environment failed its episode: {fault}", flush=True)
         self.note("environment_fault", fault.reason)
+        self.report_failure(fault.reason, fault.detail, fault.origin)
+
+    def report_program(self, episode: Episode | BadAnswer) -> None:
+        """Report the first agent program that has failed after an answer: its episode counts."""
+        if failure := failure_of_program(episode):
+            self.report_failure("program_failed", *failure)
+
+    def report_failure(self, reason: str, detail: str, origin: ErrorOrigin = NO_ORIGIN) -> None:
+        """Report the first failure of each kind in this process to the hub, for people."""
+        failure = FirstFailure.from_origin(self.context.group, reason, detail, origin)
+        if self.first_failures.is_first(failure):
+            texts = failure.detail, failure.location, failure.traceback
+            self.client.status.first_failure(failure.reason, *texts)
 
     def note(self, what: str, reason: str) -> None:
         """Have the queue count ``what`` went wrong."""

@@ -225,7 +225,9 @@ class TicketWorker:
 
         with self.replica.activity.playing():
             start = Start(attempt.prompt, request, ask, attempt.ticket, counted)
-            return await self.rollout.player.play(history, start)
+            episode = await self.rollout.player.play(history, start)
+        self.rollout.report_program(episode)
+        return episode
 
     def drawing(self, ticket: int) -> AbstractContextManager[None]:
         """Activity of the engine while it draws all of an attempt; of episodes of several turns, each turn by itself
@@ -234,9 +236,11 @@ class TicketWorker:
 
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
-        self.rollout.outcomes.check_share(failure)
         if failure.reason != FILTERED:
-            print(f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail}", flush=True)
+            text = failure.detail_with_location
+            print(f"ticket {attempt.ticket}, attempt {attempt.number}: {text}", flush=True)
+            self.rollout.report_failure(failure.reason, failure.detail, failure.origin)
+        self.rollout.outcomes.check_share(failure)
         asking = self.client.tickets.fail(attempt.ticket, attempt.number, failure.reason)
         answer = await asyncio.wrap_future(asking)
         self.rollout.outcomes.note_failures(attempt.ticket, answer.failures)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.engines.engine import BadAnswer, EngineFault, Episode, GenerateRequest, Generation, checked
+from relax_hpc.error_origin import describe, locate
 from relax_hpc.errors import RelaxError
 from relax_hpc.tasks import Task
 from relax_hpc.transfer_queue.row_ids import MAX_ROWS
@@ -75,11 +76,11 @@ async def in_time(playing: Awaitable[Generation | Episode], own: OwnTime, limit_
     except TimeoutError as error:
         if own.is_over:
             return BadAnswer("episode_timeout", f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)")
-        return BadAnswer("episode_exception", f"TimeoutError: {error}")
+        return BadAnswer("episode_exception", describe(error), locate(error))
     except (RelaxError, EngineFault, Repeat):
         raise
     except Exception as error:
-        return BadAnswer("episode_exception", f"{type(error).__name__}: {error}")
+        return BadAnswer("episode_exception", describe(error), locate(error))
 
 
 async def play(

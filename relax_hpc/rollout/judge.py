@@ -88,7 +88,8 @@ class Judge:
             return failure
         scores = await self.rewards.of(await self._inputs([prompt] * len(answers), answers))
         if isinstance(scores, RewardError):
-            return Failure(scores.reason, f"{scores.reason}: {scores.detail} (prompt {prompt.prompt_id})")
+            detail = f"{scores.reason}: {scores.detail} (prompt {prompt.prompt_id})"
+            return Failure(scores.reason, detail, origin=scores.origin)
         self._note(ticket // self.config.prompts_per_step, scores)
         algorithm, rewards = self.config.algorithm, [score.total for score in scores]
         masks = algorithm.mask_older_tokens, algorithm.mask_truncated
@@ -123,7 +124,7 @@ class Judge:
         values: list[Score | RewardError] = []
         for answer in answers:
             if isinstance(answer, EngineFault):
-                values.append(RewardError(answer.reason, str(answer)))
+                values.append(RewardError(answer.reason, str(answer), answer.origin))
             else:
                 scores = next(given)
                 values.append(scores if isinstance(scores, RewardError) else scores[0])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relax_hpc.config.schema import RolloutConfig
+from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.errors import NoProgressError
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.transfer_queue.records import FILTERED
@@ -26,6 +27,13 @@ class Failure:
     detail: str
     rewards: tuple[float, ...] = ()
     """Rewards of all episodes, where there are any: of a group that the filter dropped."""
+    origin: ErrorOrigin = field(default=NO_ORIGIN, compare=False)
+    """Place in a user's code that failed, if one did."""
+
+    @property
+    def detail_with_location(self) -> str:
+        """`detail`, and the file and line that failed."""
+        return f"{self.detail} at {self.origin.location}" if self.origin.location else self.detail
 
 
 def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
@@ -83,7 +91,8 @@ class Outcomes:
         if failure.reason != FILTERED:
             if (share := _share(self._worked)) > shape.max_failed_share or share == 1.0:
                 raise NoProgressError(
-                    f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by {failure.detail}; "
+                    f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by "
+                    f"{failure.detail_with_location}; "
                     f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
                 )
         elif (share := _share(self._passed)) > shape.max_filtered_share:

@@ -100,7 +100,7 @@ class Player:
                 if not left:
                     if episode := self._stage.conclude(history, fault):
                         return episode
-                    raise BadAnswer(fault.reason, fault.detail) from fault
+                    raise BadAnswer(fault.reason, fault.detail, fault.origin) from fault
                 history.begin_again()
                 left -= 1
 

@@ -16,6 +16,7 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.data.visits import Visits
 from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.environments.tool_calls import opens_thought
+from relax_hpc.error_origin import describe, locate
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
@@ -153,7 +154,7 @@ def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | 
     None."""
     for answer in answers:
         if isinstance(answer, EngineFault):
-            return Failure(answer.reason, str(answer))
+            return Failure(answer.reason, str(answer), origin=answer.origin)
         if answer.finish_reason == "abort":
             return Failure("aborted", "the engine gave the response up")
     return None
@@ -176,9 +177,8 @@ def group_rows(
     try:
         kept = bool(keeps(list(rewards)))
     except Exception as error:  # a user's function may raise anything
-        return Failure(
-            "filter_exception", f"filter_exception: {type(error).__name__}: {error} (prompt {prompt.prompt_id})"
-        )
+        detail = f"filter_exception: {describe(error)} (prompt {prompt.prompt_id})"
+        return Failure("filter_exception", detail, origin=locate(error))
     if not kept:
         return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
     rows = rows_of(prompt, ticket, dict(enumerate(answers)))

@@ -7,15 +7,36 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
+from relax_hpc.metrics.first_failures import FirstFailure, parse_failure
 from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import is_step
 from relax_hpc.parts import cut_log
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
+
+
+class _NewLines:
+    """Lines that are appended to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[bytes]:
+        """The whole lines since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
 
 
 class Terminal:
@@ -26,7 +47,8 @@ class Terminal:
         self.progress = Progress(config.steps)
         self.started = time.monotonic()
         self.log = (run.root / "supervisor.log").open("a")
-        self._offset = run.metrics.stat().st_size if run.metrics.exists() else 0
+        self._metrics = _NewLines(run.metrics)
+        self._failures = _NewLines(run.failures)
         self._scores: dict[str, float] = {}
         self._doing: Mapping[str, str] = {}
         self._unsaved = 0
@@ -63,17 +85,27 @@ class Terminal:
 
     def show_progress(self) -> None:
         """Show the steps that came since the last call."""
-        if not self.steps or not self.run.metrics.exists():
+        if not self.steps:
             return
-        with self.run.metrics.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for text in whole.splitlines():
+        self.show_failures()
+        for text in self._metrics.read():
             # A line that a killed hub left half written, or nobody of ours wrote, is nothing to show.
             with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
                 self._show(json.loads(text))
+
+    def show_failures(self) -> None:
+        """Show each first failure of its kind that came since the last call."""
+        if not self.steps:
+            return
+        for text in self._failures.read():
+            if failure := parse_failure(text):
+                self._show_failure(failure)
+
+    def _show_failure(self, failure: FirstFailure) -> None:
+        """Show the first failure of its kind, with the traceback of the user's code."""
+        self.say(f"{failure.group}: first {failure.headline}")
+        for line in failure.traceback.splitlines():
+            self.say(f"    {line}")
 
     def _show(self, line: dict) -> None:
         if line.get("event") == "rolled_back":
@@ -115,6 +147,9 @@ class Terminal:
         sys.stdout.flush()
 
     def close(self) -> None:
+        """Show failures that came last: they may be why the run ends."""
+        with contextlib.suppress(OSError):
+            self.show_failures()
         self.progress.close()
         with contextlib.suppress(OSError):
             self.log.close()

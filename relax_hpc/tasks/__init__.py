@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.environments import tried
+from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
@@ -54,7 +55,7 @@ def get_task(name: str) -> Task:
         return found()
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(
-            f"task: {name!r}: cannot be made: {type(error).__name__}: {error}; it gets no arguments"
+            f"task: {name!r}: cannot be made: {describe_with_location(error)}; it gets no arguments"
         ) from error
 
 

@@ -16,6 +16,7 @@ from relax_hpc.data.prompt_file import PromptFile, PromptSets, check_same, open_
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
+from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task, tools_of
@@ -137,6 +138,6 @@ def _lines(made: Callable[[], Iterable[Mapping[str, Any]]], who: str, split: str
         raise _Away(f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}") from error
     except Exception as error:  # a user's method may raise anything
         raise ConfigError(
-            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}; "
+            f"data.task: {who} {number} of {split}: {describe_with_location(error)}; "
             "rows are mappings of texts, numbers and lists"
         ) from error

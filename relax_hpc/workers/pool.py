@@ -28,6 +28,9 @@ class Work(Protocol[Q, A]):
     """Module that a worker runs."""
     limit_s: float
     """Seconds for a request."""
+    watches_limit: bool
+    """Whether a worker of one request at a time sends an answer when ``limit_s`` is over, see
+    `is_late`. It cannot end the request, so that the pool ends the worker."""
 
     @property
     def about(self) -> Message:
@@ -42,14 +45,15 @@ class Work(Protocol[Q, A]):
     def unsendable(self, error: Exception) -> A:
         """Answer where there is no such request."""
 
-    def late(self, took_s: float) -> A:
-        """Answer after a worker was killed for want of one."""
+    def late(self, took_s: float, answer: A | None) -> A:
+        """Answer for a request that took too long. ``answer``: the worker's, for which `is_late`
+        holds; None: the worker sent none, and was killed."""
 
     def died(self, how: str) -> A:
         """Answer where a worker ended over a request."""
 
     def is_late(self, answer: A) -> bool:
-        """Whether a worker of many requests has given this one up by itself."""
+        """Whether a worker says with ``answer`` that the request took too long."""
 
 
 class Pool(Generic[Q, A]):
@@ -94,14 +98,16 @@ class Pool(Generic[Q, A]):
     async def _asked(self, worker: Worker, asked: Q, alone: bool) -> A:
         """Answer of a worker, or how it failed at this. WorkerEnded: that may be the fault of others."""
         begun = time.monotonic()
+        watches_limit = worker.places > 1 or self.work.watches_limit
+        limit_s = self.work.limit_s + (_GRACE_S if watches_limit else 0.0)
         try:
-            async with asyncio.timeout(self.work.limit_s + (_GRACE_S if worker.places > 1 else 0.0)):
-                found = await worker.ask(next(self._numbers), self.work.request(asked))
+            async with asyncio.timeout(limit_s):
+                answer = await worker.ask(next(self._numbers), self.work.request(asked))
         except TimeoutError:
             await worker.end()
             if not alone:
                 raise WorkerEnded("did not answer", False) from None
-            return self.work.late(time.monotonic() - begun)
+            return self.work.late(time.monotonic() - begun, None)
         except WorkerEnded as ended:
             if not (alone and ended.by_itself):
                 raise
@@ -113,7 +119,12 @@ class Pool(Generic[Q, A]):
             raise
         except (TypeError, ValueError, RecursionError) as error:
             return self.work.unsendable(error)
-        return self.work.late(time.monotonic() - begun) if self.work.is_late(found) else found
+        if not self.work.is_late(answer):
+            return answer
+        if worker.places == 1:
+            # It is still at this request.
+            await worker.end()
+        return self.work.late(time.monotonic() - begun, answer)
 
     async def _place(self) -> Worker:
         """Worker with a free place, which is taken."""

@@ -15,9 +15,10 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.data.chat import template_for
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import Ended, Episode
+from relax_hpc.engines.engine import BadAnswer, Ended, Episode
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.plain import finite_number
+from relax_hpc.error_origin import ErrorOrigin
 from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.front import key_of
@@ -52,8 +53,8 @@ class ProgramEnd:
 class ProgramKilled(EnvironmentFault):
     """Fault of a program that a signal has ended after an answer."""
 
-    def __init__(self, detail: str, end: ProgramEnd) -> None:
-        super().__init__("environment_died", detail)
+    def __init__(self, detail: str, end: ProgramEnd, origin: ErrorOrigin) -> None:
+        super().__init__("environment_died", detail, origin)
         self.end = end
 
 
@@ -123,7 +124,8 @@ class Agents:
         how = f"it ended by code {code}" if code is not None else "it was ended"
         if not session.last:
             refused = f"; its last refused request: {session.last_refusal}" if session.last_refusal else ""
-            raise EnvironmentFault("environment_died", f"{how}, without an answer{refused}; {_printed(program)}")
+            detail = f"{how}, without an answer{refused}; {_printed(program)}"
+            raise EnvironmentFault("environment_died", detail, _last_errors(program))
         is_killed = (code or 0) < 0 and not program.has_sent_result
         info, result = self._read_result(program)
         # Its output before a signal may come from the command that has sent the signal.
@@ -134,7 +136,7 @@ class Agents:
         info = {"exit_code": code, "refused": dict(session.refused), **info}
         end = ProgramEnd(session.last, reason, {"info": info, "reward": reward})
         if is_killed:
-            raise ProgramKilled(f"{how}; {_printed(program)}", end)
+            raise ProgramKilled(f"{how}; {_printed(program)}", end, _last_errors(program))
         return end
 
     def _read_result(self, program: Program) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -210,6 +212,23 @@ async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
         for waiting in tasks:
             waiting.cancel()
         await asyncio.wait(tasks)
+
+
+def _last_errors(program: Program) -> ErrorOrigin:
+    """End of a program's standard error: of one in Python, the traceback that has ended it."""
+    return ErrorOrigin(traceback=program.errors[-_SHOWN:].rstrip())
+
+
+def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] | None:
+    """What happened to a program that has failed after an answer, without a reward, and the end of
+    its standard error; None: ``episode`` ended otherwise."""
+    if not isinstance(episode, Episode) or episode.finish_reason != "program_failed":
+        return None
+    info = (episode.outcome or {}).get("info", {})
+    errors = str(info.get("errors", "")).rstrip()
+    last_line = errors.rpartition("\n")[2] or "it printed nothing to standard error"
+    detail = f"an agent program ended by code {info.get('exit_code')} without a reward: {last_line}"
+    return detail, ErrorOrigin(traceback=errors)
 
 
 def _printed(program: Program) -> str:

@@ -37,6 +37,13 @@ class Status:
         """A few texts for people, such as what was generated for ``step``."""
         return then(self._submit("show", step=step, texts=list(texts)), nothing)
 
+    def first_failure(
+        self, reason: str, detail: str, location: str, traceback: str
+    ) -> Future[None]:
+        """Report the first failure of a kind that this process has seen, for people."""
+        texts = {"detail": detail, "location": location, "traceback": traceback}
+        return then(self._submit("first_failure", reason=reason, **texts), nothing)
+
     def down(self, group: str, incarnation: int) -> Future[None]:
         """Report that a supervisor saw this incarnation of ``group`` end."""
         return then(self._submit("down", group=group, incarnation=incarnation), nothing)

@@ -48,6 +48,7 @@ class QueueService:
         self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None
+        self.on_first_failure: Callable[[str, str, str, str, str], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None
 
     def handle(self, request: Request) -> Any:

@@ -38,6 +38,16 @@ def show(service: QueueService, request: Request, step: int, texts: list[str]) -
     return {}
 
 
+@handles("first_failure")
+def first_failure(
+    service: QueueService, request: Request, reason: str, detail: str, location: str, traceback: str
+) -> Any:
+    """Take the first failure of a kind that a process has seen; see `metrics.first_failures`."""
+    group = str(request.owner[0])
+    service.on_first_failure(group, reason, detail, location, traceback)
+    return {}
+
+
 @handles("over")
 def over(service: QueueService, request: Request) -> Any:
     """Answer once the run is finished."""
