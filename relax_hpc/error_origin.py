@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(
@@ -67,6 +69,16 @@ def has_user_frame(error: BaseException) -> bool:
     """Whether ``error`` was raised in or through code of a user, or by a syntax error in it."""
     formatted = traceback.TracebackException.from_exception(error)
     return isinstance(error, SyntaxError) or any(map(_is_of_user, formatted.stack))
+
+
+def locate_definition(function: Any) -> ErrorOrigin:
+    """Where a user's function, method or class of callable objects is defined; empty if that is in
+    this package, or not known."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(inspect.unwrap(getattr(called, "__func__", called)), "__code__", None)
+    if code is None or code.co_filename.startswith((_PACKAGE, "<")):
+        return NO_ORIGIN
+    return ErrorOrigin(f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}")
 
 
 def format_stack(stack: Sequence[traceback.FrameSummary]) -> ErrorOrigin:

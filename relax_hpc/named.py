@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_hpc.error_origin import describe_with_location
@@ -24,23 +25,68 @@ def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
     if name in known:
         found = known[name]
         return _imported(kind, found) if isinstance(found, str) else found
+    if name.endswith(".py"):
+        raise ConfigError(f"{kind}: {name!r}: {_not_a_file(name, '')}")
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "write package.module:function for your own"
+    hint = f"did you mean {near[0]!r}?" if near else _own_name(name)
     raise ConfigError(f"{kind}: found {name!r}, allowed {', '.join(known)}; {hint}")
+
+
+def _own_name(name: str) -> str:
+    """How a user's own function is named, which ``name`` may be meant to be."""
+    module, dot, function = name.rpartition(".")
+    if not dot:
+        return "write package.module:function for your own"
+    return f"write package.module:function for your own, such as {module}:{function}"
 
 
 def _imported(kind: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        raise ConfigError(f"{kind}: {name!r}: {_not_a_file(module_name, attribute)}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{kind}: {name!r}: importing {module_name!r} failed: {describe_with_location(error)}; "
-            "put the module on PYTHONPATH or mend it"
+            f"{_remedy(module_name, error)}"
         ) from error
     function = getattr(module, attribute, None)
     if callable(function):
         return function
-    near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=1)
+    if attribute in vars(module):
+        raise ConfigError(
+            f"{kind}: {name!r}: found {type(function).__name__} {attribute!r} in module "
+            f"{module_name!r}, allowed: a function or a class"
+        )
+    functions = [
+        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+    ]
+    near = difflib.get_close_matches(attribute, functions, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "define it there"
-    raise ConfigError(f"{kind}: {name!r}: module {module_name!r} has no function {attribute!r}; {hint}")
+    raise ConfigError(
+        f"{kind}: {name!r}: module {module_name!r} has no function {attribute!r}; {hint}"
+    )
+
+
+def _not_a_file(path: str, attribute: str) -> str:
+    """What to write instead of a path of a file, as other trainers take it."""
+    file = Path(path)
+    folder = file.parent.absolute()
+    return (
+        f"found a file, allowed: a module; leave out .py, and put the folder on PYTHONPATH: "
+        f"PYTHONPATH={folder} and {file.stem}:{attribute or 'FUNCTION'}"
+    )
+
+
+def _remedy(module_name: str, error: Exception) -> str:
+    """What makes an import work that has failed."""
+    top = module_name.partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct that"
+    if error.name not in (top, module_name):
+        return f"install {error.name}, or put the folder that holds it on PYTHONPATH"
+    folder = Path.cwd()
+    if (folder / f"{top}.py").is_file() or (folder / top).is_dir():
+        return f"put its folder on PYTHONPATH: export PYTHONPATH={folder}"
+    return "put the folder that holds the module on PYTHONPATH"

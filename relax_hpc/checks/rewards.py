@@ -12,7 +12,9 @@ from relax_hpc.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
 from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rewards.of_run import reward_settings
+from relax_hpc.rewards.signature import reward_misfits
 from relax_hpc.rollout.filters import get_filter
+from relax_hpc.signatures import misfit
 from relax_hpc.tasks import TASKS, get_task
 
 SETTLED_HERE = ("format", "remote", "judge")
@@ -34,7 +36,9 @@ def check_rewards(config: Config) -> Iterator[str]:
     yield from _servers(config, "judge" in leaves)
     if config.rollout.filter:
         try:
-            get_filter(config.rollout.filter)
+            text = misfit(get_filter(config.rollout.filter), "rewards")
+            if text:
+                yield f"rollout.filter: {config.rollout.filter!r} {text}, a list of numbers"
         except ConfigError as error:
             yield f"rollout.filter: {str(error).partition(': ')[2]}"
 
@@ -75,6 +79,8 @@ def _servers(config: Config, asked: bool) -> Iterator[str]:
 def _of(key: str, name: str, config: Config) -> Iterator[str]:
     try:
         find_reward(name)
+        if ":" in name:
+            yield from (f"{key}: {text}" for text in reward_misfits(name))
     except ConfigError as error:
         yield f"{key}: {str(error).partition(': ')[2]}"
         return

@@ -13,6 +13,7 @@ from relax_hpc.environments.base import Environment
 from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
+from relax_hpc.signatures import method_of, misfit
 
 ENVIRONMENTS: dict[str, str] = {
     "tools": "relax_hpc.environments.with_tools:WithTools",
@@ -21,6 +22,14 @@ ENVIRONMENTS: dict[str, str] = {
     "gymnasium": "relax_hpc.environments.gymnasium:Gymnasium",
 }
 """Environments that are built in, by name: where each lies."""
+
+_CALLED_WITH = {
+    "reset": ("beginning",),
+    "step": ("response",),
+    "format_observation": ("observation",),
+    "close": (),
+}
+"""Methods of an environment -> the arguments that they get."""
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -32,6 +41,11 @@ def environment_class(name: str) -> type[Environment]:
         )
     if missing := ", ".join(sorted(found.__abstractmethods__)):
         raise ConfigError(f"environment.kind: {name!r}: found a class without {missing}; give it that")
+    for method, names in _CALLED_WITH.items():
+        called = method_of(found, method)
+        text = misfit(called, *names) if called else ""
+        if text:
+            raise ConfigError(f"environment.kind: {name!r}: {method} {text}")
     return found
 
 

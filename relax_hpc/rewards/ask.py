@@ -7,9 +7,10 @@ import functools
 import inspect
 import numbers
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from relax_hpc.error_origin import describe, locate
+from relax_hpc.error_origin import describe, locate, locate_definition
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.service import Away
 
@@ -52,7 +53,7 @@ def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
         values, of_group = _called(reward, samples)
         if any(map(inspect.isawaitable, values)):
             values = asyncio.run(_awaited(values))
-        return checked(values[0] if of_group else values, len(samples))
+        return _checked_of(reward, values[0] if of_group else values, len(samples))
     except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
         return _raised(error)
 
@@ -62,9 +63,17 @@ async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
     try:
         values, of_group = _called(reward, samples)
         values = await _awaited(values)
-        return checked(values[0] if of_group else values, len(samples))
+        return _checked_of(reward, values[0] if of_group else values, len(samples))
     except (Exception, SystemExit) as error:
         return _raised(error)
+
+
+def _checked_of(reward: Reward, values: Any, count: int) -> Scores:
+    """`checked`; an error names the place where ``reward`` is defined."""
+    result = checked(values, count)
+    if isinstance(result, RewardError):
+        return replace(result, origin=locate_definition(reward))
+    return result
 
 
 def checked(values: Any, count: int) -> Scores:
@@ -137,8 +146,17 @@ def _number(value: Any) -> float | RewardError:
     if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        return RewardError("reward_not_a_number", f"returned {type(value).__name__}{shape}, expected one number")
+        return RewardError("reward_not_a_number", f"returned {_kind(value)}, expected one number")
     if not abs(value) <= FLOAT32_MAX:
         return RewardError("reward_not_finite", f"returned {value}")
     return float(value)
+
+
+def _kind(value: Any) -> str:
+    """Description of what a reward has returned instead of a number."""
+    if value is None:
+        return "None (some path through the function has no `return`)"
+    if isinstance(value, str):
+        return f"str {value[:_NAME_CHARS]!r} (use float(...))"
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    return f"{type(value).__name__}{shape}"

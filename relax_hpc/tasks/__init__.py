@@ -16,6 +16,8 @@ from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
+from relax_hpc.rewards.signature import function_misfits
+from relax_hpc.signatures import misfit
 from relax_hpc.tasks.arithmetic import Arithmetic
 from relax_hpc.tasks.base import Ask, Task
 from relax_hpc.tasks.beeps import Beeps, Pitches
@@ -39,6 +41,12 @@ TASKS: dict[str, type[Task]] = {
     "arithmetic": Arithmetic,
     "fine_stripes": FineStripes,
 }
+_CALLED_WITH = {
+    "rows": ("split", "data"),
+    "demonstrations": ("data", "tokenizer", "noise", "seed"),
+    "episode": ("request", "ask"),
+}
+"""Methods of a task -> the arguments that they get."""
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
 __all__ = ["TASKS", "Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "tools_of", "train_reward"]
@@ -63,6 +71,12 @@ def misfits(task: Task) -> Iterator[str]:
     """Mistakes in a class of one's own, one line each, which begins with what it is of."""
     if not callable(task.reward):
         yield f"reward: found {task.reward!r}, allowed: a method"
+    elif task.makes("reward"):
+        yield from function_misfits(task.reward, "reward")
+    for method, names in _CALLED_WITH.items():
+        text = task.makes(method) and misfit(getattr(task, method), *names)
+        if text:
+            yield f"{method} {text}"
     if not (isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))):
         yield (
             f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, digits, _ and -, not "
