@@ -26,6 +26,20 @@ class ConfigError(RelaxError):
         self.mistakes = mistakes
 
 
+def start_error_of(error: BaseException | None) -> str:
+    """Text of the error that kept a child program from starting, in ``error`` or one of its causes.
+    Empty: it is another error.
+
+    If the next start fails with the same text, a further one cannot help.
+    """
+    while error is not None:
+        text = getattr(error, "start_error", "")
+        if text:
+            return str(text)
+        error = error.__cause__
+    return ""
+
+
 class Mistakes:
     """Mistakes in several places, to be said at once: a block ends at its first mistake, and the next one begins.
 

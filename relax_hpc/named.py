@@ -46,7 +46,7 @@ def _imported(kind: str, name: str) -> Any:
         raise ConfigError(f"{kind}: {name!r}: {_not_a_file(module_name, attribute)}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and end itself
         raise ConfigError(
             f"{kind}: {name!r}: importing {module_name!r} failed: {describe_with_location(error)}; "
             f"{_remedy(module_name, error)}"
@@ -79,7 +79,7 @@ def _not_a_file(path: str, attribute: str) -> str:
     )
 
 
-def _remedy(module_name: str, error: Exception) -> str:
+def _remedy(module_name: str, error: BaseException) -> str:
     """What makes an import work that has failed."""
     top = module_name.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError):

@@ -34,9 +34,9 @@ DEADLINE_S = 120.0
 ROLE = """
 import json, os, signal, sys
 what, mark = sys.argv[1:]
-def say(status, code, reason=""):
+def say(status, code, reason="", **more):
     with open(mark + ".new", "w") as file:
-        json.dump({"status": status, "code": code, "reason": reason}, file)
+        json.dump({"status": status, "code": code, "reason": reason, **more}, file)
     os.rename(mark + ".new", mark)
     os._exit(code)
 if what == "lives":
@@ -51,12 +51,15 @@ elif what == "deaf":
         signal.pause()
 elif what == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+elif what.startswith("engine:"):
+    say("failed", 75, "EngineFault: dead", start_error=what.removeprefix("engine:"))
 elif what != "crashes":
     status, code = what.split(":")
     say(status, int(code), "it says so")
 sys.exit(1)
 """
-"""What a role does: live until it is asked to end, be killed, crash, or leave a mark of "status:code"."""
+"""What a role does: live until it is asked to end, be killed, crash, leave a mark of "status:code",
+or one of an engine that does not start, "engine:its error"."""
 WAITS = f"import sys\nif sys.stdin.read(1):\n    sys.argv[1:] = ['lives', sys.argv[1]]\n    exec({ROLE!r})"
 """What a role does that was started ahead."""
 

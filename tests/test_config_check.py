@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.data import row_files
 from relax_hpc.engines.sglang import flags
+from relax_hpc.engines.sglang.arguments import server_arguments
+from relax_hpc.engines.sglang.flags import check_flags
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.models.families import spec_of
@@ -26,6 +30,7 @@ from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.tasks import Task
 from tests.model_files import model_directory
+from tests.requirements import requires
 from tests.run_helpers import QUICKSTART
 
 
@@ -400,6 +405,43 @@ def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
     assert len(findings) == 2 and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
     assert "did you mean max_total_tokens?" in findings[1]
     assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], "another environment's SGLang"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("attention_backend", "nonsense", "triton, torch_native"),
+        ("attention_backend", "flashinfr", "did you mean flashinfer?"),
+        ("kv_cache_dtype", "fp8", "auto, fp8_e5m2"),
+        ("mem_fraction_static", "a lot", "a number"),
+        ("mem_fraction_static", True, "a number"),
+        ("tp_size", 1.5, "an integer"),
+        ("disable_radix_cache", "yes", "true or false"),
+    ],
+)
+def test_values_that_sglang_does_not_take_for_a_flag(flag: str, value: Any, allowed: str) -> None:
+    requires("sglang")
+    flags = {"rollout.engine.flags": {flag: value}, "rollout.engine.kind": "sglang"}
+    [finding] = list(check_flags(load([], flags), "rollout.engine.flags", {flag: value}))
+    assert finding.startswith(f"rollout.engine.flags.{flag}: found {value!r}, allowed by SGLang: ")
+    assert allowed in finding
+
+
+def test_the_flags_that_are_read_of_sglang_are_sglangs_own() -> None:
+    """Each default in its source is allowed, and the values of users that are usual are too."""
+    requires("sglang")
+    arguments = server_arguments()
+    folder = Path(find_spec("sglang").submodule_search_locations[0]) / "srt" / "arg_groups"
+    count = 0
+    for file in (folder / "fields").glob("*.py"):
+        for line in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Constant):
+                name, default = line.target.id, line.value.value
+                assert arguments[name].misfit(default) == "", (name, default)
+                count += 1
+    assert count > 300
+    usual = {"attention_backend": "fa3", "mem_fraction_static": 0.8, "max_total_tokens": "4k"}
+    assert not [name for name, value in usual.items() if arguments[name].misfit(value)]
 
 
 def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ from relax_hpc.engines.sglang import process as sglang_process  # noqa: E402
 from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
 from relax_hpc.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
 from relax_hpc.engines.sglang.session import Session  # noqa: E402
-from relax_hpc.errors import ConfigError  # noqa: E402
+from relax_hpc.errors import ConfigError, RelaxError, start_error_of  # noqa: E402
+from relax_hpc.last_error import find_last_error  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import make_config, request, session_of  # noqa: E402
+from tests.test_last_error import CONSEQUENCE, SGLANG  # noqa: E402
 
 pytestmark = pytest.mark.run
 
@@ -359,10 +361,38 @@ def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
 
 def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_process, "_SERVER", "tests.no_such_module")
-    with pytest.raises(EngineFault, match=r"ended with code 1 while starting; see .*engine-2\.log") as caught:
+    text = r"while starting; its log ends with .*No module named .*; see .*engine-2\.log"
+    with pytest.raises(EngineFault, match=f"ended with code 1 {text}") as caught:
         start(make_engine(place))
-    assert caught.value.reason == "dead"
+    assert caught.value.reason == "dead" and start_error_of(caught.value) == ""
     assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
+
+
+def test_the_last_error_of_a_server_is_quoted(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an earlier server has left another error in the same log."""
+    monkeypatch.setattr(sglang_process, "_SERVER", "tests.engine_failing_server")
+    (place / "logs").mkdir(exist_ok=True)
+    (place / "logs" / "engine-2.log").write_text(CONSEQUENCE.replace("EOFError", "OSError: old"))
+    with pytest.raises(EngineFault) as caught:
+        start(make_engine(place, flags={"prints": SGLANG + CONSEQUENCE}))
+    quote = find_last_error(SGLANG).text
+    assert f"ended with code -9 while starting: {quote}; see " in str(caught.value)
+    assert start_error_of(RelaxError("the role")) == ""
+    role_error = RelaxError("the role")
+    role_error.__cause__ = caught.value
+    assert start_error_of(role_error) == quote
+
+
+def test_server_arguments_that_sglang_refuses_are_a_mistake_of_the_configuration(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_process, "_SERVER", "tests.engine_failing_server")
+    log = SGLANG.replace("scheduler.py", "server_args.py")
+    text = "rollout.engine.flags: SGLang refuses them: ValueError: Loaded"
+    with pytest.raises(ConfigError, match=text):
+        start(make_engine(place, flags={"prints": log}))
 
 
 def test_a_server_that_never_gets_healthy_is_dead_and_gone(place: Path, faked: None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, NoProgressError, RelaxError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, NoProgressError, RelaxError
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.supervise import failures, requests, starts
 from relax_hpc.supervise.disk_watch import NoRoom
@@ -213,6 +213,52 @@ def test_going_in_circles_ends_the_run(world: World) -> None:
         world.supervise("rollout", "actor")
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2), ("rollout", 3)]
     assert requests.asked_to_stop(world.run)["code"] == 93
+
+
+MEMORY = "engine:ValueError: Loaded weights leave no memory, raise mem_fraction_static above 0.14"
+
+
+def test_an_engine_that_fails_twice_by_the_same_error_ends_the_run(world: World) -> None:
+    """Numbers in the error may differ, and others may be at work meanwhile."""
+    world.plans = {"rollout": [f"{MEMORY}6", f"{MEMORY}7"]}
+
+    def progress(name: str, incarnation: int) -> None:
+        world.supervisor.liveness.progress = (incarnation, 0, 0)
+
+    world.on_start = progress
+    text = r"rollout: cannot start.*same error: ValueError: .*above 0\.147; correct"
+    with pytest.raises(ConfigError, match=text):
+        world.supervise("rollout", "actor")
+    assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
+    assert requests.asked_to_stop(world.run)["code"] == EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [MEMORY, "engine:OSError: Stale file handle", MEMORY, "done:0"],
+        ["crashes", MEMORY, MEMORY, "done:0"],
+        [MEMORY, "killed", MEMORY, "done:0"],
+    ],
+    ids=["other errors", "was at work before", "was killed between"],
+)
+def test_an_engine_that_may_start_is_started_again(world: World, plan: list[str]) -> None:
+    world.plans = {"rollout": plan}
+    assert world.supervise("rollout") is Outcome.FINISHED
+    assert len(world.started) == 4
+
+
+@pytest.mark.parametrize("layout", ["local", "jobs"])
+def test_a_further_member_that_never_starts_is_left_out(world: World, layout: str) -> None:
+    world.config.layout = layout
+    world.plans = {"rollout": ["done:0"], "rollout-2": [MEMORY]}
+    names = ["rollout", "rollout-2"] if layout == "local" else ["rollout-2"]
+    outcome = world.supervise(*names)
+    assert outcome is (Outcome.FINISHED if layout == "local" else Outcome.RELEASED)
+    assert [name for name, _ in world.started].count("rollout-2") == 2
+    text = "rollout-2: not started again, the run continues without it: ValueError: Loaded"
+    assert text in world.said()
+    assert not requests.asked_to_stop(world.run)
 
 
 def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -431,6 +432,21 @@ def test_a_server_shows_pictures_says_what_its_tools_are_and_is_not_waited_for_f
     [tool] = tools_of({"mcp": {"servers": {"no": {"command": ["/no/such"], "tools": ["a"]}}}}).values()
     with pytest.raises(ToolError, match="cannot be started"):
         tool.called({})
+
+
+@pytest.mark.parametrize(
+    ("program", "quote"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import sys; sys.exit('name a database')", "name a database"),
+    ],
+)
+def test_a_server_that_cannot_start_is_quoted(program: str, quote: str) -> None:
+    server = {"command": [sys.executable, "-c", program], "tools": ["a"]}
+    [tool] = tools_of({"mcp": {"servers": {"broken": server}}}).values()
+    text = f"environment.options.tools.mcp: a: the tool's server cannot be started: {quote}"
+    with pytest.raises(ConfigError, match=f"{re.escape(text)}$"):
+        _ = tool.signature
 
 
 BLOB = base64.b64encode(b"pixels").decode()

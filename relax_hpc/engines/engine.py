@@ -282,6 +282,8 @@ class EngineFault(Exception):
         """``origin``: place in a user's code that failed, if one did."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.origin = reason, origin
+        self.start_error = ""
+        """Error of an engine that did not start, in its own words; see `errors.start_error_of`."""
 
 
 class BadAnswer(EngineFault):

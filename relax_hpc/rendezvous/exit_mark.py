@@ -13,9 +13,16 @@ _FAILED_S = 3.0
 
 
 def leave_mark(
-    path: Path, code: int = EXIT_DONE, reason: str = "", stopped: bool = False, patience_s: float = _FAILED_S
+    path: Path,
+    code: int = EXIT_DONE,
+    reason: str = "",
+    stopped: bool = False,
+    patience_s: float = _FAILED_S,
+    start_error: str = "",
 ) -> None:
     """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher.
+
+    ``start_error``: see `relax_hpc.errors.start_error_of`.
 
     On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without it that one failed.
     """
@@ -24,6 +31,8 @@ def leave_mark(
         return
     status = "stopped" if stopped else "failed" if code else "done"
     mark = {"status": status, "code": code, "reason": reason}
+    if start_error:
+        mark["start_error"] = start_error
     try:
         # What is done and does not say so would be done again.
         until = for_at_most(math.inf if status == "done" else patience_s)

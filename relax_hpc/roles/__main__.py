@@ -20,7 +20,7 @@ from relax_hpc.config.roles import ROLES
 from relax_hpc.cuda_allocator import expand_segments
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.error_origin import describe_with_location
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError, start_error_of
 from relax_hpc.imports import many_imports
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
 from relax_hpc.parts import Keeper, own_log
@@ -158,7 +158,7 @@ def work(args: argparse.Namespace) -> int:
     show_stacks()
     stop = on_terminate(at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led)
     run = RunDir(args.run_dir)
-    code, reason, stopped = EXIT_DONE, "", False
+    code, reason, stopped, start_error = EXIT_DONE, "", False, ""
     try:
         config = load_resolved(run.root, args.group)
         WAITS.limit_s = longest_wait_s(config)
@@ -169,8 +169,10 @@ def work(args: argparse.Namespace) -> int:
         return EXIT_DONE
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
+        start_error = start_error_of(error)
     except Exception as error:
         code, reason = EXIT_RETRY, describe_with_location(error)
+        start_error = start_error_of(error)
         if stop.is_set() and (asked := asked_to_stop(error)):
             reason, stopped = str(asked), True
         else:
@@ -179,7 +181,8 @@ def work(args: argparse.Namespace) -> int:
         print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
-        leave_mark(run.exit_mark(args.group, args.incarnation, args.role), code, reason, stopped)
+        mark = run.exit_mark(args.group, args.incarnation, args.role)
+        leave_mark(mark, code, reason, stopped, start_error=start_error)
     return code
 
 

@@ -110,5 +110,5 @@ async def _over(context: Context, servers: list[ServerProcess]) -> None:
     await asyncio.wait([over, *ended], return_when=asyncio.FIRST_COMPLETED)
     for future, server in ended.items():
         if future.done() and not over.done():
-            raise RelaxError(f"{future.result()}; see {server.log}")
+            raise RelaxError(f"{future.result()}{server.quoted_error()}; see {server.log}")
     over.result()

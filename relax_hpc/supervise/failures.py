@@ -14,7 +14,7 @@ from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import requests
 from relax_hpc.supervise.disk_watch import DiskWatch
-from relax_hpc.supervise.launch_records import Progress, fruitless
+from relax_hpc.supervise.launch_records import Progress, fruitless, repeated_start_error
 
 _ASK_S = 10.0
 """Seconds for which a stop is asked for on a disk that does not take it."""
@@ -32,7 +32,15 @@ class Failures:
         """Give up the run where that is the policy of a group that has failed, and on one that goes in circles."""
         if group_of(self.config, name).on_failure == "stop_run":
             self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
+        error = self.repeated_start_error(name)
+        if error and name in self.config.groups:
+            text = f"cannot start, the last two times by the same error: {error}"
+            self.give_up(name, f"{text}; correct the settings that it names", EXIT_CONFIG)
         self.count(name, reason)
+
+    def repeated_start_error(self, name: str) -> str:
+        """Error with which a child program of a group failed at its last two starts, or empty."""
+        return repeated_start_error(self.run, self.config, name, self.attempt)
 
     def count(self, name: str, reason: str) -> None:
         """Give up on a group that goes in circles, if not for want of room on a disk."""

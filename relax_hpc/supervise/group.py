@@ -14,6 +14,7 @@ from typing import Protocol
 
 from relax_hpc.background import in_thread
 from relax_hpc.errors import EXIT_RETRY, RelaxError
+from relax_hpc.last_error import read_last_error
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.command import Command
@@ -71,8 +72,10 @@ class Incarnation(ABC):
         return read_mark(self.run, self.name, self.incarnation, member.role)
 
     def last_words(self, member: Member) -> str:
-        """Last line of what the member or its launcher printed."""
+        """Last error, or else the last line, of what the member or its launcher printed."""
         for path in (self.run.logs(self.name, self.incarnation) / f"{member.role}{end}.log" for end in ("-srun", "")):
+            if error := read_last_error(path).text:
+                return error[:_WORDS]
             lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
             if lines:
                 return lines[-1][:_WORDS]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_hpc.config.groups import base_name, roles_of
 from relax_hpc.config.schema import Config
+from relax_hpc.last_error import without_numbers
 from relax_hpc.rendezvous import signs
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rendezvous.signs import is_gone
@@ -21,6 +22,8 @@ from relax_hpc.rundir import RunDir, read_map, write_json
 Progress = tuple[int, int, int]
 """Trained steps, accepted samples, checkpoints: a crash loop leaves all three as they are."""
 UNKNOWN: Progress = (0, 0, 0)
+_SAME_ERRORS = 2
+"""Starts in a row that end with the same words, after which there is no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,34 @@ def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
         if launch.progress == progress:
             count, unknown = count + unknown, 0
     return count
+
+
+def repeated_start_error(run: RunDir, config: Config, group: str, attempt: int) -> str:
+    """Words with which a child program of ``group`` has failed at its last two starts; empty: they
+    differ, or the group has been at work in this attempt.
+
+    Numbers may differ: they are sizes, ports and folders. What has worked before may do so again.
+    """
+    errors = list[str]()
+    for incarnation in range(latest_incarnation(run, group), 0, -1):
+        launch = read_launch(run, group, incarnation)
+        if launch is None:
+            continue
+        if launch.attempt != attempt:
+            break
+        error = _start_error(run, config, group, incarnation)
+        if not error:
+            return ""
+        errors.append(error)
+    if len(errors) < _SAME_ERRORS:
+        return ""
+    kinds = {without_numbers(error) for error in errors[:_SAME_ERRORS]}
+    return errors[0] if len(kinds) == 1 else ""
+
+
+def _start_error(run: RunDir, config: Config, group: str, incarnation: int) -> str:
+    marks = (read_mark(run, group, incarnation, role) for role in roles_of(config, group))
+    return next((str(mark["start_error"]) for mark in marks if mark.get("start_error")), "")
 
 
 def read_mark(run: RunDir, group: str, incarnation: int, role: str) -> dict:

@@ -290,7 +290,30 @@ class Supervisor:
         self.forget(name)
         # If not now it is judged at its next end.
         self.at_next_look(lambda: self.failures.judge(name, reason))
-        self.bring_back(name, reason)
+        error = self._read_start_error(name)
+        if error:
+            self.terminal.say(f"{name}: not started again, the run continues without it: {error}")
+            self.leave_out(name)
+        else:
+            self.bring_back(name, reason)
+
+    def _read_start_error(self, name: str) -> str:
+        """Error by which a further member of a group never starts; empty for groups of the
+        configuration, without which there is no run."""
+        if name in self.config.groups:
+            return ""
+        with contextlib.suppress(OSError):
+            return self.failures.repeated_start_error(name)
+        return ""
+
+    def leave_out(self, name: str) -> None:
+        """Supervise a group no more, which has ended for good."""
+        if self.elastic:
+            self.roll.names = [other for other in self.roll.names if other != name]
+        else:
+            self.launcher(name).hand_over(name, RELEASED)
+            self.roll.elsewhere[name] = ""
+            self.roll.released.add(name)
 
     def bring_back(self, name: str, reason: str) -> None:
         """Have a group started again; see `Starts.bring_back`."""
@@ -345,12 +368,8 @@ class Supervisor:
         if request.op in ("start", "restart") and name not in self.roll.here:
             self.roll.names += [name] if name not in self.roll.names else []
             self.starts.start_soon(name)
-        elif request.op == "release" and self.elastic:
-            self.roll.names = [other for other in self.roll.names if other != name]
         elif request.op == "release":
-            self.launcher(name).hand_over(name, RELEASED)
-            self.roll.elsewhere[name] = ""
-            self.roll.released.add(name)
+            self.leave_out(name)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

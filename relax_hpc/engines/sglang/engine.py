@@ -120,7 +120,8 @@ class SglangEngine:
 
     async def wait_dead(self) -> str:
         """See `Engine.wait_dead`."""
-        return await asyncio.shield(self.server.session.ended)
+        ended = await asyncio.shield(self.server.session.ended)
+        return f"{ended}{self.server.quoted_error()}"
 
     async def close(self) -> None:
         """See `Engine.close`."""
@@ -143,7 +144,8 @@ class SglangEngine:
                     raise
         if ended.done():
             why = f" ({fault})" if fault else ""
-            raise EngineFault("dead", f"{ended.result()}{why}; see {self.server.log}") from fault
+            text = f"{ended.result()}{why}{self.server.quoted_error()}"
+            raise EngineFault("dead", f"{text}; see {self.server.log}") from fault
 
 
 def server_arguments(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import socket
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 
 from relax_hpc.config.clean import near
 from relax_hpc.config.schema import Config
+from relax_hpc.engines.sglang.arguments import server_arguments
 from relax_hpc.errors import ConfigError
 from relax_hpc.server_devices import device_mistakes
 
@@ -50,24 +48,6 @@ ROUTES_RELEASE = "0.5.21"
 """Release of SGLang whose scheduler `first_routes` changes."""
 MOST_CUT = 4096
 """Tokens of a distribution that SGLang tells, by default."""
-_FIELDS = "srt/arg_groups/fields"
-"""Folder in which SGLang 0.5.21 declares its server arguments, one class a file."""
-
-
-def server_flags() -> frozenset[str]:
-    """Server arguments of SGLang, read from its source: importing it takes seconds, and needs what nodes have. None if
-    there is no SGLang here, or if it keeps them elsewhere."""
-    spec = find_spec("sglang")
-    folders = [Path(folder) / _FIELDS for folder in spec.submodule_search_locations or ()] if spec else []
-    classes = (
-        node
-        for folder in folders
-        for file in folder.glob("*.py")
-        for node in ast.parse(file.read_bytes()).body
-        if isinstance(node, ast.ClassDef)
-    )
-    declared = (line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
-    return frozenset(target.id for target in declared if isinstance(target, ast.Name))
 
 
 def routes_misfit() -> str:
@@ -150,15 +130,17 @@ def _cut(config: Config) -> Iterator[str]:
 
 def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> Iterator[str]:
     """Mistakes in ``flags``, server arguments that a user gives in a ``section``, one line each."""
-    known = server_flags() if _is_here(config) else frozenset()
+    arguments = server_arguments() if _is_here(config) else {}
     for flag, value in flags.items():
         name, key = _name_of(flag), f"{section}.{flag}"
         if name in OWN_FLAGS:
             yield f"{key}: found {value!r}, but this argument is set by the role; {_instead(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
-        elif known and name not in known:
-            yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
+        elif arguments and name not in arguments:
+            yield f"{key}: SGLang has no such server argument{near(name, sorted(arguments))}"
+        elif arguments and (allowed := arguments[name].misfit(value)):
+            yield f"{key}: found {value!r}, allowed by SGLang: {allowed}"
     yield from device_mistakes(section, flags)
 
 

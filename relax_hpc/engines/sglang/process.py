@@ -23,6 +23,7 @@ from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
 from relax_hpc.engines.sglang.toolchain import toolkit_variables
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.last_error import read_last_error, read_last_line
 from relax_hpc.local_dir import Scratch, compile_caches
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 
@@ -30,6 +31,8 @@ _SERVER = "relax_hpc.engines.sglang.server"
 _POLL_S = 0.1
 _BACKLOG = 2048
 """Connections that may wait to be accepted, as uvicorn's default."""
+_SETTINGS = frozenset(("server_args.py", "validation_hook.py"))
+"""Files in which SGLang 0.5.21 judges its server arguments: each start has the same errors."""
 START_FLOOR_S = 300.0
 """Seconds for imports and compilation, before and after weights are read."""
 
@@ -74,6 +77,8 @@ class ServerProcess:
         self._open = contextlib.AsyncExitStack()
         self._phases: Phases | None = None
         self._remembered: set[Path] = set()
+        self._log_start = 0
+        """Bytes that the log had before: of a server that this one replaces."""
 
     @property
     def phase(self) -> str:
@@ -102,7 +107,8 @@ class ServerProcess:
                     if await self.ended(_POLL_S):
                         self._raise_start_failure()
         except TimeoutError as error:
-            raise EngineFault("dead", f"not healthy in start_timeout_s = {limit_s:g}; see {self.log}") from error
+            text = f"not healthy in start_timeout_s = {limit_s:g}{self.quoted_error()}"
+            raise EngineFault("dead", f"{text}; see {self.log}") from error
         self.session.watch_parts()
         self.remember_memory()
 
@@ -135,6 +141,7 @@ class ServerProcess:
         if self.arguments.get("enable_memory_saver"):
             environment |= _allocator_for_memory_saver(environment, launch.name)
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._phases = Phases(self.log)
             leader = await asyncio.create_subprocess_exec(
                 *command,
@@ -158,7 +165,21 @@ class ServerProcess:
         last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
         if self.session.ended.result().endswith(f"code {EXIT_CONFIG}"):
             raise ConfigError(last)
-        raise EngineFault("dead", f"{self.session.ended.result()} while starting; see {self.log}")
+        error = read_last_error(self.log, self._log_start)
+        if _SETTINGS.intersection(Path(file).name for file in error.files):
+            text = f"{self.launch.flags}: SGLang refuses them: {error.text}"
+            raise ConfigError(f"{text}; see {self.log}")
+        ended = f"{self.session.ended.result()} while starting{self.quoted_error()}"
+        fault = EngineFault("dead", f"{ended}; see {self.log}")
+        fault.start_error = error.text
+        raise fault
+
+    def quoted_error(self) -> str:
+        """The last error in its log, behind a colon; without one, the last line."""
+        if text := read_last_error(self.log, self._log_start).text:
+            return f": {text}"
+        line = read_last_line(self.log, self._log_start)
+        return f"; its log ends with {line!r}" if line else ""
 
 
 def server_environment(threads: int, scratch: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import itertools
 import json
 import os
@@ -24,10 +25,13 @@ from relax_hpc.environments.plain import clean_texts
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Tool
 from relax_hpc.errors import ConfigError
+from relax_hpc.last_error import find_last_error
 
 REVISION = "2025-06-18"
 _MOST_LINE = 1 << 26
 """Bytes of a message, which is a line, at most."""
+_ERRORS_BYTES, _ERRORS_S = 1 << 14, 1.0
+"""Bytes of standard error that are kept, and seconds for its end after that of the server."""
 _NO_SUCH_METHOD = -32601
 _INHERITED = re.compile(
     "HOME|LOGNAME|PATH|SHELL|TERM|USER|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
@@ -136,8 +140,12 @@ class Server:
                 self._connection = Connection(self._command, self._env)
                 client = {"name": "relax_hpc", "version": "1"}
                 about = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": client}
-                self._connection.ask("initialize", about, self._timeout_s)
-                self._connection.tell({"method": "notifications/initialized"})
+                try:
+                    self._connection.ask("initialize", about, self._timeout_s)
+                    self._connection.tell({"method": "notifications/initialized"})
+                except ToolError as error:
+                    text = self._connection.read_error() or str(error)
+                    raise ToolError(f"the tool's server cannot be started: {text}") from error
             return self._connection
 
 
@@ -146,19 +154,33 @@ class Connection:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """ToolError: there is no such program."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
             # In the process group of this one, with which it is ended.
             self._process = subprocess.Popen(command, env=dict(env), **pipes)
         except OSError as error:
             raise ToolError(f"the tool's server cannot be started: {error}") from error
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin and self._process.stdout and self._process.stderr
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Json]] = {}
         self._writing = threading.Lock()
         self.has_ended = False
         self._reading = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reading.start()
+        self._errors = bytearray()
+        self._copying = threading.Thread(
+            target=self._copy_errors, args=(self._process.stderr,), daemon=True
+        )
+        self._copying.start()
+
+    def read_error(self) -> str:
+        """The exception that has ended the server, or the last line that it printed to standard
+        error; empty if it still lives, or printed nothing."""
+        if not self.has_ended:
+            return ""
+        self._copying.join(_ERRORS_S)
+        text = self._errors.decode(errors="replace").rstrip()
+        return find_last_error(text).text or text.rpartition("\n")[2]
 
     def ask(self, method: str, parameters: Json, limit_s: float) -> Json:
         """The result of a request. ToolError: there is none."""
@@ -201,6 +223,15 @@ class Connection:
         while self._asked:
             _, answer = self._asked.popitem()
             answer.set_exception(ToolError("the tool's server has ended; call it again"))
+
+    def _copy_errors(self, errors: IO[bytes]) -> None:
+        """Copy the server's standard error to that of this process, and keep its end."""
+        while block := errors.readline(_ERRORS_BYTES):
+            # To the log of the role; a full disk must not stop the server.
+            with contextlib.suppress(OSError):
+                os.write(2, block)
+            self._errors += block
+            del self._errors[:-_ERRORS_BYTES]
 
     def _heard(self, message: Json) -> None:
         if "method" in message:
