@@ -346,6 +346,7 @@ def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -
         assert any(part in finding for finding in findings), findings
     for finding in findings:
         assert any(part in finding for part in parts) and "\n" not in finding
+        assert "Config(" not in finding, "settings, not sections as Python shows them"
 
 
 def test_of_another_run_it_is_said_what_to_start_from(tmp_path: Path) -> None:

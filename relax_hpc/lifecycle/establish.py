@@ -8,9 +8,10 @@ from pathlib import Path
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
+from relax_hpc.config.differences import differences
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.errors import EXIT_DONE, ConfigError
+from relax_hpc.errors import EXIT_DONE, ConfigError, Mistakes
 from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir, read_map, write_json
 from relax_hpc.tasks.files import check_unchanged
@@ -56,9 +57,12 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a finished run with more
     steps is reopened."""
     before = load_resolved(directory.root)
-    for key in FIXED:
-        if (found := getattr(config, key)) != (kept := getattr(before, key)):
-            raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    changed = Mistakes()
+    for name in FIXED:
+        for key, value, kept in differences(getattr(config, name), getattr(before, name), name):
+            text = f"{key}: found {value}, a run keeps {kept}; start a new run_dir"
+            changed.add(f"{directory.config}: {text}")
+    changed.refuse()
     # Sets are numbered through in their order, by which tickets get their rows.
     if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
         text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"

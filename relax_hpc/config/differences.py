@@ -1,0 +1,38 @@
+"""Settings in which two configurations differ, one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MAX_CHARS = 200
+_NOTHING = object()
+
+
+def differences(value: Any, other: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    """(key, setting, other setting) of each setting below ``key`` that differs, as text.
+
+    >>> list(differences({"a": 1, "b": {"c": "x"}}, {"a": 1, "b": {}}, "flags"))
+    [('flags.b.c', "'x'", 'nothing')]
+    """
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        for name in dict.fromkeys([*value, *other]):
+            inner = value.get(name, _NOTHING), other.get(name, _NOTHING)
+            yield from differences(*inner, f"{key}.{name}")
+    elif dataclasses.is_dataclass(value) and type(value) is type(other):
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name), getattr(other, field.name)
+            yield from differences(*inner, f"{key}.{field.name}")
+    elif value != other:
+        yield key, _shown(value), _shown(other)
+
+
+def _shown(value: Any) -> str:
+    """``value`` in a message."""
+    if value is _NOTHING or value == "" or value is None:
+        return "nothing"
+    if dataclasses.is_dataclass(value):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}.."
