@@ -72,8 +72,8 @@ def has_user_frame(error: BaseException) -> bool:
 
 
 def locate_definition(function: Any) -> ErrorOrigin:
-    """Where a user's function, method or class of callable objects is defined; empty if that is in
-    this package, or not known."""
+    """Place of the definition of a user's function, method or callable object; empty if it is in
+    this package, or unknown."""
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(inspect.unwrap(getattr(called, "__func__", called)), "__code__", None)
     if code is None or code.co_filename.startswith((_PACKAGE, "<")):

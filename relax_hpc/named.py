@@ -33,7 +33,7 @@ def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
 
 
 def _own_name(name: str) -> str:
-    """How a user's own function is named, which ``name`` may be meant to be."""
+    """Form of the name of a user's own function, which ``name`` may be meant to be."""
     module, dot, function = name.rpartition(".")
     if not dot:
         return "write package.module:function for your own"
@@ -70,7 +70,7 @@ def _imported(kind: str, name: str) -> Any:
 
 
 def _not_a_file(path: str, attribute: str) -> str:
-    """What to write instead of a path of a file, as other trainers take it."""
+    """Advice for a path of a file, which other trainers take."""
     file = Path(path)
     folder = file.parent.absolute()
     return (
@@ -80,7 +80,7 @@ def _not_a_file(path: str, attribute: str) -> str:
 
 
 def _remedy(module_name: str, error: BaseException) -> str:
-    """What makes an import work that has failed."""
+    """Remedy for an import that has failed."""
     top = module_name.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError):
         return "correct that"

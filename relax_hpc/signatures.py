@@ -36,8 +36,8 @@ def method_of(cls: type, name: str) -> Callable[..., Any] | None:
 
 
 def misfit(function: Callable[..., Any], *names: str) -> str:
-    """Why ``function`` cannot be called with positional arguments that stand for ``names``; empty:
-    it can, or it does not say.
+    """Reason why ``function`` cannot be called with positional arguments that stand for ``names``.
+    Empty: it can, or it does not say.
 
     >>> misfit(lambda sample, extra: 0, "sample")
     'takes (sample, extra), allowed: (sample)'

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from relax_hpc.algorithms import Unavailable
+from relax_hpc.config.other_trainers import explain_section
 from relax_hpc.config.read import Source
 from relax_hpc.config.schema import Config
 from relax_hpc.config.variants import FAMILIES, chosen, fields_of
@@ -110,7 +111,7 @@ class Cleaner:
             if name in fields:
                 found[name] = self.clean(hints[name], item, dotted, fields[name].metadata)
             elif not issubclass(hint, Unavailable):
-                self._unknown(dotted, str(name), list(fields), family)
+                self._unknown(dotted, str(name), list(fields), family, item)
         return _kept(found)
 
     def _chosen(self, hint: Any, value: Mapping[str, Any], key: str) -> Any:
@@ -131,11 +132,18 @@ class Cleaner:
             self.mistakes.append(Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {text}"))
             return DROPPED
 
-    def _unknown(self, dotted: str, name: str, siblings: list[str], family: Any) -> None:
+    def _unknown(
+        self, dotted: str, name: str, siblings: list[str], family: Any, value: Any
+    ) -> None:
         if dotted in REMOVED:
             self.mistake(dotted, f"there is no such setting any more: {REMOVED[dotted]}")
             return
         others = [member.name for member in fields_of(family).get(name, ())]
+        explained = [] if others else list(explain_section(dotted, value))
+        for key, text in explained:
+            self.mistake(key, f"unknown key; {text}")
+        if explained:
+            return
         hint = f"; {', '.join(others)} has it" if others else near(name, siblings) or near(dotted, list(keys()))
         self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, bounds, found_and_allowed, keys, near
+from relax_hpc.config.other_trainers import explain_other_name, suggest_other_name
 from relax_hpc.config.read import Source, parse_yaml
 from relax_hpc.config.schema import Config
 from relax_hpc.config.variants import FAMILIES
@@ -156,7 +157,13 @@ def _unknown(word: str, key: str) -> str:
     if key in keys():
         inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
         return f"{word}: a section, allowed: its fields, like --{inside[0]}"
-    return f"{word}: unknown option{near(key, leaves)}; see --help"
+    if text := explain_other_name(key):
+        return f"{word}: unknown option; {text}"
+    hint = near(key, leaves)
+    suggestion = "" if hint else suggest_other_name(key)
+    if suggestion:
+        return f"{word}: unknown option; {suggestion}"
+    return f"{word}: unknown option{hint}; see --help"
 
 
 def _bad_value(key: str, found: str) -> str:

@@ -33,7 +33,7 @@ class FirstFailure:
     reason: str
     """Name under which failures of this kind are counted, such as reward_exception."""
     detail: str
-    """What happened, in one line."""
+    """Description in one line."""
     location: str = ""
     """`FILE:LINE in FUNCTION` of the user's code; empty: none was involved."""
     traceback: str = ""

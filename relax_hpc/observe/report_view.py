@@ -107,7 +107,7 @@ def _waits(waits: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _bottleneck(bottleneck: dict[str, Any] | None) -> Iterator[str]:
-    """Which side of a step keeps the other waiting."""
+    """Line about the side of a step that keeps the other waiting."""
     if bottleneck is None:
         return
     role, busy, waiting = (bottleneck[name] for name in ("role", "busy_share", "waiting_share"))

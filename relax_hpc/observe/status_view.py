@@ -109,7 +109,7 @@ def _state_lines(run_status: dict[str, Any], width: int) -> list[str]:
 
 
 def _fit_height(table: list[str], height: int) -> list[str]:
-    """As many lines of a table as fit, with a last one that says how many are left out."""
+    """Lines of a table that fit; the last one says how many groups are left out."""
     if len(table) <= height:
         return table
     left_out = len(table) - max(0, height - 1)
@@ -146,7 +146,7 @@ def _results(run_status: dict[str, Any]) -> Iterator[str]:
 
 
 def _details(run_status: dict[str, Any]) -> Iterator[str]:
-    """What is counted: failures, the queue, weights, time."""
+    """Counts and shares: failures, the queue, weights, time."""
     for failure in run_status.get("failures", ())[:_MAX_FAILURES]:
         yield f"first failure: {failure['headline']}"
     yield f"dropped: {_counts(run_status['dropped']) or 'nothing'}"

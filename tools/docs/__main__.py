@@ -18,11 +18,17 @@ import benchmarks
 import configuration
 import gpu
 import metrics
+import option_names
 import packages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"configuration.md": configuration.page, "metrics.md": metrics.page}
-TABLES = {"packages": packages.table, "benchmarks": benchmarks.table, "gpu": gpu.table}
+TABLES = {
+    "packages": packages.table,
+    "benchmarks": benchmarks.table,
+    "gpu": gpu.table,
+    "option_names": option_names.table,
+}
 """Name -> from the word behind it in the marker, if there is one, to the lines."""
 _LINES_OF_NOW = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)
 """Every commit changes these; `--check` looks at the packages alone."""

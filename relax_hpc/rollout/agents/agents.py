@@ -220,8 +220,8 @@ def _last_errors(program: Program) -> ErrorOrigin:
 
 
 def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] | None:
-    """What happened to a program that has failed after an answer, without a reward, and the end of
-    its standard error; None: ``episode`` ended otherwise."""
+    """Description of a program that has failed after an answer, without a reward, and the end of
+    its standard error. None: ``episode`` ended otherwise."""
     if not isinstance(episode, Episode) or episode.finish_reason != "program_failed":
         return None
     info = (episode.outcome or {}).get("info", {})
