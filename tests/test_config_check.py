@@ -418,6 +418,18 @@ def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
         ("mem_fraction_static", True, "a number"),
         ("tp_size", 1.5, "an integer"),
         ("disable_radix_cache", "yes", "true or false"),
+        ("mem_fraction_static", 1.7, "above 0, at most 1"),
+        ("mem_fraction_static", [0.8], "a number"),
+        ("tp_size", 0, "at least 1"),
+        ("max_total_tokens", "4k", "an integer"),
+        ("cuda_graph_bs_decode", 4, "a list of integers"),
+        ("cuda_graph_bs_decode", [1, "two"], "a list of integers, each an integer"),
+        ("lora_strict_loading", "no", "true or false"),
+        ("tool_call_parser", "qwen9", "did you mean qwen?"),
+        ("sampling_backend", "cuda", "flashinfer, pytorch"),
+        ("log_level", "loud", "critical, error"),
+        ("json_model_override_args", "{", "a JSON object as a text"),
+        ("json_model_override_args", {"rope_theta": 1}, "a text"),
     ],
 )
 def test_values_that_sglang_does_not_take_for_a_flag(flag: str, value: Any, allowed: str) -> None:
@@ -426,6 +438,21 @@ def test_values_that_sglang_does_not_take_for_a_flag(flag: str, value: Any, allo
     [finding] = list(check_flags(load([], flags), "rollout.engine.flags", {flag: value}))
     assert finding.startswith(f"rollout.engine.flags.{flag}: found {value!r}, allowed by SGLang: ")
     assert allowed in finding
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("atention_backend", "did you mean attention_backend?"),
+        ("tensor_parallel_size", "did you mean tp_size?"),
+        ("tp", "did you mean tp_size?"),
+        ("gpu_memory_utilization", "vLLM's gpu_memory_utilization is mem_fraction_static there"),
+    ],
+)
+def test_an_unknown_flag_of_sglang_names_the_right_one(flag: str, hint: str) -> None:
+    requires("sglang")
+    [finding] = check_flags(load([], {"rollout.engine.kind": "sglang"}), "x", {flag: 1})
+    assert finding == f"x.{flag}: SGLang has no such server argument; {hint}"
 
 
 def test_the_flags_that_are_read_of_sglang_are_sglangs_own() -> None:
@@ -441,7 +468,7 @@ def test_the_flags_that_are_read_of_sglang_are_sglangs_own() -> None:
                 assert arguments[name].misfit(default) == "", (name, default)
                 count += 1
     assert count > 300
-    usual = {"attention_backend": "fa3", "mem_fraction_static": 0.8, "max_total_tokens": "4k"}
+    usual = {"attention_backend": "fa3", "mem_fraction_static": 0.8, "max_total_tokens": 4096}
     assert not [name for name, value in usual.items() if arguments[name].misfit(value)]
 
 

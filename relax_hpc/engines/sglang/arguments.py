@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +19,29 @@ from typing import Any
 _GROUPS = "srt/arg_groups"
 """Folder in which SGLang 0.5.21 declares its server arguments: classes in `fields/`, lists of
 choices in `choices.py`."""
-_TYPES = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
-_NAMES = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a text"}
-_PARSES = ("type_parser", "action", "nargs")
-"""Settings of an argument by which its values are not of its type."""
+_TYPES = {"bool": bool, "int": int, "float": int | float, "str": str, "Dict": dict}
+_NAMES = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "Dict": "a mapping",
+}
+_PLURALS = {"int": "integers", "float": "numbers", "str": "texts"}
+_DISTANT_CHOICES = {
+    "sampling_backend": ("srt/arg_groups/choices.py", "SAMPLING_BACKEND_CHOICES"),
+    "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
+    "reasoning_parser": ("srt/parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+}
+"""Arguments whose choices SGLang 0.5.21 adds when it builds its parser -> the file and the list."""
+_AUTO_PARSERS = ("tool_call_parser", "reasoning_parser")
+"""Of these, the arguments that also take `auto`."""
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+_POSITIVE = (
+    *("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "page_size"),
+    *("max_running_requests", "max_total_tokens", "stream_interval"),
+)
+"""Arguments that must be above 0. SGLang checks this late, or not at all."""
 Constants = Mapping[str, tuple[Any, ...]]
 
 
@@ -30,14 +50,27 @@ class ServerArgument:
     """A server argument as SGLang declares it."""
 
     type_name: str = ""
-    """bool, int, float or str; empty: another, which is not checked."""
+    """bool, int, float, str or Dict; empty: another, which is not checked."""
     choices: tuple[Any, ...] = ()
     """Values that it takes; empty: any of its type."""
+    is_list: bool = False
+    """Whether it takes a list of values of that type."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it on SGLang's command line, with underscores."""
 
     def misfit(self, value: Any) -> str:
-        """The values that are allowed instead of ``value``; empty: nothing is known against it."""
-        if value is None or isinstance(value, list | dict):
+        """The values that are allowed instead of ``value``; empty: it is allowed, or unknown."""
+        if value is None:
             return ""
+        if not self.is_list:
+            return self._misfit_of_one(value)
+        text = f"a list of {_PLURALS.get(self.type_name, 'values')}"
+        if not isinstance(value, list):
+            return text
+        misfits = [misfit for misfit in map(self._misfit_of_one, value) if misfit]
+        return f"{text}, each {misfits[0]}" if misfits else ""
+
+    def _misfit_of_one(self, value: Any) -> str:
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), map(str, self.choices), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -53,19 +86,45 @@ class ServerArgument:
 def server_arguments() -> Mapping[str, ServerArgument]:
     """All of them by name; none if there is no SGLang here, or if it declares them elsewhere."""
     spec = find_spec("sglang")
-    folders = (
-        [Path(folder) / _GROUPS for folder in spec.submodule_search_locations or ()] if spec else []
-    )
-    return _read(tuple(folders))
+    folders = spec.submodule_search_locations if spec else None
+    return _read(tuple(map(Path, folders or ())))
+
+
+def range_misfit(name: str, value: Any) -> str:
+    """The values that are allowed instead of ``value``, which is of the right type, by what it
+    means; empty: it is allowed, or unknown."""
+    if value is None:
+        return ""
+    if name in _POSITIVE and isinstance(value, int) and value < 1:
+        return "at least 1"
+    if name == "mem_fraction_static" and isinstance(value, int | float) and not 0 < value <= 1:
+        return "above 0, at most 1"
+    if name in ("log_level", "log_level_http") and str(value).lower() not in _LOG_LEVELS:
+        return ", ".join(_LOG_LEVELS)
+    if name == "json_model_override_args" and not _is_json_object(value):
+        return "a JSON object as a text, for example '{\"rope_theta\": 1000000}'"
+    return ""
+
+
+def _is_json_object(value: Any) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except (TypeError, ValueError):
+        return False
 
 
 @functools.lru_cache(maxsize=2)
 def _read(folders: tuple[Path, ...]) -> Mapping[str, ServerArgument]:
     arguments = dict[str, ServerArgument]()
     for folder in folders:
-        constants = dict(_constants(folder / "choices.py"))
-        for file in sorted((folder / "fields").glob("*.py")):
+        constants = dict(_constants(folder / _GROUPS / "choices.py"))
+        for file in sorted((folder / _GROUPS / "fields").glob("*.py")):
             arguments.update(_declared(ast.parse(file.read_bytes()), constants))
+        for name, (file_name, list_name) in _DISTANT_CHOICES.items():
+            choices = dict(_constants(folder / file_name)).get(list_name, ())
+            if choices and name in arguments:
+                auto = ("auto",) if name in _AUTO_PARSERS else ()
+                arguments[name] = replace(arguments[name], choices=auto + choices)
     return MappingProxyType(arguments)
 
 
@@ -93,16 +152,31 @@ def _argument(annotation: ast.expr, constants: Constants) -> ServerArgument:
     for element in elements[1:]:
         if isinstance(element, ast.Call):
             settings |= {keyword.arg: keyword.value for keyword in element.keywords}
-    if not settings.keys().isdisjoint(_PARSES):
-        return ServerArgument()
-    kind = elements[0]
-    if _name(kind) == "Optional":
-        kind = kind.slice if isinstance(kind, ast.Subscript) else kind
+    kind = _inner(elements[0], "Optional")
+    is_list = _name(kind) == "List"
+    kind = _inner(kind, "List")
     choices = _literals(settings.get("choices"), constants)
     if _name(kind) == "Literal":
         choices = choices or tuple(_literals(ast.List(_elements(kind)), constants))
-    type_name = kind.id if isinstance(kind, ast.Name) and kind.id in _TYPES else ""
-    return ServerArgument(type_name, choices)
+    type_name = kind.id if isinstance(kind, ast.Name) else _name(kind)
+    names = [settings.get("cli_name"), *_nodes(settings.get("aliases"))]
+    aliases = tuple(_as_field(node.value) for node in names if isinstance(node, ast.Constant))
+    return ServerArgument(type_name if type_name in _TYPES else "", choices, is_list, aliases)
+
+
+def _inner(kind: ast.expr, generic: str) -> ast.expr:
+    """The type in the brackets of ``generic``; ``kind`` itself if it is another."""
+    is_generic = _name(kind) == generic and isinstance(kind, ast.Subscript)
+    return kind.slice if is_generic else kind
+
+
+def _nodes(node: ast.expr | None) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.List) else []
+
+
+def _as_field(option: str) -> str:
+    """`--tensor-parallel-size` -> `tensor_parallel_size`."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def _name(node: ast.expr) -> str:

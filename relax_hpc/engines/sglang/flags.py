@@ -9,7 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from relax_hpc.config.clean import near
 from relax_hpc.config.schema import Config
-from relax_hpc.engines.sglang.arguments import server_arguments
+from relax_hpc.engines.sglang.arguments import (
+    ServerArgument,
+    range_misfit,
+    server_arguments,
+)
 from relax_hpc.errors import ConfigError
 from relax_hpc.server_devices import device_mistakes
 
@@ -43,6 +47,16 @@ _DRAWS_OTHERWISE = {
 """Arguments by which tokens are drawn from another distribution than the one whose
 log-probabilities are reported -> the value that changes nothing, and what to do instead. No metric
 shows the difference."""
+_VLLM_NAMES = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "enforce_eager": "disable_cuda_graph",
+    "enable_prefix_caching": "disable_radix_cache (with the opposite value)",
+    "enable_chunked_prefill": "chunked_prefill_size (-1: off)",
+}
+"""Names of engine arguments in vLLM -> SGLang's."""
 ROUTES_FLAG = "enable_return_routed_experts"
 ROUTES_RELEASE = "0.5.21"
 """Release of SGLang whose scheduler `first_routes` changes."""
@@ -138,10 +152,24 @@ def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> It
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
         elif arguments and name not in arguments:
-            yield f"{key}: SGLang has no such server argument{near(name, sorted(arguments))}"
-        elif arguments and (allowed := arguments[name].misfit(value)):
-            yield f"{key}: found {value!r}, allowed by SGLang: {allowed}"
+            yield f"{key}: SGLang has no such server argument{_nearest(name, arguments)}"
+        elif arguments:
+            allowed = arguments[name].misfit(value) or range_misfit(name, value)
+            if allowed:
+                yield f"{key}: found {value!r}, allowed by SGLang: {allowed}"
     yield from device_mistakes(section, flags)
+
+
+def _nearest(name: str, arguments: Mapping[str, ServerArgument]) -> str:
+    """Hint at the argument that the unknown ``name`` probably means, or empty."""
+    for field, argument in arguments.items():
+        if name in argument.aliases:
+            return f"; did you mean {field}?"
+    if name in _VLLM_NAMES:
+        return f"; vLLM's {name} is {_VLLM_NAMES[name]} there"
+    if f"{name}_size" in arguments:
+        return f"; did you mean {name}_size?"
+    return near(name, sorted(arguments))
 
 
 def _is_here(config: Config) -> bool:
