@@ -316,6 +316,15 @@ def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"--{option.key} " in text for option in options())
     assert main(["run", "--help", "roll"]) == EXIT_CONFIG
     assert "--help: found 'roll', allowed: all, run, model, " in capsys.readouterr().err
+    assert main(["run", "--help", "model.tiny"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert "--model.tiny.num_layers" in text and "--model.path" not in text
+    assert "that is made offline, with its tokenizer." in " ".join(text.split())
+    assert main(["run", "--help", "model.path"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert "--model.path" in text and "--model.tiny.num_layers" not in text
+    assert main(["run", "--help", "model.tyni"]) == EXIT_CONFIG
+    assert "did you mean model.tiny?" in capsys.readouterr().err
     for word in ("queue", "sandbox"):
         assert main([word]) == main([word, "--help"]) == EXIT_DONE
         assert f"usage: relax-hpc {word} COMMAND" in capsys.readouterr().out

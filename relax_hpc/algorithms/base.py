@@ -51,7 +51,8 @@ class KlConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig:
-    """Weights of tokens that other weights, or another implementation, sampled than are trained: by old / rollout."""
+    """Importance weights of off-policy tokens, which older weights or SGLang's arithmetic have
+    sampled: pi_old / pi_rollout."""
 
     kind: Literal["truncate", "mask", "off"] = "truncate"
     """Weight of a token. `truncate`: the ratio, up to `high`; `mask`: the ratio within [`low`, `high`], else 0; `off`:

@@ -32,7 +32,8 @@ from relax_hpc.rundir import RunDir
 _TITLE = "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
 _SETTINGS = (
     "Every setting of the configuration is an option too, such as --rollout.replicas 2: `relax-hpc {name} --help "
-    "rollout` tells those of a section, `--help all` all of them, and docs/configuration.md has them in one page."
+    "rollout` explains those of a section, `--help model.tiny` those of a part, `--help all` all of them. "
+    "docs/configuration.md has them in one page."
 )
 
 
@@ -122,18 +123,29 @@ def _explain_verbs(argv: list[str]) -> int:
 
 
 def _help(name: str, topics: Sequence[str]) -> str:
-    """A command's own lines; with topics, sections of the configuration such as `rollout`, or `all`, theirs."""
-    parser, own, shown = parser_of(name), [], []
-    for group in parser._action_groups:
-        section = (group.title or "").partition(": ")
-        if not section[1]:
-            own.append(group)
-        elif {section[0].partition(".")[0], "all"}.intersection(topics):
-            shown.append(group)
-    if topics and not shown:
-        known = dict.fromkeys(option.section.partition(":")[0].partition(".")[0] for option in options())
-        raise ConfigError(f"{COMMAND_LINE}: --help: found {' '.join(topics)!r}, allowed: all, {', '.join(known)}")
-    parser._action_groups = shown or own
+    """Help of a command: its own options, or those of ``topics``: sections of the configuration,
+    single settings, or `all`. ConfigError: there is no such topic."""
+    parser = parser_of(name)
+    section_of = {option.key: option.section.partition(": ")[0] for option in options()}
+    sections = list(dict.fromkeys(section_of.values()))
+    shown = set[str]()
+    for topic in topics:
+        inside = [section for section in sections if f"{section}.".startswith(f"{topic}.")]
+        if topic in section_of:
+            inside = [section_of[topic]]
+        if not inside and topic != "all":
+            top = dict.fromkeys(section.partition(".")[0] for section in sections)
+            allowed = f"all, {', '.join(top)}, or a part such as model.tiny"
+            hint = near(topic, [*sections, *section_of])
+            raise ConfigError(
+                f"{COMMAND_LINE}: --help: found {topic!r}, allowed: {allowed}{hint}"
+            )
+        shown.update(sections if topic == "all" else inside)
+    parser._action_groups = [
+        group
+        for group in parser._action_groups
+        if (group.title in shown if topics else group.title not in sections)
+    ]
     if not topics:
         parser.epilog = _SETTINGS.format(name=name)
     return parser.format_help()

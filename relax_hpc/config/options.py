@@ -39,7 +39,7 @@ def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Op
         yield from _of_family(cls, prefix, title)
         return
     hints, defaults, texts = get_type_hints(cls), cls(), _texts(cls)
-    section = f"{title or 'run'}: {cls.__doc__.splitlines()[0].rstrip('.')}"
+    section = f"{title or 'run'}: {_summary(cls)}"
     for field in dataclasses.fields(cls):
         key, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -53,7 +53,7 @@ def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Op
 
 def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
     """Leaves of all that a section may be, each once; those that not all have say who has them."""
-    section = f"{title}: {family.__doc__.splitlines()[0].rstrip('.')}"
+    section = f"{title}: {_summary(family)}"
     members = FAMILIES[family].known
     found: dict[str, tuple[Option, list[str]]] = {}
     for name, member in members.items():
@@ -63,6 +63,11 @@ def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
         whose = "" if len(names) == len(members) else f" ({', '.join(names)})"
         nested = option.section if option.key.count(".") > 1 else section
         yield dataclasses.replace(option, help=f"{option.help}{whose}", section=nested)
+
+
+def _summary(cls: Any) -> str:
+    """First paragraph of the docstring of ``cls``, without its full stop."""
+    return " ".join(cls.__doc__.partition("\n\n")[0].split()).rstrip(".")
 
 
 @functools.cache
@@ -82,9 +87,10 @@ def add_options(parser: ArgumentParser) -> None:
     """An option `--a.b.c` for every leaf of `Config`."""
     groups: dict[str, Any] = {}
     for option in options():
-        group = groups.get(option.section) or groups.setdefault(
-            option.section, parser.add_argument_group(option.section)
-        )
+        if option.section not in groups:
+            title, _, summary = option.section.partition(": ")
+            groups[option.section] = parser.add_argument_group(title, f"{summary}.")
+        group = groups[option.section]
         hint, default = option.hint, option.default
         if option.key == "groups":
             hint = dict[str, Any]

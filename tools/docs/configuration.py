@@ -32,8 +32,8 @@ def _sections(found: Iterable[Option]) -> Iterator[str]:
     for option in found:
         by_section.setdefault(option.section, []).append(option)
     for section, entries in by_section.items():
-        name, _, about = section.partition(": ")
-        yield f"## {name}\n{about}.\n"
+        name, _, summary = section.partition(": ")
+        yield f"## {name}\n{summary}.\n"
         yield from map(_entry, entries)
         yield ""
 

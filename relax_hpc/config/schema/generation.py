@@ -92,9 +92,9 @@ class RolloutConfig:
     """Texts that end a response; the one that is found belongs to it."""
     temperature: float = bounded(1.0, 0.0)
     top_p: float = bounded(1.0, 0.0, 1.0)
-    """Draw from the most probable tokens that have this much of the probability together. What top_k, top_p and min_p
-    leave of the vocabulary a token's log-probability is of, and its weight in the loss (algorithm.correction) is what
-    the policy gives them together."""
+    """Draw from the most probable tokens that have this much of the probability together.
+    Log-probabilities are renormalised over the tokens that top_k, top_p and min_p keep. The loss
+    corrects for the probability that was cut off (algorithm.correction)."""
     top_k: int = bounded(0, 0)
     """Draw from so many tokens, the most probable ones; 0: all. SGLang tells log-probabilities of top_p and min_p only
     beside a top_k of 2 to 4096 (its flag sampling_mask_max_tokens), in longer answers the more tokens it leaves."""
