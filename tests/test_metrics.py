@@ -144,6 +144,8 @@ def test_tensorboard_shows_first_what_people_look_for_first():
     parts = list(dict.fromkeys(tag.partition("/")[0][3:] for tag in shown))
     assert [name for name in parts if name != "time"] == [part.name for part in PARTS]
     assert [part.name for part in PARTS][:4] == ["reward", "eval", "loss", "perf"]
+    rewards = [tag for tag in shown if tag.startswith("01_reward/") and "<" not in tag]
+    assert rewards[0] == "01_reward/mean"
 
 
 def test_tensorboard_has_texts_as_they_are_and_the_configuration(tmp_path):

@@ -65,6 +65,13 @@ def test_text_stays_text_in_svg(tmp_path):
     assert all(f">{word}<" in text for word in words)
 
 
+def test_held_out_losses_have_an_axis_of_their_own(tmp_path):
+    run = make_run(tmp_path / "a", **{"eval/test/loss": 6.0})
+    text = plot_runs([run], tmp_path / "plot.svg").read_text()
+    assert ">Held-out loss: eval/test/loss" in text
+    assert ">Held-out evaluation: eval/digits/answer_exact<" in text
+
+
 def drawn(tag: str, values: list[float]) -> tuple[float, float]:
     """The lowest and the highest value that a panel of this curve has room for."""
     from matplotlib.figure import Figure

@@ -96,6 +96,8 @@ def test_tensorboard_shows_turn_by_turn(sample: Sample) -> None:
     (text,) = in_tensorboard([sample])
     said = [*zip(("policy", "environment"), ("I look.", "a part"), strict=True), ("policy", SAID[2][0])]
     assert text.splitlines()[1:5] == ["prompt: which?", *(f"{who}: {what}" for who, what in said)]
+    (text,) = in_tensorboard([sample | {"answer": "a boat"}])
+    assert text.endswith("\nanswer: a boat")
 
 
 def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:

@@ -26,10 +26,13 @@ def check_memory(
     given, why = _given(part, asked, nodes, limits)
     needed = host_mib(config, part)
     if given < needed:
+        advice = 'set "0", which is all of a node, or as much'
+        if given >= max(node.memory_mib for node in nodes):
+            advice = "this is all that a node has; use nodes with more memory, or more nodes"
         yield warning(
             f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which Slurm gives "
             f"{given / 1024:.1f} GiB a node ({why}); its processes and the model need {needed / 1024:.0f} GiB and "
-            'more; set "0", which is all of a node, or as much'
+            f"more; {advice}"
         )
 
 

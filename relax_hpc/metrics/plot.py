@@ -19,8 +19,13 @@ from relax_hpc.metrics.writer import METRICS_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REWARD, LOSS, HELD_OUT = "reward/mean", "loss/policy", "eval/*"
-_TITLES = {REWARD: "Training reward", LOSS: "Training loss", HELD_OUT: "Held-out evaluation"}
+REWARD, LOSS, HELD_OUT, HELD_OUT_LOSS = "reward/mean", "loss/policy", "eval/*", "eval/*/loss"
+_TITLES = {
+    REWARD: "Training reward",
+    LOSS: "Training loss",
+    HELD_OUT: "Held-out evaluation",
+    HELD_OUT_LOSS: "Held-out loss",
+}
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which readers with any colour vision tell apart (https://jfly.uni-koeln.de/color/)."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
@@ -40,6 +45,8 @@ _EDGE = 0.03
 """Space beyond 0 and 1, for a curve that lies on one of them to be seen."""
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
+_LEGEND_CHARS, _HANDLE_CHARS = 44, 6
+"""Characters of a legend that have room beside a title, and the width of the line before a label."""
 _SPARSE = 40
 """Points of a curve below which it gets markers, and no smoothing."""
 
@@ -90,6 +97,11 @@ def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> P
         pattern: [c for number, run in enumerate(loaded) for c in _curves(number, run, pattern)] for pattern in patterns
     }
     _check(loaded, panels, tags)
+    # A loss is not between 0 and 1: on the axis of scores it would flatten their curves.
+    losses = [curve for curve in panels[HELD_OUT] if fnmatchcase(curve.tag, HELD_OUT_LOSS)]
+    scores = [curve for curve in panels[HELD_OUT] if curve not in losses]
+    if losses and scores:
+        panels |= {HELD_OUT: scores, HELD_OUT_LOSS: losses}
     return _draw(loaded, {pattern: curves for pattern, curves in panels.items() if curves}, output)
 
 
@@ -233,7 +245,8 @@ def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
 
 
 def _legend(axes: Axes, labels: list[str], shown: list[int], tags: list[str], restarted: bool) -> None:
-    """Runs by colour, then tags by dash (or colour), then what the dotted line is; right of the data."""
+    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries stand beside
+    the title, so that the data has the whole width; long ones right of the data."""
     from matplotlib.lines import Line2D
 
     entries = [
@@ -245,10 +258,13 @@ def _legend(axes: Axes, labels: list[str], shown: list[int], tags: list[str], re
         entries.append(Line2D([], [], color=colour, linestyle=dash, lw=1.8, label=name))
     if restarted:
         entries.append(Line2D([], [], color=_GREY, label="restart", **_RESTART))
+    style: dict[str, Any] = {"handles": entries, "borderaxespad": 0, "frameon": False, "fontsize": 9}
+    if sum(len(str(entry.get_label())) + _HANDLE_CHARS for entry in entries) <= _LEGEND_CHARS:
+        style |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.01), "ncols": len(entries)}
+    else:
+        style |= {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     if entries:
-        axes.legend(
-            handles=entries, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False, fontsize=9
-        )
+        axes.legend(**style)
 
 
 def short_names(tags: Sequence[str]) -> list[str]:

@@ -151,16 +151,18 @@ def in_tensorboard(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part first.
 
     >>> in_tensorboard("reward/mean"), in_tensorboard("perf/actor_train_s"), in_tensorboard("mine/score")
-    ('01_reward/mean', '13_time/actor_train_s', 'mine/score')
+    ('01_reward/mean', '14_time/actor_train_s', 'mine/score')
     """
     part, _, name = tag.partition("/")
-    shown = _TIME if declared(tag) == _SECONDS else part
+    shown = _TIME if declared(tag) == _SECONDS else _SHOWN_IN.get(tag, part)
     return f"{_PLACES[shown]:02d}_{shown}/{name}" if shown in _PLACES else tag
 
 
 _SECONDS, _TIME = "perf/<role>_<kind>_s", "time"
 """Tag of the seconds of each kind of work, and its part in TensorBoard, before idle: among other tags these many would
 hide what a run's speed is."""
+_SHOWN_IN = {"reward/generated": "queue"}
+"""Tag -> its part in TensorBoard. This count would be the first chart of all, before the reward."""
 _NAMES = [part.name for part in PARTS]
 _NAMES.insert(_NAMES.index("idle"), _TIME)
 _PLACES = {name: place for place, name in enumerate(_NAMES, start=1)}

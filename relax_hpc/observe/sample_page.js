@@ -81,7 +81,8 @@ function card(sample) {
   const tone = sample.reward > 0 ? "good" : sample.reward < 0 ? "bad" : "";
   title.append(element("span", `reward ${tone}`, `reward ${number(sample.reward)}`));
   const parts = Object.entries(sample.components || {}).map(([name, value]) => `${name} ${number(value)}`);
-  const told = [...parts, sample.finish_reason, ...known(sample), sample.fate, sample.id, sample.prompt_id];
+  const told = [...parts, sample.finish_reason, ...known(sample), sample.fate, sample.id,
+    sample.prompt_id === sample.id ? "" : sample.prompt_id];
   made.append(title, element("div", "about", told.filter(Boolean).join(" \u00b7 ")));
   for (const medium of sample.media || []) made.append(picture(medium));
   const texts = (names) => names.filter((name) => sample[name]).flatMap((name) =>

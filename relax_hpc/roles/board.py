@@ -33,6 +33,12 @@ _TEXTS = 4
 """Texts of a step in TensorBoard, at most."""
 _ELSEWHERE = ("name", "run_dir", "groups", "site", "slurm")
 """Parts of a configuration that say where a run is, and nothing of what is learned."""
+_COMPARED = (
+    *("algorithm.name", "actor.optimizer.lr", "prompts_per_step", "samples_per_prompt"),
+    *("max_staleness", "steps", "seed"),
+)
+"""Settings that TensorBoard's table of runs shows even if they are the defaults."""
+_NO_DEFAULT = object()
 
 
 class Board:
@@ -66,9 +72,7 @@ class Board:
         if role == POLICY:
             self._write(step)
 
-    def note_first_failure(
-        self, group: str, reason: str, detail: str, location: str, traceback: str
-    ) -> None:
+    def note_first_failure(self, group: str, reason: str, detail: str, location: str, traceback: str) -> None:
         """Write down the first failure of its kind that a process of ``group`` has seen."""
         origin = ErrorOrigin(location, traceback)
         self._failures.write(FirstFailure.from_origin(group, reason, detail, origin))
@@ -145,13 +149,25 @@ def _with_components(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def settings_of(config: Config) -> dict[str, bool | float | str]:
-    """The settings that are numbers, names or switches, by their dotted keys.
+    """Settings for TensorBoard's table, by their dotted keys: those that differ from the defaults,
+    and those that people compare first.
 
     >>> settings_of(Config(steps=7))["steps"]
     7
+    >>> "queue.max_rows" in settings_of(Config())
+    False
     """
-    parts = {name: value for name, value in asdict(config).items() if name not in _ELSEWHERE}
-    return {key: value for key, value in _leaves(parts) if isinstance(value, bool | int | float | str)}
+    defaults = dict(_leaves(asdict(Config())))
+    settings = {
+        key: value
+        for key, value in _leaves(asdict(config))
+        if key in _COMPARED or value != defaults.get(key, _NO_DEFAULT)
+    }
+    return {
+        key: value
+        for key, value in settings.items()
+        if key.partition(".")[0] not in _ELSEWHERE and isinstance(value, bool | int | float | str)
+    }
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

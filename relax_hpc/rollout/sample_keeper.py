@@ -103,6 +103,7 @@ def _text(sample: Sample) -> str:
     head = f"{sample['id']}  reward {sample['reward']:.4g}  {sample['finish_reason']}"
     response = [("response", sample["response"])]
     said = [(turn["by"], turn["text"].strip("\n")) for turn in sample["turns"]] if "turns" in sample else response
-    return "\n".join(
-        [head, *(f"{name}: {text[:_SHOWN_CHARS]}" for name, text in [("prompt", sample["prompt"]), *said])]
-    )
+    texts = [("prompt", sample["prompt"]), *said]
+    if "answer" in sample:
+        texts.append(("answer", sample["answer"]))
+    return "\n".join([head, *(f"{name}: {text[:_SHOWN_CHARS]}" for name, text in texts)])

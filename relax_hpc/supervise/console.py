@@ -142,7 +142,8 @@ class Terminal:
         print(f"finished in {time.monotonic() - self.started:.1f} s")
         print(f"run directory  {self.run.root}")
         print(f"checkpoint     {checkpoints[-1] if checkpoints else 'none'}")
-        print(f"TensorBoard    tensorboard --logdir {self.run.tensorboard}")
+        # A run is called by its path below --logdir, and its siblings are shown for comparison.
+        print(f"TensorBoard    tensorboard --logdir {self.run.root.parent}")
         print(f"reward plot    {picture}")
         sys.stdout.flush()
 
