@@ -238,12 +238,14 @@ def test_programs_are_run_apart_and_side_by_side() -> None:
         "x = 1\nprint(y)",
         "print('a' * 10000)",
         "pass",
-        # As many processes as one may have, beside others.
-        "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(2)]; print('both')",
+        # As many processes as it may have. The processes that run it are none of them, whoever starts it.
+        "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(3)]; print('all')",
+        "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(4)]",
     ]
     with ThreadPoolExecutor(len(programs)) as threads:
         told = list(threads.map(lambda program: python.called({"code": program}), programs))
-    assert told[0] == "42" and told[3] == "(it printed nothing)" and told[4] == "both"
+    assert told[0] == "42" and told[3] == "(it printed nothing)" and told[4] == "all"
+    assert "BlockingIOError" in told[5]
     assert told[1].endswith("NameError: name 'y' is not defined\n(exit code 1)")
     assert len(told[2]) < 4100 and "6000 characters left out" in told[2]
 

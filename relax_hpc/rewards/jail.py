@@ -1,38 +1,50 @@
-"""Programs that nobody trusts, run in namespaces of their own, or in a container, within limits.
+"""Runs programs that nobody trusts, in namespaces or in a container, within limits.
 
-A program sees the system's programs and its interpreter, read-only, and an empty folder in memory; no network, no
-files of the user's, none of their processes. It is ended with all that it has started.
+A program sees the programs of the system and its interpreter, read-only, and an empty folder in memory. It sees no
+network, no files of the user and none of their processes. Its end is the end of all processes that it has started.
+What bounds its memory is in docs/reference/rewards.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import jail_entry
+from relax_hpc.rewards.jail_cgroup import limited_group
+from relax_hpc.rewards.jail_filter import ARCHITECTURES, filter_program
+from relax_hpc.rewards.jail_interpreter import Interpreter, find_interpreter
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import CodeSettings
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_NOBODIES = 1 << 30
-"""Users that nobody is: root's programs run as one of them, each as another, so that processes are counted."""
+_FIRST_USER = 1 << 30
+"""First of the users that own nothing. Each program of root's runs as another one, so that its processes are counted
+alone."""
 _RUNS = itertools.count()
-_MOST_OUTPUT = 16 << 20
-_SHOWN = 500
+_MAX_OUTPUT = 16 << 20
+_MAX_REASON = 500
 _MAIN = "main.py"
+_ATTEMPTS = 3
+"""Attempts at a program that does not start, or that somebody outside of its jail kills."""
+_PAUSE_S = 0.2
+"""Seconds before the second attempt; twice as long before the third. The process table or the disk may be full."""
 Files = Mapping[str, str]
 """Text of each file of a program by its name, which may be in one folder; `main.py` is run."""
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
@@ -59,115 +71,170 @@ class Jail:
         self._settings, self._key = settings, key
         if settings.image and not shutil.which(settings.apptainer):
             raise ConfigError(f"{key}.apptainer: found {settings.apptainer!r}, which is no program on this node")
+        self._architecture = ARCHITECTURES.get(platform.machine())
+        if not (self._architecture or settings.weak):
+            raise ConfigError(
+                f"{key}: found a machine of {platform.machine()}, allowed: {', '.join(ARCHITECTURES)}, for which there "
+                f"is a filter of system calls; else set {key}.weak: true"
+            )
         self._probe()
 
-    def run(self, program: str, given: str, timeout_s: float, with_errors: bool = False) -> Ran:
-        """Run the Python ``program`` with ``given`` as its standard input; ``with_errors``: its standard error is
-        output too. Threads may do so side by side. OSError: it could not begin."""
-        with _memory() as question, _memory() as answer:
-            question.write(given.encode(errors="replace"))
-            question.seek(0)
-            errors = subprocess.STDOUT if with_errors else subprocess.DEVNULL
-            with self._start({_MAIN: program}, (question, answer, errors), timeout_s) as process:
-                code = process.wait(timeout_s)
-            return Ran(code or 0, _text_of(answer), code is not None)
+    def run(self, program: str, stdin: str, timeout_s: float, with_errors: bool = False) -> Ran:
+        """Run the Python ``program`` with the text ``stdin`` as its standard input.
+
+        ``with_errors``: the output includes its standard error. Threads may share one object. OSError: the program
+        could not start, or somebody outside of its jail killed it, three times.
+        """
+
+        def run() -> Ran:
+            with _sealed_file(stdin) as source, _memory_file() as output:
+                errors = subprocess.STDOUT if with_errors else subprocess.DEVNULL
+                with self._start({_MAIN: program}, (source, output, errors), timeout_s) as process:
+                    code = process.wait(timeout_s)
+                return Ran(code or 0, _text_of(output), code is not None)
+
+        return _attempt(run)
 
     def run_pair(self, program: Files, judge: Files, timeout_s: float) -> Ran:
         """Run two programs, each in a jail; two pipes connect their standard inputs and outputs.
 
         The result is that of ``judge``: its exit code, and the text that it writes to standard error.
-        When it ends, the other program is killed. OSError: a program could not begin.
+        When it ends, the other program is killed. OSError: as `run`, of either program.
         """
-        with contextlib.ExitStack() as stack:
-            verdict = stack.enter_context(_memory())
-            to_program, from_judge = map(stack.enter_context, _pipe())
-            to_judge, from_program = map(stack.enter_context, _pipe())
-            pipes = (to_program, from_program, subprocess.DEVNULL)
-            stack.enter_context(self._start(program, pipes, timeout_s))
-            pipes = (to_judge, from_judge, verdict)
-            judging = stack.enter_context(self._start(judge, pipes, timeout_s))
-            # A program sees the end of its input only when no process holds the other end.
-            for end in (to_program, from_judge, to_judge, from_program):
-                end.close()
-            code = judging.wait(timeout_s)
-            return Ran(code or 0, _text_of(verdict), code is not None)
+
+        def run() -> Ran:
+            with contextlib.ExitStack() as stack:
+                verdict = stack.enter_context(_memory_file())
+                to_program, from_judge = map(stack.enter_context, _pipe())
+                to_judge, from_program = map(stack.enter_context, _pipe())
+                pipes = (to_program, from_program, subprocess.DEVNULL)
+                running = stack.enter_context(self._start(program, pipes, timeout_s))
+                pipes = (to_judge, from_judge, verdict)
+                judging = stack.enter_context(self._start(judge, pipes, timeout_s))
+                # A program sees the end of its input only when no process holds the other end.
+                for end in (to_program, from_judge, to_judge, from_program):
+                    end.close()
+                code = judging.wait(timeout_s)
+                running.check()
+                if code == 128 + signal.SIGKILL:
+                    raise OSError("the process of the tests was killed")
+                return Ran(code or 0, _text_of(verdict), code is not None)
+
+        return _attempt(run)
 
     @contextlib.contextmanager
     def _start(self, files: Files, streams: tuple[Any, Any, Any], timeout_s: float) -> Iterator[_Started]:
         """Start the program ``files`` with standard ``streams``; the end of the context kills it.
 
-        OSError, also at the end of the context: it could not begin.
+        OSError, also at the end of the context: it could not start.
         """
-        with tempfile.TemporaryDirectory(prefix="relax-program-") as folder:
-            # Without namespaces the program itself reads this folder, as another user if root runs it.
-            is_read_by_others = self._settings.weak or bool(self._settings.image)
-            _write_files(Path(folder), files, is_read_by_others)
-            failure_fd, telling = os.pipe()
-            with os.fdopen(failure_fd) as failures:
-                try:
-                    process = subprocess.Popen(
-                        self._words(folder, telling, timeout_s),
-                        stdin=streams[0],
-                        stdout=streams[1],
-                        stderr=streams[2],
-                        pass_fds=() if self._settings.image else (telling,),
-                        start_new_session=True,
-                        cwd="/",
-                    )
-                finally:
-                    os.close(telling)
-                with process:
-                    started = _Started(process)
-                    try:
-                        yield started
-                    finally:
-                        started.kill()
-                    if failure := failures.read():
-                        raise OSError(failure)
+        settings, is_apart = self._settings, not (self._settings.weak or self._settings.image)
+        # The files and the output are in memory, too.
+        memory_mb = settings.memory_mb + 2 * settings.disk_mb
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-program-"))
+            _write_files(Path(folder), files)
+            cgroup_fd = -1
+            if not settings.image:
+                cgroup_fd = stack.enter_context(limited_group(memory_mb, settings.processes))
+            read_fd, failure_fd = os.pipe()
+            failures = stack.enter_context(os.fdopen(read_fd))
+            passed = [] if settings.image else [fd for fd in (failure_fd, cgroup_fd) if fd >= 0]
+            try:
+                process = subprocess.Popen(
+                    self._words(folder, failure_fd, cgroup_fd, timeout_s),
+                    stdin=streams[0],
+                    stdout=streams[1],
+                    stderr=streams[2],
+                    pass_fds=passed,
+                    start_new_session=True,
+                    cwd="/",
+                )
+            finally:
+                os.close(failure_fd)
+            stack.enter_context(process)
+            started = _Started(process, is_apart)
+            try:
+                yield started
+            finally:
+                started.kill()
+            if failure := failures.read():
+                raise OSError(failure)
 
-    def _words(self, folder: str, telling: int, timeout_s: float) -> list[str]:
+    def _words(self, folder: str, failure_fd: int, cgroup_fd: int, timeout_s: float) -> list[str]:
+        """Words of the command that starts a program, see `jail_entry`."""
         settings = self._settings
-        limits = {name: getattr(settings, name) for name in ("memory_mb", "disk_mb", "processes")}
-        asked = {**limits, "cpu_s": timeout_s, "told": telling, "weak": settings.weak, "folder": folder}
-        asked["nobody"] = _NOBODIES | next(_RUNS) % 256 << 22 | os.getpid()
-        python = settings.python or ("python3" if settings.image else sys.executable)
-        if settings.image:
-            asked |= {"weak": True, "told": -1, "folder": jail_entry.BOX}
-        asked["words"] = [python, "-I", _MAIN]
-        asked["show"] = [*_SYSTEM, *_interpreter(python)]
-        entry = [python, "-I", "-S", jail_entry.__file__, json.dumps(asked)]
         if not settings.image:
-            return [sys.executable, *entry[1:]]
+            interpreter = find_interpreter(settings.python, f"{self._key}.python")
+            order = self._order(interpreter, timeout_s)
+            order |= {"weak": settings.weak, "folder": folder, "failure_fd": failure_fd, "cgroup_fd": cgroup_fd}
+            return [sys.executable, "-I", "-S", jail_entry.__file__, json.dumps(order)]
+        python = settings.python or "python3"
+        order = self._order(Interpreter(python, ()), timeout_s)
+        order |= {"weak": True, "folder": jail_entry.BOX, "failure_fd": -1, "cgroup_fd": -1}
         binds = [f"--bind={folder}:{jail_entry.BOX}", f"--bind={jail_entry.__file__}:{jail_entry.__file__}:ro"]
         apart = ["--containall", "--no-home", "--net", "--network=none"]
+        entry = [python, "-I", "-S", jail_entry.__file__, json.dumps(order)]
         return [settings.apptainer, "exec", *apart, *binds, settings.image, *entry]
 
+    def _order(self, interpreter: Interpreter, timeout_s: float) -> dict[str, Any]:
+        """Order to `jail_entry`, without the entries that depend on how that is started."""
+        architecture = self._architecture
+        return {
+            "words": [interpreter.path, "-I", _MAIN],
+            "show": [*_SYSTEM, *interpreter.parts],
+            "user": _FIRST_USER | next(_RUNS) % 256 << 22 | os.getpid(),
+            "cpu_s": timeout_s,
+            "memory_mb": self._settings.memory_mb,
+            "disk_mb": self._settings.disk_mb,
+            "processes": self._settings.processes,
+            "filter": filter_program(architecture).hex() if architecture else "",
+            "keyctl": architecture.keyctl if architecture else 0,
+        }
+
     def _probe(self) -> None:
+        problem = ""
         try:
-            found = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
-            why = "" if found.output.strip() == _PROBED else f"a program that prints was ended by code {found.code}"
+            for _ in range(_ATTEMPTS):
+                ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
+                if ran.in_time:
+                    break
+            if not ran.in_time:
+                problem = f"a program that prints did not end within {_PROBE_S:g} s"
+            elif ran.output.strip() != _PROBED:
+                problem = f"a program that prints was ended by code {ran.code}"
         except OSError as error:
-            why = str(error)
-        if why:
+            problem = str(error)
+        if problem:
             raise ConfigError(
-                f"{self._key}: no program can be kept apart on {os.uname().nodename}: {why[:_SHOWN]}; the site has to "
-                "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or set "
-                f"{self._key}.image, or {self._key}.weak: true"
+                f"{self._key}: no program can be kept apart on {os.uname().nodename}: {problem[:_MAX_REASON]}; the "
+                "site has to allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or "
+                f"set {self._key}.image, or {self._key}.weak: true"
             )
 
 
 class _Started:
     """Program that was started in a jail."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], is_apart: bool) -> None:
+        """``is_apart``: in namespaces of its own, where it cannot kill the process that has started it."""
+        self._process, self._is_apart = process, is_apart
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code of the program; None if it does not end within ``timeout_s``."""
+        """Exit code of the program, 128 and a signal's number if that ended it; None if it does not end within
+        ``timeout_s``. OSError: as `check`."""
         try:
-            return self._process.wait(timeout_s)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+        self.check()
+        return code if code >= 0 else 128 - code
+
+    def check(self) -> None:
+        """OSError: somebody outside of its jail has killed it."""
+        code = self._process.poll()
+        if self._is_apart and code is not None and code < 0:
+            raise OSError(f"the program was killed from outside of its jail, by {signal.Signals(-code).name}")
 
     def kill(self) -> None:
         """Kill the program with all processes of its session."""
@@ -175,15 +242,23 @@ class _Started:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _write_files(folder: Path, files: Files, for_all: bool) -> None:
-    """Write ``files``; ``for_all``: other users may read them."""
+def _attempt(run: Callable[[], Ran]) -> Ran:
+    """Result of ``run``, which is called again if it raises OSError. OSError: it did so each time."""
+    for number in range(1, _ATTEMPTS):
+        try:
+            return run()
+        except OSError:
+            time.sleep(_PAUSE_S * number)
+    return run()
+
+
+def _write_files(folder: Path, files: Files) -> None:
+    """Write ``files`` so that other users cannot read them."""
     for name, text in files.items():
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
         path.write_text(text, encoding="utf-8", errors="replace")
-        if for_all:
-            path.chmod(0o644)
-            path.parent.chmod(0o755)
 
 
 def _pipe() -> tuple[BinaryIO, BinaryIO]:
@@ -193,15 +268,19 @@ def _pipe() -> tuple[BinaryIO, BinaryIO]:
 
 def _text_of(file: Any) -> str:
     file.seek(0)
-    return file.read(_MOST_OUTPUT).decode(errors="replace")
+    return file.read(_MAX_OUTPUT).decode(errors="replace")
 
 
-def _memory() -> Any:
+def _memory_file() -> Any:
     """A file in memory, which a program may fill up to its limit."""
     return os.fdopen(os.memfd_create("relax-program"), "w+b")
 
 
-def _interpreter(python: str) -> list[str]:
-    """Folders that ``python`` is made of, outside of those that all have."""
-    found = [sys.prefix, sys.base_prefix] if python == sys.executable else [str(Path(python).parent.parent)]
-    return [path for path in dict.fromkeys(found) if not Path(path).is_relative_to("/usr")]
+def _sealed_file(text: str) -> Any:
+    """A file in memory with ``text``, which nobody can change."""
+    file = os.fdopen(os.memfd_create("relax-program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
+    file.write(text.encode(errors="replace"))
+    file.seek(0)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file

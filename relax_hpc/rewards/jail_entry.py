@@ -1,101 +1,180 @@
-"""Beginning of a program that nobody trusts, as `jail` asks: run by its path, with the standard library alone.
+"""Start of a program in a jail. `jail` runs this file by its path, with the standard library alone.
 
-Argument: JSON, see `jail.Jail`. It becomes the program's parent, and the first process of the namespaces that the
-program is in, with whose end the kernel ends all others there. What keeps the program from beginning goes to descriptor
-`told`, which is closed when it begins.
+Argument: JSON, see `jail.Jail._order`.
+
+    jail --> this process --> init of the namespaces --> program
+
+The kernel kills all processes of a PID namespace with its init process. If the program cannot start, the
+reason goes to descriptor `failure_fd`, which is closed when it starts.
 """
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import resource
 import signal
+import struct
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 BOX = "/box"
-"""The folder in which the program finds itself."""
+"""The program's folder."""
 NOBODY = 65534
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _NEW_USER = 0x10000000
 _NEW = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Namespaces: mounts, host name, IPC, process numbers, network."""
-_NOSUID, _NODEV, _NOEXEC, _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 2, 4, 8, 1, 32, 4096, 16384, 1 << 18
+_NOSUID, _NODEV, _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 2, 4, 1, 32, 4096, 16384, 1 << 18
 _LOCKED = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-"""Flag of statvfs -> of mount: whoever makes a mount anew in a user namespace has to leave them."""
+"""Flag of statvfs -> flag of mount. A remount in a user namespace may not remove these flags."""
+_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_MOUNT_ATTRIBUTES = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0)
+"""`struct mount_attr`: what is set, what is cleared, propagation, user namespace."""
 _DETACH = 2
+_MAX_LINKS = 40
+"""Symbolic links on the way to a file, as in the kernel."""
 _DEVICES = ("null", "zero", "random", "urandom")
+_WRITABLE = ("box", "tmp", "dev/shm")
+"""Folders that the program may write to. They are in one file system of `disk_mb`."""
+_OWN_PROCESSES = 2
+"""This process and init: the kernel counts them as processes of the program's user, if no root started them."""
+_COUNTS_ANEW = (5, 14)
+"""Linux from which on a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
 
 
 def main() -> None:
-    """End as the program does."""
-    asked = json.loads(sys.argv[1])
+    """Exit as the program does; if init was killed from outside, be killed too."""
+    order = json.loads(sys.argv[1])
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)
     try:
-        if asked["weak"]:
-            os.chdir(asked["folder"])
-            # A container's root may not, and is little.
-            with contextlib.suppress(PermissionError):
-                _become_nobody(asked)
-            begin(asked)
+        if order["weak"]:
+            os.chdir(order["folder"])
+            _become_nobody(order, [Path(order["folder"]), *Path(order["folder"]).rglob("*")])
+            start_program(order, order["processes"])
+        processes = order["processes"] + _count_others()
         _enter_namespaces()
-        # Only children are in the new namespace of process numbers.
-        first = os.fork()
-        if first == 0:
+        # Only children are in the new PID namespace.
+        init = os.fork()
+        if init == 0:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _make_root(asked)
-            _be_first(asked)
-    except OSError as error:
-        _tell(asked, f"{error.strerror}: {error.filename or ''}")
-    os.close(asked["told"])
-    _end_as(os.waitpid(first, 0)[1])
+            _make_root(order)
+            _run_as_init(order, processes)
+    except Exception as error:
+        _fail(order, error)
+    _release(order)
+    status = os.waitpid(init, 0)[1]
+    if os.WIFSIGNALED(status):
+        signal.raise_signal(signal.SIGKILL)
+    os._exit(os.WEXITSTATUS(status))
 
 
-def _be_first(asked: dict) -> None:
+def _count_others() -> int:
+    """Processes and threads, beside the program's, that its limit of processes counts."""
+    if os.geteuid() == 0:
+        # The program is another user's.
+        return 0
+    if _kernel_version() >= _COUNTS_ANEW:
+        return _OWN_PROCESSES
+    # This process is among them, init does not exist yet.
+    return count_threads(os.getuid()) + 1
+
+
+def count_threads(user: int) -> int:
+    """Threads of all processes of a user; more or fewer a moment later."""
+    threads = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            # It may have ended.
+            with contextlib.suppress(OSError):
+                if folder.stat().st_uid == user:
+                    threads += sum(1 for _ in (folder / "task").iterdir())
+    return threads
+
+
+def _kernel_version() -> tuple[int, int]:
+    numbers = re.findall(r"\d+", os.uname().release)
+    return int(numbers[0]), int(numbers[1])
+
+
+def _run_as_init(order: dict, processes: int) -> NoReturn:
+    """Run the program; exit as it does. Orphans become children of this process."""
+    # The kernel discards signals that its own processes send to init, unless that handles them. Python handles this
+    # one: it would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
-        _become_nobody(asked)
-        begin(asked)
-    os.close(asked["told"])
+        # Out of the process group of the processes above: `kill(0, SIGKILL)` would end them as well.
+        os.setsid()
+        if order["cgroup_fd"] >= 0:
+            os.write(order["cgroup_fd"], b"0")
+        _become_nobody(order)
+        start_program(order, processes)
+    _release(order)
     while True:
         pid, status = os.wait()
         if pid == program:
-            _end_as(status)
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
 
 
-def begin(asked: dict) -> None:
-    """Become the program, within its limits. They come last: of new namespaces processes count anew."""
-    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+def start_program(order: dict, processes: int) -> NoReturn:
+    """Become the program, within its limits, of which the first has ``processes`` and others of its user.
+
+    They come last: the processes above would not meet them.
+    """
     megabyte = 1 << 20
-    for name, most in (
-        ("CPU", int(asked["cpu_s"]) + 1),
-        ("AS", asked["memory_mb"] * megabyte),
-        ("FSIZE", asked["disk_mb"] * megabyte),
-        ("NPROC", asked["processes"]),
+    for name, limit in (
+        ("CPU", int(order["cpu_s"]) + 1),
+        ("AS", order["memory_mb"] * megabyte),
+        ("FSIZE", order["disk_mb"] * megabyte),
+        ("NPROC", processes),
         ("NOFILE", 256),
         ("CORE", 0),
     ):
         number = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(number)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(number, (most, most))
-    if asked["told"] >= 0:
-        os.set_inheritable(asked["told"], False)
+        hard_limit = resource.getrlimit(number)[1]
+        if hard_limit != resource.RLIM_INFINITY:
+            limit = min(limit, hard_limit)
+        resource.setrlimit(number, (limit, limit))
+    for descriptor in (order["failure_fd"], order["cgroup_fd"]):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": str(Path.cwd()),
         "LANG": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
     }
-    os.execve(asked["words"][0], asked["words"], environment)
+    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if order["filter"]:
+        # An empty keyring. If it cannot be had, for want of quota, the filter still refuses all calls for keys.
+        _LIBC.syscall(order["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
+        _install_filter(bytes.fromhex(order["filter"]))
+    os.execve(order["words"][0], order["words"], environment)
+
+
+def _install_filter(program: bytes) -> None:
+    """Have the kernel run the filter at each system call of this process, and of all that it starts."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+    pointer = ctypes.byref(Program(len(program) // 8, program))
+    _check(_LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, pointer, 0, 0), "seccomp")
 
 
 def _enter_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
-    # Root needs no namespace of users, and becomes another one later.
+    # Root needs no user namespace, and becomes another user later.
     _check(_LIBC.unshare(_NEW | (_NEW_USER if user else 0)), "unshare")
     if user:
         Path("/proc/self/setgroups").write_text("deny")
@@ -103,33 +182,45 @@ def _enter_namespaces() -> None:
         Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
 
 
-def _become_nobody(asked: dict) -> None:
-    """Become, if root, a user whom nothing belongs to, and whose processes are counted by themselves."""
-    if os.geteuid() == 0:
+def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
+    """If root, become a user who owns nothing but ``files``, and whose processes are counted alone."""
+    if os.geteuid() != 0:
+        return
+    try:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
+    except PermissionError:
+        if order["weak"]:
+            # A container's root without rights.
+            return
+        raise
+    for user in (order["user"], NOBODY):
         try:
-            os.setresuid(*[asked["nobody"]] * 3)
-        except OSError:  # a container's root, which has not all users
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            for path in files:
+                os.chown(path, user, -1)
+            os.setresuid(user, user, user)
+            return
+        except OSError as error:  # a container's root does not have all users
+            failure = error
+    raise failure
 
 
-def _make_root(asked: dict) -> None:
-    """A file system in memory: what ``show`` names, to be read, and an empty folder for the program."""
-    root = Path(asked["folder"])
+def _make_root(order: dict) -> None:
+    """Make the program's file system, in memory, and enter it."""
+    root = Path(order["folder"]).resolve()
     files = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     _mount(None, "/", None, _REC | _PRIVATE)
-    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={asked['disk_mb']}m,nr_inodes=4096,mode=755")
-    for path in map(Path, asked["show"]):
-        _show(path, root / path.relative_to("/"))
-    # There already if the interpreter lies below them.
-    for name in ("dev", "box", "tmp"):
-        (root / name).mkdir(exist_ok=True)
+    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={order['disk_mb']}m,nr_inodes=4096,mode=755")
+    shown = _show([Path(path) for path in order["show"]], root)
+    # The interpreter may be below them.
+    for name in _WRITABLE:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name).chmod(0o1777)
     for name in _DEVICES:
         (root / "dev" / name).touch()
         _mount(f"/dev/{name}", root / "dev" / name, None, _BIND)
-    for name in ("box", "tmp"):
-        (root / name).chmod(0o777)
+    for path in shown:
+        _make_read_only(path)
     for path, content in files.items():
         (root / "box" / path).parent.mkdir(exist_ok=True)
         (root / "box" / path).write_bytes(content)
@@ -139,38 +230,143 @@ def _make_root(asked: dict) -> None:
     os.chdir(BOX)
 
 
-def _show(path: Path, inside: Path) -> None:
-    inside.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink():
-        with contextlib.suppress(FileExistsError):
-            inside.symlink_to(path.readlink())
-    elif path.is_dir():
-        inside.mkdir(exist_ok=True)
-        _mount(path, inside, None, _BIND | _REC)
-        locked = sum(flag for found, flag in _LOCKED.items() if os.statvfs(inside).f_flag & found)
-        _mount(None, inside, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | locked)
-    elif path.is_file():
-        inside.write_bytes(path.read_bytes())
+def _show(paths: list[Path], root: Path) -> list[Path]:
+    """Bind files and folders below ``root``, at their own paths; returns the mount points.
+
+    Symbolic links on the way to them stay links. File systems that are mounted below them are hidden: they may have
+    files of the user, which a program of the user's could read.
+    """
+    links: dict[Path, Path] = {}
+    targets = {_follow_links(path, links) for path in paths}
+    shown, covered = list[Path](), list[Path]()
+    for path in sorted(targets, key=lambda path: len(path.parts)):
+        point = root / path.relative_to("/")
+        if not path.exists() or _depth(shown, point) > _depth(covered, point):
+            continue
+        point.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            point.mkdir(exist_ok=True)
+        elif not point.exists():
+            point.touch()
+        _mount(path, point, None, _BIND | _REC)
+        shown.append(point)
+        covered += _hide_mounts_below(point)
+    for link, target in links.items():
+        inside = root / link.relative_to("/")
+        if not os.path.lexists(inside):
+            inside.parent.mkdir(parents=True, exist_ok=True)
+            inside.symlink_to(target)
+    return shown
 
 
-def _mount(what: str | Path | None, where: str | Path, kind: str | None, flags: int, data: str = "") -> None:
-    words = [None if word is None else os.fsencode(word) for word in (what, where, kind)]
-    _check(_LIBC.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount {where}")
+def _depth(folders: list[Path], path: Path) -> int:
+    """Depth of the deepest of ``folders`` that ``path`` is in; 0 if it is in none."""
+    return max((len(folder.parts) for folder in folders if path.is_relative_to(folder)), default=0)
 
 
-def _check(result: int, what: str) -> None:
+def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
+    """The path without symbolic links. Each link on the way is added to ``links``, with its text."""
+    pending, real = list(reversed(path.parts[1:])), Path("/")
+    for _ in range(_MAX_LINKS + 1):
+        while pending:
+            name = pending.pop()
+            step = real.parent if name == ".." else real / name
+            if step.is_symlink():
+                break
+            real = step
+        else:
+            return real
+        target = links[step] = step.readlink()
+        if target.is_absolute():
+            real = Path("/")
+        pending += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def _hide_mounts_below(folder: Path) -> list[Path]:
+    """Cover each file system that is mounted below ``folder`` by an empty one, and each mounted file by an empty file.
+
+    An unmount is not allowed: to a user namespace they are one with what is above them. Returns the mount points.
+    """
+    covered = list[Path]()
+    for point in _mount_points_below(folder):
+        if not any(point.is_relative_to(other) for other in covered):
+            _cover(point)
+            covered.append(point)
+    return covered
+
+
+def _cover(point: Path) -> None:
+    try:
+        # Room for the folders above an interpreter that is shown there.
+        _mount("tmpfs", point, "tmpfs", _NOSUID | _NODEV, "size=64k,nr_inodes=1024,mode=755")
+    except NotADirectoryError:
+        _mount("/dev/null", point, None, _BIND)
+    except PermissionError as error:
+        # A folder on the way there cannot be entered, so the program cannot get there either.
+        if error.errno != errno.EACCES:
+            raise
+
+
+def _make_read_only(folder: Path) -> None:
+    """Make a mount and all mounts below it read-only."""
+    arguments = _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, _MOUNT_ATTRIBUTES, len(_MOUNT_ATTRIBUTES)
+    if _LIBC.syscall(_MOUNT_SETATTR, *arguments) == 0:
+        return
+    # Linux before 5.12 has no mount_setattr(2), and a remount concerns one mount alone.
+    for point in [folder, *_mount_points_below(folder)]:
+        with _unless_unreachable():
+            flags = os.statvfs(point).f_flag
+            locked = sum(flag for shown_flag, flag in _LOCKED.items() if flags & shown_flag)
+            _mount(None, point, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | locked)
+
+
+def _mount_points_below(folder: Path) -> list[Path]:
+    """Mount points below ``folder``, outer ones first."""
+    points = set[Path]()
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        # Blanks, line breaks and backslashes are written as \040, \012 and \134.
+        name = re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4])
+        points.add(Path(os.fsdecode(name)))
+    return sorted(point for point in points if point != folder and point.is_relative_to(folder))
+
+
+@contextlib.contextmanager
+def _unless_unreachable() -> Iterator[None]:
+    """Ignore that a mount is hidden by another one, or in a folder that this user may not enter.
+
+    The program cannot get there. ENOENT, EINVAL: there is nothing, or no mount, at the path of a hidden mount.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EACCES):
+            raise
+
+
+def _mount(source: str | Path | None, point: str | Path, kind: str | None, flags: int, data: str = "") -> None:
+    words = [None if word is None else os.fsencode(word) for word in (source, point, kind)]
+    _check(_LIBC.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount {point}")
+
+
+def _check(result: int, call: str) -> None:
     if result:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), call)
 
 
-def _end_as(status: int) -> None:
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
+def _release(order: dict) -> None:
+    """Close the program's streams here: they end with the program, and no traceback of ours gets into them."""
+    for descriptor in (0, 1, 2, order["failure_fd"], order["cgroup_fd"]):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
-def _tell(asked: dict, why: str) -> None:
-    os.write(asked["told"] if asked["told"] >= 0 else 2, why.encode())
+def _fail(order: dict, error: Exception) -> NoReturn:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename or ''}"
+    os.write(order["failure_fd"] if order["failure_fd"] >= 0 else 2, text.encode(errors="replace"))
     os._exit(1)
 
 

@@ -1,0 +1,69 @@
+"""The files that a Python interpreter needs, without the files around it.
+
+The prefix of an interpreter may be a home directory: `~/bin/python3` is a link there, or a Python was
+installed with `--prefix=$HOME`. So a jail shows parts of a prefix, never a whole one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.errors import ConfigError
+
+_PARTS = ("pyvenv.cfg", "lib", "lib64", "share/zoneinfo")
+"""Files and folders of a prefix: packages, shared libraries, and time zones of conda's interpreters."""
+_QUESTION = """
+import json, sys
+prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
+print(json.dumps([sys.executable, prefixes]))
+"""
+_START_S = 60.0
+"""Seconds for an interpreter to be read from a shared filesystem, the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python interpreter."""
+
+    path: str
+    parts: tuple[str, ...]
+    """Paths that it needs, itself included; they may be symbolic links, or lead over some."""
+
+
+@functools.cache
+def find_interpreter(python: str, key: str) -> Interpreter:
+    """The interpreter that ``python`` names: a path, a name on PATH, or empty for the one of this process.
+
+    ``key``: of the setting, in messages. ConfigError: there is no such interpreter. OSError: it could not be asked.
+    """
+    if not python:
+        return _interpreter(sys.executable, [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix])
+    path = shutil.which(Path(python).expanduser())
+    if not path:
+        raise ConfigError(f"{key}: found {python!r}, which is no program on this node; name a Python interpreter")
+    # The program starts without environment variables, so this does, too.
+    command = [str(Path(path).absolute()), "-I", "-c", _QUESTION]
+    try:
+        answer = subprocess.run(command, capture_output=True, timeout=_START_S, cwd="/", env={})
+        executable, prefixes = json.loads(answer.stdout)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{python} did not start within {_START_S:g} s") from None
+    except ValueError:
+        last_line = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"{key}: found {python!r}, which is no Python that starts: {last_line}") from None
+    return _interpreter(executable, prefixes)
+
+
+def _interpreter(executable: str, prefixes: Sequence[str]) -> Interpreter:
+    real = Path(executable).resolve()
+    parts = [Path(executable), *sorted(real.parent.glob("lib*.so*"))]
+    for prefix in dict.fromkeys(prefixes):
+        parts += [Path(prefix, name) for name in _PARTS]
+    return Interpreter(executable, tuple(str(path) for path in parts if path.exists()))
