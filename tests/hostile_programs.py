@@ -20,6 +20,8 @@ from relax_hpc.rewards.jail_filter import ARCHITECTURES
 SETTINGS = CodeSettings(memory_mb=512, disk_mb=16, processes=8)
 LIMIT_S, ENDLESS_S = 60.0, 1.5
 AT_ONCE = 4
+LITTLE_MEMORY = dataclasses.replace(SETTINGS, memory_mb=128, disk_mb=4)
+"""Settings of programs whose name begins with `little memory`."""
 ARCHITECTURE = ARCHITECTURES[platform.machine()]
 _CALL = """
 import ctypes, errno
@@ -64,6 +66,59 @@ except RuntimeError:
 """,
     "memory": "print(len(bytearray(2 << 30)))",
     "shared memory": "import mmap; print(len(mmap.mmap(-1, 1 << 30)))",
+    # Each process is within its limit, all of them together are not.
+    "little memory: children": """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        memory = bytearray(80 << 20)
+        time.sleep(1000)
+os.wait()
+""",
+    "little memory: orphans": """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            memory = bytearray(80 << 20)
+            time.sleep(1000)
+        os._exit(0)
+    os.wait()
+time.sleep(1000)
+""",
+    "little memory: sockets": """
+import os, socket, time
+for _ in range(3):
+    if os.fork() == 0:
+        break
+ours = []
+for _ in range(120):
+    ours += socket.socketpair()
+    for end in ours[-2:]:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        try:
+            while end.send(bytes(1 << 15), socket.MSG_DONTWAIT):
+                pass
+        except BlockingIOError:
+            pass
+time.sleep(1000)
+""",
+    "little memory: shared": """
+import os, time
+memory = bytearray(80 << 20)
+read_fd, write_fd = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        os.close(write_fd)
+        os.read(read_fd, 1)
+        os._exit(sum(memory[::4096]))
+os.close(read_fd)
+# Time for the limit to be looked at.
+time.sleep(0.3)
+os.close(write_fd)
+print(*(os.wait()[1] for _ in range(4)))
+""",
     "one file": "open('large', 'wb').write(bytes(64 << 20)); print('written')",
     "many files": """
 written = 0
@@ -194,9 +249,10 @@ asyncio.run(main())
 
 def main(names: list[str]) -> None:
     """Run those of ``names``, or all."""
-    jail = Jail(SETTINGS)
+    usual, little = Jail(SETTINGS), Jail(LITTLE_MEMORY)
 
     def run(name: str) -> str:
+        jail = little if name.startswith("little memory") else usual
         limit_s = ENDLESS_S if name in ("endless", "sleeps", "stops") else LIMIT_S
         ran = jail.run(PROGRAMS[name], "desserts", limit_s)
         return json.dumps({"name": name, **dataclasses.asdict(ran), "output": ran.output[:1000]})

@@ -44,11 +44,13 @@ def ran(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
         with plain_user() as user:
             done = user.run(user.python, *words, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == len(PROGRAMS)
-    left = [process for process in psutil.process_iter(["cmdline", "pid"]) if process.pid not in before]
-    found["left"] = {"programs": [one.info for one in left if "main.py" in (one.info["cmdline"] or ())]}
-    yield found
+    results = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert len(results) == len(PROGRAMS)
+    remaining = [process for process in psutil.process_iter(["cmdline", "pid"]) if process.pid not in before]
+    results["left"] = {
+        "programs": [process.info for process in remaining if "main.py" in (process.info["cmdline"] or ())]
+    }
+    yield results
 
 
 def test_what_never_ends_is_ended_with_all_that_it_has_started(ran: dict) -> None:
@@ -65,6 +67,14 @@ def test_processes_memory_and_files_have_their_limits(ran: dict) -> None:
     assert 0 < int(ran["many files"]["output"]) <= SETTINGS.disk_mb
     assert 0 < int(ran["inodes"]["output"]) < 4096
     assert ran["prints"]["code"] != 0 and ran["prints"]["in_time"]
+
+
+def test_the_processes_of_a_program_have_one_limit_of_memory_together(ran: dict) -> None:
+    for name in ("children", "orphans", "sockets"):
+        result = ran[f"little memory: {name}"]
+        assert (result["code"], result["in_time"]) == (128 + signal.SIGKILL, True), name
+    # Of pages that processes share each has its part.
+    assert ran["little memory: shared"]["output"] == "0 0 0 0\n"
 
 
 def test_there_is_no_network_and_nobody_elses_file_or_process(ran: dict) -> None:
@@ -132,9 +142,9 @@ PREFIXES = {
 }
 
 
-@pytest.mark.parametrize("made", PREFIXES)
-def test_an_interpreter_in_a_home_shows_nothing_else_of_it(made: str, tmp_path: Path) -> None:
-    words = ["sh", "-ec", PREFIXES[made].format(system=Path(sys.executable).resolve())]
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_an_interpreter_in_a_home_shows_nothing_else_of_it(prefix: str, tmp_path: Path) -> None:
+    words = ["sh", "-ec", PREFIXES[prefix].format(system=Path(sys.executable).resolve())]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=60)
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id").write_text("PRIVATE-KEY")
@@ -307,17 +317,17 @@ def test_a_group_is_made_where_the_memory_controller_is_delegated(
 def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail_cgroup, "delegated_parent", lambda: cgroups / "user")
     monkeypatch.setattr(jail_cgroup, "_REMOVE_S", 0.0)
-    real, made = os.open, list[Path]()
+    real, groups = os.open, list[Path]()
 
     def open_group(path: Path, flags: int) -> int:
-        made.append(Path(path).parent)
+        groups.append(Path(path).parent)
         return real(path, flags | os.O_CREAT)
 
     monkeypatch.setattr(os, "open", open_group)
     with jail_cgroup.limited_group(640, 8) as descriptor:
         # The kernel takes this for the process that writes it.
         os.write(descriptor, b"0")
-        limits = {path.name: path.read_text() for path in made[0].iterdir()}
+        limits = {path.name: path.read_text() for path in groups[0].iterdir()}
     assert limits == {
         "memory.max": str(640 << 20),
         "memory.oom.group": "1",

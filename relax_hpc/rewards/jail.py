@@ -1,4 +1,4 @@
-"""Runs programs that nobody trusts, in namespaces or in a container, within limits.
+"""Runs untrusted programs, in namespaces or in a container, within limits.
 
 A program sees the programs of the system and its interpreter, read-only, and an empty folder in memory. It sees no
 network, no files of the user and none of their processes. Its end is the end of all processes that it has started.
@@ -29,6 +29,7 @@ from relax_hpc.rewards import jail_entry
 from relax_hpc.rewards.jail_cgroup import limited_group
 from relax_hpc.rewards.jail_filter import ARCHITECTURES, filter_program
 from relax_hpc.rewards.jail_interpreter import Interpreter, find_interpreter
+from relax_hpc.rewards.jail_memory import MemoryWatch, watched_memory
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import CodeSettings
@@ -154,6 +155,10 @@ class Jail:
                 os.close(failure_fd)
             stack.enter_context(process)
             started = _Started(process, is_apart)
+            if not (settings.image or cgroup_fd >= 0):
+                levels = jail_entry.OWN_PROCESSES if is_apart else 0
+                watch = watched_memory(process.pid, levels, memory_mb << 20, started.kill)
+                started.memory = stack.enter_context(watch)
             try:
                 yield started
             finally:
@@ -219,6 +224,7 @@ class _Started:
     def __init__(self, process: subprocess.Popen[bytes], is_apart: bool) -> None:
         """``is_apart``: in namespaces of its own, where it cannot kill the process that has started it."""
         self._process, self._is_apart = process, is_apart
+        self.memory = MemoryWatch()
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit code of the program, 128 and a signal's number if that ended it; None if it does not end within
@@ -231,8 +237,10 @@ class _Started:
         return code if code >= 0 else 128 - code
 
     def check(self) -> None:
-        """OSError: somebody outside of its jail has killed it."""
+        """OSError: somebody outside of its jail has killed it, and not for its memory."""
         code = self._process.poll()
+        if self.memory.has_killed:
+            return
         if self._is_apart and code is not None and code < 0:
             raise OSError(f"the program was killed from outside of its jail, by {signal.Signals(-code).name}")
 
@@ -277,7 +285,7 @@ def _memory_file() -> Any:
 
 
 def _sealed_file(text: str) -> Any:
-    """A file in memory with ``text``, which nobody can change."""
+    """A file in memory with ``text``, which cannot be changed."""
     file = os.fdopen(os.memfd_create("relax-program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     file.write(text.encode(errors="replace"))
     file.seek(0)

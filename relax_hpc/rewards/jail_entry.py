@@ -44,7 +44,7 @@ _MAX_LINKS = 40
 _DEVICES = ("null", "zero", "random", "urandom")
 _WRITABLE = ("box", "tmp", "dev/shm")
 """Folders that the program may write to. They are in one file system of `disk_mb`."""
-_OWN_PROCESSES = 2
+OWN_PROCESSES = 2
 """This process and init: the kernel counts them as processes of the program's user, if no root started them."""
 _COUNTS_ANEW = (5, 14)
 """Linux from which on a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
@@ -83,7 +83,7 @@ def _count_others() -> int:
         # The program is another user's.
         return 0
     if _kernel_version() >= _COUNTS_ANEW:
-        return _OWN_PROCESSES
+        return OWN_PROCESSES
     # This process is among them, init does not exist yet.
     return count_threads(os.getuid()) + 1
 
