@@ -174,22 +174,37 @@ def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60.0).output == "42\n"
 
 
-def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for() -> None:
+def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    tools = {"kind": "tools", "options": {"tools": {"python": {}}}}
+    configs = {
+        "both": {"environment": tools, "rollout": {"reward": "code"}},
+        "weak": {"environment": {"kind": "tools", "options": {"tools": {"python": {"weak": True}}}}},
+        "on other machines": {"environment": tools, "layout": "jobs"},
+    }
+    for name, settings in configs.items():
+        (tmp_path / name).write_text(json.dumps(settings))
     program = """if True:
+        import json, sys
+        from relax_hpc.checks.settings import check
+        from relax_hpc.config.load import load
         from relax_hpc.reward_settings import CodeSettings
         from relax_hpc.rewards.jail import Jail
-        try:
-            Jail(CodeSettings())
-        except Exception as error:
-            print(error)
-        print(Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60).output)
+        findings = {path: check(load([path])) for path in sys.argv[1:]}
+        print(json.dumps([Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60).output, findings]))
     """
     words = [*([] if os.getuid() == 0 else ["unshare", "-Ur"]), *WITHOUT_RIGHTS, sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-2:] == ["42", ""], done.stderr
-    assert "reward.code: no program can be kept apart on" in done.stdout
-    assert "Operation not permitted: unshare; the site has to allow" in done.stdout
-    assert "or set reward.code.image, or reward.code.weak: true" in done.stdout
+    ended = subprocess.run([*words, *configs], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    output, findings = json.loads(ended.stdout)
+    assert output == "42\n"
+    apart = {name: [line for line in lines if "kept apart" in line] for name, lines in findings.items()}
+    why = (
+        f"no program can be kept apart on {os.uname().nodename}: Operation not permitted: unshare; the site has to "
+        "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces)"
+    )
+    keys = ("reward.code", "environment.options.tools.python")
+    both = [f"{key}: {why}, or set {key}.image, or {key}.weak: true" for key in keys]
+    assert apart == {"both": both, "weak": [], "on other machines": []}
 
 
 @pytest.mark.parametrize("below", ["/tmp", "/dev/shm"])

@@ -88,9 +88,7 @@ def _of(key: str, name: str, config: Config) -> Iterator[str]:
         yield from _time(config)
     if name in ("math", "math_boxed"):
         yield from _math_time(config)
-    # Nodes may be otherwise than the machine that submits: there, the role says so when it starts.
-    here = config.layout == "local" and not config.site.name
-    if name in SETTLED_HERE or (name == "code" and here):
+    if name in SETTLED_HERE:
         try:
             get_reward(name, reward_settings(config))
         except ConfigError as error:

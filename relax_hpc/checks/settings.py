@@ -55,6 +55,7 @@ def check(config: Config) -> list[str]:
         _queue,
         _engine,
         _rewards,
+        _programs,
         _planes,
         _weights,
         _memory,
@@ -425,6 +426,12 @@ def _rewards(config: Config) -> Findings:
     from relax_hpc.checks.rewards import check_rewards
 
     return check_rewards(config)
+
+
+def _programs(config: Config) -> Findings:
+    from relax_hpc.checks.programs import check_programs
+
+    return check_programs(config)
 
 
 def _planes(config: Config) -> Findings:
