@@ -250,19 +250,20 @@ class Lines:
 
 
 class _Printed(io.FileIO):
-    """A descriptor that is printed to. What its disk does not take is gone: a print must not end anything."""
+    """A descriptor that is printed to. A print ends no process: text that cannot be written is
+    dropped if the disk is full, the terminal is closed (EIO), or the reader of a pipe has ended (EPIPE)."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if not may_pass(error):
+            if not may_pass(error) and error.errno != errno.EPIPE:
                 raise
             return memoryview(data).nbytes
 
 
 def keep_printing() -> None:
-    """Let nothing that this process prints from now on fail because the disk of its log is full."""
+    """Let no print of this process fail from now on: see `_Printed`."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is not getattr(sys, f"__{name}__"):
             # A test looks at it, or a notebook.

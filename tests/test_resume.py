@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 
@@ -26,7 +30,17 @@ from relax_hpc.supervise.launch_records import all_ended, is_done
 from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
-from tests.run_helpers import LIGHT, Running, merged, queue_rows, queue_state, rollbacks, running, trained_steps
+from tests.run_helpers import (
+    LIGHT,
+    Running,
+    merged,
+    queue_rows,
+    queue_state,
+    rollbacks,
+    running,
+    trained_steps,
+    write_config,
+)
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -45,7 +59,6 @@ OVER = merged(
 )
 """Two ranks under an MPI launcher: the signals and the ends of processes must pass through it."""
 WAIT_S = 240.0
-INTERRUPTED = 130
 
 
 def everything(live: Running) -> list[psutil.Process]:
@@ -66,13 +79,14 @@ def command(directory: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
-    with running(tmp_path, OVER) as live:
-        step = interrupt(live)
+    step = close_its_terminal(tmp_path)
     with running(tmp_path, OVER, None, "--resume") as live:
         assert_continues(live, step)
         older, newest = kill_everything(live)
     damage(live.run.checkpoints / newest["name"])
-    with running(tmp_path, OVER, None, "--resume") as live:
+    with nohup(), running(tmp_path, OVER, None, "--resume") as live:
+        live.wait_for_step(older["step"] + 1, WAIT_S)
+        live.process.send_signal(signal.SIGHUP)
         live.finish(WAIT_S)
         logs = "".join(path.read_text() for path in (live.run.root / "logs" / "actor").glob("*/*.log"))
     (line,) = {line for line in logs.splitlines() if "does not verify" in line}
@@ -85,17 +99,45 @@ def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
     assert_finished_run_says_so(tmp_path)
 
 
-def interrupt(live: Running) -> int:
-    """Interrupt a run in its middle, as Ctrl-C does; the step that it saved."""
-    live.wait_for_step(EVERY, WAIT_S)
-    family = everything(live)
-    live.process.send_signal(signal.SIGINT)
-    assert live.wait(60.0) == INTERRUPTED, live.story()
+@contextmanager
+def nohup() -> Iterator[None]:
+    """What is started in the block ignores SIGHUP."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def close_its_terminal(directory: Path) -> int:
+    """Start a run in a shell on a terminal, and close the terminal as the end of an ssh session
+    does; the step that the run saved."""
+    config, run_dir = str(write_config(directory / "config.yaml", OVER)), str(directory / "run")
+    base = [sys.executable, "-m", "relax_hpc", "run"]
+    command_line = shlex.join([*base, "--config", config, "--run_dir", run_dir])
+    terminal, theirs = pty.openpty()
+    os.set_blocking(terminal, False)
+    shell = subprocess.Popen(["bash", "--norc", "-i"], preexec_fn=lambda: os.login_tty(theirs))
+    os.close(theirs)
+    live = Running(shell, RunDir(run_dir), directory / "output.txt")
+
+    def has_trained() -> bool:
+        with live.output.open("ab") as output, suppress(BlockingIOError):
+            output.write(os.read(terminal, 1 << 16))
+        return len(trained_steps(live.run)) > EVERY
+
+    os.write(terminal, f"{command_line}\n".encode())
+    live.wait_until(has_trained, f"step {EVERY} trained", WAIT_S)
+    (supervisor,) = psutil.Process(shell.pid).children()
+    family = [supervisor, *supervisor.children(recursive=True)]
+    os.close(terminal)
+    shell.wait(WAIT_S)
+    psutil.wait_procs(family, timeout=60.0)
     assert not alive(family) and not staging_root(live.run).exists()
     progress = queue_state(live.run).progress
     step = progress.whole[-1]
     assert step == progress.trained_steps > EVERY, "saved at the edge of the step it was at"
-    assert "--resume" in live.output.read_text().splitlines()[-1]
+    assert "--resume" in (live.run.root / "supervisor.log").read_text().splitlines()[-1]
     return step
 
 

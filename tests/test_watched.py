@@ -15,10 +15,11 @@ import pytest
 
 from relax_hpc.rendezvous.process import END_SIGNAL, STOP_SIGNALS
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.wakeups import Wakeups
 
 PROGRAM = """
 import os, signal, sys, time
-from relax_hpc.rendezvous.process import watched
+from relax_hpc.rendezvous.process import STOP_SIGNALS, watched
 
 def say(*words):
     print(*words, flush=True)
@@ -26,15 +27,16 @@ def say(*words):
 def work():
     say("works", os.getpid(), os.getppid())
     if what == "signals":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: say("got", number))
+        # A handler does not run if its signal comes just before signal.pause().
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     elif what == "raises":
         raise ValueError("a bug")
     elif what.isdigit():
         return int(what)
     say("ready")
-    while True:
-        signal.pause()
+    while what == "signals":
+        say("got", int(signal.sigwait(STOP_SIGNALS)))
+    signal.pause()
 
 lives = int(sys.argv[2])
 
@@ -96,11 +98,53 @@ def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:
     for _ in range(2):
         child = works(process)
         assert process.stdout.readline() == "ready\n"
-        for number in STOP_SIGNALS:
+        # So often that some come just before the watcher's wait.
+        for number in 20 * STOP_SIGNALS:
             process.send_signal(number)
             assert process.stdout.readline() == f"got {int(number)}\n"
         os.kill(child, signal.SIGKILL)
         assert process.stdout.readline() == "ended -9\n"
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(start: Start) -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("waits")
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    child = works(process)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    os.kill(child, signal.SIGHUP)
+    process.terminate()
+    assert process.stdout.readline() == "ended -15\n"
+
+
+@pytest.mark.parametrize(
+    ("signals", "requests"),
+    [
+        ([signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGTERM], 1),
+        ([signal.SIGTERM, signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGTERM, signal.SIGINT], 2),
+        ([signal.SIGINT, signal.SIGTERM], 2),
+    ],
+)
+def test_a_hangup_is_one_request_to_stop(signals: list[signal.Signals], requests: int) -> None:
+    """Its shell and the kernel both send SIGHUP, and a login manager SIGTERM too."""
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    calls: list[int] = []
+    try:
+        with Wakeups(lambda: calls.append(1)):
+            for number in signals:
+                os.kill(os.getpid(), number)
+        if signal.SIGHUP in signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    assert len(calls) == requests
 
 
 def test_a_signal_that_the_child_does_not_take_ends_it(start: Start) -> None:

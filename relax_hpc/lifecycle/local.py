@@ -12,7 +12,7 @@ from relax_hpc.config import Config
 from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import establish
-from relax_hpc.rendezvous.process import STOP_SIGNALS
+from relax_hpc.rendezvous.process import stop_signals
 from relax_hpc.roles.prepare import NOTE
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import processes
@@ -66,7 +66,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as file:
         child = subprocess.Popen(words, stdout=file, stderr=file, env=processes.environment(config))
-    former = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    former = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         code = child.wait()
     finally:

@@ -3,7 +3,6 @@ signals."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -12,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.errors import RelaxError
@@ -22,8 +21,9 @@ PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
 END_SIGNAL = signal.SIGUSR2
 """Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_SIGNAL)
-"""Signals to stop: Slurm sends TERM at preemption and at the end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, END_SIGNAL)
+"""Signals to stop. Slurm sends TERM at preemption and at the end of a job, a terminal that is
+closed sends HUP."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal on which a process of ours writes the stacks of all its threads to its log, and goes on."""
 EXIT_BUG = 1
@@ -78,6 +78,12 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """STOP_SIGNALS, without SIGHUP if this process was started with that ignored, as by nohup."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(s for s in STOP_SIGNALS if not (ignores_hangup and s == signal.SIGHUP))
+
+
 class Flag:
     """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
     holds that would wait for itself."""
@@ -110,7 +116,7 @@ def on_terminate(at_once: bool, led: bool = False) -> Flag:
         if at_once and first:
             raise RelaxError("asked to stop")
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, handle)
     return flag
 
@@ -124,43 +130,47 @@ def watched(
     or minus a signal's number) and gives the exit code of this process, or None to do the work again. ``beside`` runs
     in a thread of the watcher; the work is not to be done again then.
     """
-    child = 0
-
-    def forward(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if child:
-                os.kill(child, number)
-
     # A step's processes get it all at once; of this one, which only waits, there is nothing to see.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
-    # Blocked while there is no child that could be told.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # If a parent has set this to be ignored, the kernel does not report how the child ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # These stay blocked, and sigwait takes them one by one. A Python handler would run only after
+    # waitpid if its signal came just before that call. A signal that comes while no child runs
+    # waits for the next child.
+    awaited = (*stop_signals(), signal.SIGCHLD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     while True:
         watcher = os.getpid()
         child = os.fork()
         if not child:
-            _run(work, watcher)
-        for number in STOP_SIGNALS:
-            signal.signal(number, forward)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            _run(work, watcher, awaited)
         if beside:
             threading.Thread(target=beside, name="beside", daemon=True).start()
-        _, status = os.waitpid(child, 0)
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        code = ended(os.waitstatus_to_exitcode(status))
+        code = ended(os.waitstatus_to_exitcode(_wait_for(child, awaited)))
         if code is not None:
             return code
 
 
-def _run(work: Callable[[], int], watcher: int) -> None:
-    """Run the child's work; does not return."""
+def _wait_for(child: int, awaited: Sequence[signal.Signals]) -> int:
+    """Wait status of ``child``; each blocked signal of ``awaited`` but SIGCHLD is sent to it."""
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        number = signal.sigwait(awaited)
+        if number != signal.SIGCHLD:
+            os.kill(child, number)
+
+
+def _run(work: Callable[[], int], watcher: int, blocked: Sequence[signal.Signals]) -> None:
+    """Run the child's work, with the signals that its watcher has ``blocked``; does not return."""
     code = EXIT_BUG
     try:
         os.environ[PARENT] = str(watcher)
         die_with_parent()
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         code = work()
     except Exception:
         traceback.print_exc()

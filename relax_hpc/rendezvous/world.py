@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from relax_hpc.config.schema import MpiConfig
 from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
-from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent
+from relax_hpc.rendezvous.process import PARENT, die_with_parent, stop_signals
 
 MEETING = "RELAX_MEETING"
 """Environment variable by which ranks learn of each other: number, how many, their own socket."""
@@ -146,7 +146,7 @@ def _ended(code: int) -> str:
 def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
     """Run the child's work and end."""
     try:
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
         os.environ[PARENT] = str(parent)
         die_with_parent()

@@ -16,8 +16,10 @@ import sys
 from dataclasses import dataclass, field
 
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
-from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent
+from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent, stop_signals
 from relax_hpc.rendezvous.world import MEETING
+
+_WAKEUP_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -35,10 +37,14 @@ def main(words: list[str]) -> int:
     # A signal that comes before there is somebody to tell waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     ranks = [_start(number, int(words[0]), words[1:]) for number in range(int(words[0]))]
-    for number in STOP_SIGNALS:
+    # Python runs a handler only between two of its instructions. A byte in this pipe ends the wait
+    # for the ranks, so that the handler also runs if its signal came just before that wait.
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    for number in stop_signals():
         signal.signal(number, lambda given, _: _signal(ranks, given))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    code = _look_after(ranks)
+    code = _look_after(ranks, woken)
     _signal(ranks, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
@@ -64,15 +70,22 @@ def _signal(ranks: list[_Rank], number: int) -> None:
             rank.process.send_signal(number)
 
 
-def _look_after(ranks: list[_Rank]) -> int:
-    """Hand the cards round, and wait for the end of all, or of one that failed."""
+def _look_after(ranks: list[_Rank], woken: int) -> int:
+    """Pass the cards of all ranks to each, and wait until all have ended, or one has failed.
+
+    ``woken``: the read end of a pipe to which each signal writes a byte.
+    """
     left = len(ranks)
     with selectors.DefaultSelector() as selector:
+        selector.register(woken, selectors.EVENT_READ)
         for rank in ranks:
             selector.register(rank.line, selectors.EVENT_READ, rank)
             selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, rank)
         while left:
             for key, _ in selector.select():
+                if key.fd == woken:
+                    os.read(woken, _WAKEUP_BYTES)
+                    continue
                 rank: _Rank = key.data
                 if key.fileobj is rank.line:
                     if not _hear(rank):
