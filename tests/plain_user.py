@@ -33,15 +33,22 @@ class PlainUser:
     def name(self) -> str:
         return self.entry.pw_name
 
-    def run(self, *words: str | Path, slurm: Path | None = None, timeout: float | None = 90.0) -> CompletedProcess:
-        """Run a command as the user; ``slurm``: configuration of the Slurm it is to use. No timeout: what it prints is
-        not kept but shown."""
+    def run(
+        self,
+        *argv: str | Path,
+        slurm: Path | None = None,
+        timeout: float | None = 90.0,
+        input: str | None = None,
+    ) -> CompletedProcess:
+        """Run a command as the user. ``slurm``: configuration of the Slurm that it uses. ``input``:
+        text for its standard input. Without a timeout its output is not kept but shown."""
         uid, gid = self.entry.pw_uid, self.entry.pw_gid
         ids = {} if os.getuid() == uid else {"user": uid, "group": gid, "extra_groups": []}
         own = {"HOME": str(self.home), "TMPDIR": str(self.home), "USER": self.name, "LOGNAME": self.name}
         own |= {"SLURM_CONF": str(slurm)} if slurm else {}
         env = {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(words, **ids, env=env, cwd=ROOT, capture_output=bool(timeout), text=True, timeout=timeout)
+        options = {"capture_output": bool(timeout), "text": True, "timeout": timeout, "input": input}
+        return subprocess.run(argv, **ids, env=env, cwd=ROOT, **options)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from relax_hpc.config.options import OptionError, explain, options, split_free, 
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import may_pass, with_cure
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
+from relax_hpc.path_errors import exit_code_of, explain_path_error
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
 
@@ -61,10 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except OSError as error:
-        if not may_pass(error):
-            raise
+        return _end_by_os_error(error)
+
+
+def _end_by_os_error(error: OSError) -> int:
+    """Print one line about the disk or the path that ``error`` names; the exit code. Any other
+    error is raised again."""
+    if may_pass(error):
         complain(with_cure(error.filename or "disk", error))
         return EXIT_RETRY
+    if not (sentence := explain_path_error(error)):
+        raise error
+    complain(sentence)
+    return exit_code_of(error)
 
 
 def parser_of(name: str) -> ArgumentParser:

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 from relax_hpc.cli.command import Command, Verbs, complain, run_argument
 from relax_hpc.config.clean import COMMAND_LINE
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.path_errors import explain_path_error
 from relax_hpc.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def _of_run(verb: str, act: Callable[[RunDir, dict[str, Any]], int], given: dict
     except BrokenPipeError:
         raise
     except OSError as error:
+        if explain_path_error(error):
+            raise
         raise RelaxError(f"queue {verb}: {error}") from error
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.path_errors import explain_path_error
 
 MAX_BYTES = 1 << 20
 """Bytes of a configuration at most; a larger file is some other one, named by mistake."""
@@ -135,6 +136,8 @@ def read_yaml(path: Path) -> tuple[Any, Source]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+    except PermissionError as error:
+        raise ConfigError(explain_path_error(error)) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{_near_file(path)}") from error
     if len(data) > MAX_BYTES:

@@ -15,6 +15,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import RANKED
 from relax_hpc.errors import EXIT_DONE, ConfigError, DeadlineError
 from relax_hpc.observe.status import last_checkpoint, status
+from relax_hpc.path_errors import check_may_change
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.slurm.job_lookup import ENDED, known_jobs, resume_words
@@ -37,6 +38,7 @@ def main(root: str, now: bool) -> int:
     run = RunDir(root)
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
+    check_may_change(run.root)
     config = load_resolved(run.root)
     if run.finished.exists():
         tell(f"{run.root}: finished already")

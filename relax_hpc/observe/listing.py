@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config import load_resolved
+from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError
 from relax_hpc.metrics.read import is_step, read_metrics
-from relax_hpc.observe.states import exit_code, gravest, state_of
+from relax_hpc.observe.states import UNREADABLE, exit_code, gravest, signs_of, state_of
 from relax_hpc.observe.status import SLURM_S
 from relax_hpc.observe.status_view import duration
-from relax_hpc.rendezvous.signs import said
+from relax_hpc.path_errors import explain_path_error
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Job, Slurm, SlurmError
-from relax_hpc.slurm.submissions import Ledger
-from relax_hpc.supervise.launch_records import all_ended, is_there, last_beat_s, members_of
-from relax_hpc.supervise.requests import asked_to_stop
-from relax_hpc.transfer_queue.client import BEAT_FILE_S
+from relax_hpc.slurm.job_lookup import submitted_jobs
+from relax_hpc.supervise.launch_records import all_ended, last_beat_s, members_of
 
 _DEPTH = 3
 _ROW = "{:<28} {:<9} {:>12} {:>8}  {:<7} {}"
@@ -32,6 +31,8 @@ def main(folder: str, as_json: bool = False) -> int:
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder; name one that holds run directories")
+    # One that may not be read is an error, and below it a row.
+    os.scandir(root).close()
     rows = runs(root)
     if as_json:
         print(json.dumps(rows))
@@ -45,55 +46,102 @@ def main(folder: str, as_json: bool = False) -> int:
 
 def runs(root: Path, slurm: Slurm | None = None) -> list[dict[str, Any]]:
     """Row for each run as its files tell; `age_s`: seconds since it was made."""
-    found = [RunDir(path) for path in run_directories(root)]
-    jobs = _own_jobs(slurm) if any(run.submit.exists() for run in found) else None
-    rows = [_row(run, root.absolute(), jobs) for run in found]
+    paths = list(run_directories(root))
+    configs = {path: _read_config(RunDir(path)) for path in paths}
+    jobs = _jobs_of({path: config for path, config in configs.items() if isinstance(config, Config)}, slurm)
+    rows = [_row(path, root.absolute(), configs[path], jobs) for path in paths]
     return sorted(rows, key=lambda row: row["age_s"])
 
 
 def run_directories(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Folders that hold a run, not deeper than ``depth`` below ``root``, which may be one itself."""
-    if (root / "config.yaml").is_file() and (root / "token").is_file():
+    """Folders that hold a run, or that this user may not look into, not deeper than ``depth`` below
+    ``root``, which may be such a one itself."""
+    try:
+        if (root / "config.yaml").is_file() and (root / "token").is_file():
+            yield root
+            return
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name) if depth else []
+    except OSError:
         yield root
         return
-    if depth:
-        for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from run_directories(Path(entry.path), depth - 1)
+    for entry in entries:
+        if not entry.name.startswith(".") and _is_folder(entry):
+            yield from run_directories(Path(entry.path), depth - 1)
 
 
-def _row(run: RunDir, root: Path, jobs: dict[str, Job] | None) -> dict[str, Any]:
-    """Row of the list for a run; ``jobs``: None if Slurm has not said which there are."""
-    about = {"run": str(run.root.relative_to(root)), "run_dir": str(run.root), "jobs": []}
-    about |= {"age_s": time.time() - run.token_file.stat().st_mtime, "trained_steps": 0, "steps": 0, "layout": "-"}
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        config = load_resolved(run.root)
+        return entry.is_dir()
+    except OSError:
+        # A link in a circle, or into a folder of somebody else.
+        return False
+
+
+def _read_config(run: RunDir) -> Config | str:
+    """Configuration of a run, or why it cannot be read."""
+    try:
+        return load_resolved(run.root)
     except ConfigError as error:
-        return about | {"state": "unreadable", "exit_code": exit_code("unreadable", {}), "error": str(error)}
-    submitted = {entry.job for entry in Ledger(run).entries()}
-    own = submitted & (jobs or {}).keys()
+        return str(error)
+    except OSError as error:
+        return explain_path_error(error) or str(error)
+
+
+def _jobs_of(configs: Mapping[Path, Config], slurm: Slurm | None) -> dict[Path, list[Job]] | None:
+    """Jobs that squeue knows of each run that is not finished, asked in one call; None: it does not
+    answer.
+
+    By their ids, as they may be another user's.
+    """
+    ids: dict[Path, list[str]] = {}
+    for path, config in configs.items():
+        run = RunDir(path)
+        if run.submit.is_dir() and not run.finished.exists():
+            ids[path] = submitted_jobs(run, config)
+    try:
+        jobs = (slurm or Slurm(timeout_s=SLURM_S, tries=1)).jobs(*chain.from_iterable(ids.values()))
+    except SlurmError:
+        return None
+    return {path: [jobs[job] for job in run_ids if job in jobs] for path, run_ids in ids.items()}
+
+
+def _row(path: Path, root: Path, config: Config | str, jobs: Mapping[Path, list[Job]] | None) -> dict[str, Any]:
+    """Row of the list for a run; ``config``: or why that cannot be read; ``jobs``: None if Slurm
+    does not answer."""
+    absolute = path.absolute()
+    row: dict[str, Any] = {"run": str(absolute.relative_to(root)), "run_dir": str(absolute), "jobs": []}
+    row |= {"age_s": time.time() - _made_at(path), "trained_steps": 0, "steps": 0, "layout": "-"}
+    if isinstance(config, str):
+        return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": config}
+    try:
+        return row | _what_it_does(RunDir(path), config, None if jobs is None else jobs.get(path, []))
+    except OSError as error:
+        sentence = explain_path_error(error) or str(error)
+        return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": sentence}
+
+
+def _what_it_does(run: RunDir, config: Config, jobs: list[Job] | None) -> dict[str, Any]:
+    """State, progress and jobs of a run that can be read."""
     steps = [row["step"] + 1 for row in read_metrics(run.root) if is_step(row)]
     living = [name for name in members_of(run, config) if not all_ended(run, config, name)]
     beat_s = min((last_beat_s(run, name) for name in living), default=float("inf"))
-    about |= {"trained_steps": max(steps, default=0), "steps": config.steps, "layout": config.layout}
-    about |= {"jobs": sorted(own, key=int), "last_beat_s": beat_s if beat_s < float("inf") else None}
-    # What squeue does not know any more has ended, however young its last beat is.
-    beats = beat_s < config.liveness.lease_s + BEAT_FILE_S or any(is_there(run, name) for name in living)
-    alive = beats and bool(own or not submitted or jobs is None)
-    stop, waits = asked_to_stop(run), _waits(run, [jobs[job] for job in own] if jobs else [])
-    state = state_of(run.finished.exists(), stop, alive, waits)
-    return about | {"state": state, "exit_code": exit_code(state, stop)}
+    signs = signs_of(run, config, jobs)
+    state = state_of(signs)
+    return {
+        "trained_steps": max(steps, default=0),
+        "steps": config.steps,
+        "layout": config.layout,
+        "jobs": sorted({job.id for job in jobs or ()}, key=int),
+        "last_beat_s": beat_s if beat_s < float("inf") else None,
+        "state": state,
+        "exit_code": exit_code(state, signs.stop),
+    }
 
 
-def _waits(run: RunDir, jobs: list[Job]) -> str:
-    """Reason why nothing beats of a run that has not ended."""
-    if said(run.preparing) or any(job.state != "PENDING" for job in jobs):
-        return "starting"
-    return "queued" if jobs else ""
-
-
-def _own_jobs(slurm: Slurm | None) -> dict[str, Job] | None:
+def _made_at(path: Path) -> float:
+    """Time at which a run was made, or its folder was last changed where its files cannot be looked
+    at."""
     try:
-        return (slurm or Slurm(timeout_s=SLURM_S, tries=1)).own_jobs()
-    except SlurmError:
-        return None
+        return RunDir(path).token_file.stat().st_mtime
+    except OSError:
+        return path.stat().st_mtime

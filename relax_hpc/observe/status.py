@@ -17,8 +17,8 @@ from relax_hpc.metrics.first_failures import read_failures
 from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import shares_of_time
-from relax_hpc.observe.states import exit_code, state_of
-from relax_hpc.observe.status_groups import ALIVE, all_names, group_status
+from relax_hpc.observe.states import exit_code, is_full, signs_of, state_of
+from relax_hpc.observe.status_groups import all_names, group_status
 from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.rendezvous.signs import said
 from relax_hpc.rundir import RunDir, read_map
@@ -37,7 +37,6 @@ from relax_hpc.versions import Version
 SLURM_S = 2.0
 """Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no second try."""
 _MARKER = "COMPLETE.json"
-_LITTLE_BYTES = 1 << 20
 _LEFT_OUT = "queue/bad_prompt_"
 _PACE = 20
 """Steps by which the pace of a run is measured."""
@@ -77,7 +76,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
     about["without"] = _without(run, config, about["weights"])
     about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
-    state = _state(about)
+    state = state_of(signs_of(run, config, jobs.values() if squeue else None, about["hub"]))
     return about | {"state": state, "exit_code": exit_code(state, asked)}
 
 
@@ -91,16 +90,6 @@ def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
         return None
     step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)
     return {"step": step, "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
-
-
-def _state(about: dict[str, Any]) -> str:
-    """State of the run, see `state_of`."""
-    states = {group["state"] for group in about["groups"].values()} | ({"starting"} if about["preparing"] else set())
-    # On a full disk nobody can leave a sign for others than Slurm.
-    held = bool(about["disk"]) and any(job["state"] == "RUNNING" for job in about["jobs"])
-    alive = about["hub"] or held or bool(states & set(ALIVE))
-    waits = next((word for word in ("starting", "queued") if word in states), "")
-    return state_of(about["finished"], about["stop"], alive, waits)
 
 
 def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +182,7 @@ def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
 
 def _full(run: RunDir) -> list[dict[str, Any]]:
     """Signs of a full disk that can be seen without writing to it."""
-    found = os.statvfs(run.root)
-    # Some file systems do not say how large they are.
-    if not found.f_blocks or found.f_bavail * found.f_frsize >= _LITTLE_BYTES:
+    if not is_full(run):
         return []
     return [{"who": "the run", "path": str(run.root), "errno": errno.ENOSPC, "seconds": 0.0, "loose": False}]
 
@@ -205,8 +192,9 @@ def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
     if card is None or not card.endpoint or all_ended(run, config, "hub"):
         # Nobody is waited for who has not begun, or has said that it ended.
         return {}
-    with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
-        try:
+    try:
+        with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
             return client.status.get(timeout=patience_s).result().message()
-        except RelaxError:
-            return {}
+    except RelaxError:
+        # Another user may read the run directory and not its token, which the hub asks for.
+        return {}

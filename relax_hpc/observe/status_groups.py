@@ -44,7 +44,9 @@ def group_status(
     incarnation, card = latest_incarnation(run, name), latest_card(run, name)
     beats = _beats(run, name, incarnation, hub)
     ages = [beat["age_s"] for beat in beats] or ([0.0] if name == "hub" and hub else [])
-    job_id = queued_component(run, config, name, jobs) or job_of(run, name)
+    job_id = queued_component(run, config, name, jobs) or job_of(
+        run, name, jobs if squeue else None
+    )
     job = jobs.get(job_id)
     ranks = card.ranks if card and card.incarnation == incarnation else []
     about = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError
+from relax_hpc.path_errors import check_may_change
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Job, Slurm
@@ -13,12 +14,25 @@ from relax_hpc.slurm.layout import components
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import members_of, read_launch
 from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.supervise.verdict import QUEUED
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 ENDED = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 """States of jobs that will do nothing more."""
+_NEVER_STARTS = "DependencyNeverSatisfied"
+"""Reason of a queued job whose dependency has ended otherwise than it waits for."""
 _NEWEST = 200
 """Entries of the ledger that are looked at: older ones are of jobs that ended long ago."""
+
+
+def is_over(job: Job) -> bool:
+    """Whether a job does nothing more, or can never start."""
+    return job.state in ENDED or (job.state == "PENDING" and job.reason == _NEVER_STARTS)
+
+
+def is_queued(job: Job) -> bool:
+    """Whether a job waits for its nodes, for the first time or again."""
+    return job.state in QUEUED and not is_over(job)
 
 
 def known_jobs(
@@ -28,10 +42,17 @@ def known_jobs(
 
     ``with_components``: also those in which no group has started yet.
     """
+    return slurm.jobs(*submitted_jobs(run, config), components=with_components)
+
+
+def submitted_jobs(run: RunDir, config: Config) -> list[str]:
+    """Ids of the newest jobs of a run, and of those in which its groups were last started."""
     ids = {entry.job: None for entry in Ledger(run).entries()[-_NEWEST:]}
-    launches = (read_launch(run, name, latest_incarnation(run, name)) for name in members_of(run, config))
-    started = {launch.job for launch in launches if launch and launch.job not in {"", *ids}}
-    return slurm.jobs(*ids, *started, components=with_components)
+    for name in members_of(run, config):
+        launch = read_launch(run, name, latest_incarnation(run, name))
+        if launch and launch.job:
+            ids[launch.job] = None
+    return list(ids)
 
 
 def own_job(run: RunDir, group: str) -> str:
@@ -40,11 +61,18 @@ def own_job(run: RunDir, group: str) -> str:
     return entry.job if entry else ""
 
 
-def job_of(run: RunDir, group: str) -> str:
-    """The job, or component, that a group was last submitted for or started in; empty: none."""
+def job_of(run: RunDir, group: str, in_squeue: Collection[str] | None = None) -> str:
+    """The job, or component, that a group was last submitted for or started in; empty: none.
+
+    ``in_squeue``: ids of all jobs of the run that squeue knows. Where the job of the whole run is
+    not among them, it is the successor that counts. None: squeue was not asked.
+    """
     launch = read_launch(run, group, latest_incarnation(run, group))
     started = launch.job if launch and group != "hub" else ""
-    return own_job(run, group) or started or whole_job(run)
+    whole = whole_job(run, in_squeue)
+    if in_squeue is not None and started not in in_squeue and whole in in_squeue:
+        started = ""
+    return own_job(run, group) or started or whole
 
 
 def queued_component(run: RunDir, config: Config, group: str, jobs: Mapping[str, Job]) -> str:
@@ -63,12 +91,17 @@ def queued_component(run: RunDir, config: Config, group: str, jobs: Mapping[str,
     return next(ids, "")
 
 
-def whole_job(run: RunDir) -> str:
-    """Job that holds the whole run: the one where the hub was last started, or the next one once that has ended."""
+def whole_job(run: RunDir, in_squeue: Collection[str] | None = None) -> str:
+    """Job that holds the whole run: the one where the hub was last started, or the next one once
+    that has ended.
+
+    ``in_squeue``: see `job_of`.
+    """
     jobs = [entry.job for entry in Ledger(run).living() if entry.kind in ("run", "successor")]
     launch = read_launch(run, "hub", latest_incarnation(run, "hub"))
     if launch and launch.job in jobs:
         ended = any(run.rendezvous(SUPERVISOR).glob(f"outcome-{launch.job}-*"))
+        ended = ended or (in_squeue is not None and launch.job not in in_squeue)
         jobs = jobs[jobs.index(launch.job) :][ended:] or [launch.job]
     return next(iter(jobs), launch.job if launch else "")
 
@@ -90,6 +123,7 @@ def living_run(root: RunDir) -> Config:
         raise ConfigError(f"{root.root}: the run is finished; to go on, resume it with more --steps")
     if asked := asked_to_stop(root):
         raise ConfigError(f"{root.root}: the run has stopped ({asked['reason']}); go on with: {resume_words(root)}")
+    check_may_change(root.root)
     return load_resolved(root.root)
 
 

@@ -32,7 +32,8 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
 
 _HOPELESS = (EXIT_CONFIG, EXIT_NO_PROGRESS)
-_QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+"""States of a job that waits for its nodes."""
 _RUNNING = "RUNNING"
 GONE = ""
 """State of a job that Slurm does not know any more."""
@@ -126,7 +127,7 @@ def _by_job(found: Evidence, limits: LivenessConfig) -> Verdict | None:
         return None
     if found.job == GONE:
         return Verdict(Fate.DEAD, "its job is gone")
-    if found.job in _QUEUED:
+    if found.job in QUEUED:
         return Verdict(Fate.WAITS)
     still_s = found.supervisor_still_s
     if found.job != _RUNNING or still_s is None:
