@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +36,11 @@ def cluster() -> Iterator[Sandbox]:
     """One controller for all sizes."""
     lines = tuple(f"PartitionName={line} MaxTime=INFINITE" for line in PARTITIONS)
     with private_sandbox(nodes=0, declared=DECLARED, extra=lines) as own:
-        own.client("scontrol", "create", "reservation", "ReservationName=ours", "StartTime=now", "Duration=1000",
-                   "Nodes=thin[1-2]", "Users=root", check=False)  # fmt: skip
+        user = pwd.getpwuid(os.getuid()).pw_name
+        own.client(
+            *("scontrol", "create", "reservation", "ReservationName=ours", f"Users={user}"),
+            *("Nodes=thin[1-2]", "StartTime=now", "Duration=1000"),
+        )
         yield own
 
 
