@@ -95,7 +95,7 @@ def given_back(slurm: FakeSlurm) -> list[str]:
 
 def looked(left: Orphan | Bereft, *seconds: float) -> list[bool]:
     began = left.head.seen[1]
-    return [left.look(began + second) for second in seconds]
+    return [bool(left.look(began + second)) for second in seconds]
 
 
 def test_an_orphan_gives_its_nodes_back(orphan: Orphan, slurm: FakeSlurm) -> None:
@@ -138,7 +138,7 @@ def bereft(run_dir: Path, layout: str, group: str = "actor") -> Bereft:
     )
     for entry in (*entries, Entry("9", "group", group)):
         ledger.add(entry)
-    found = Bereft(run, Config(layout=layout), Slurm(tries=1), group)
+    found = Bereft(run, Config(layout=layout), Slurm(tries=1), group, "9")
     beats(run, 0, name=found.name)
     return found
 
@@ -176,9 +176,37 @@ def test_where_no_component_is_its_own_it_waits_for_the_hub(
     run_dir: Path, slurm: FakeSlurm, layout: str, group: str
 ) -> None:
     found = bereft(run_dir, layout, group)
-    slurm.set(jobs={"9": {"state": "RUNNING"}})
+    Ledger(found.run).add(Entry("10", "successor", "hub", after="7"))
+    slurm.set(jobs={"9": {"state": "RUNNING"}, "10": {"state": "PENDING", "reason": "Dependency"}})
     said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
     assert looked(found, 63.0, 80.0) == [False, False] and not asked_to_stop(found.run)
+
+
+@pytest.mark.parametrize(
+    ("hub_jobs", "ends"),
+    [
+        ({}, True),
+        ({"7": {"state": "RUNNING"}}, False),
+        ({"7": {"state": "COMPLETING"}}, False),
+        ({"7": {"state": "PENDING", "reason": "BeginTime"}}, False),
+        ({"10": {"state": "PENDING", "reason": "Dependency"}}, False),
+        ({"10": {"state": "PENDING", "reason": "DependencyNeverSatisfied"}}, True),
+    ],
+)
+def test_a_job_ends_when_no_job_of_the_hub_can_come(
+    run_dir: Path, slurm: FakeSlurm, hub_jobs: dict[str, dict[str, str]], ends: bool
+) -> None:
+    """In the layout `jobs`: else it would hold its nodes, idle, to its time limit."""
+    watch = bereft(run_dir, "jobs")
+    Ledger(watch.run).add(Entry("10", "successor", "hub", after="7"))
+    said_of(slurm, "7", "JobState=FAILED Reason=NonZeroExitCode ExitCode=0:9")
+    slurm.set(jobs={"9": {"state": "RUNNING"}} | hub_jobs)
+    assert looked(watch, 1.0) == [False]
+    assert looked(watch, 63.0) == [ends] and not asked_to_stop(watch.run)
+    # A slurmctld that does not even know this job has lost its state.
+    slurm.set(jobs=hub_jobs)
+    watch.head._ask_at = 0.0
+    assert looked(watch, 80.0) == [False]
 
 
 def test_slurm_that_does_not_answer_takes_nobody_away(run_dir: Path, slurm: FakeSlurm) -> None:

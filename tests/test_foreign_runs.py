@@ -122,7 +122,10 @@ def test_a_run_that_may_not_be_read_is_a_row_among_others(user: PlainUser, share
     (shared / "circle").symlink_to(shared / "circle")
     ((code, out, _),) = call(user, [["list", str(shared), "--json"]])
     rows: dict[str, dict[str, Any]] = {row["run"]: row for row in json.loads(out)}
-    assert {name: row["state"] for name, row in rows.items()} == {"closed": "unreadable", "open": "ended"}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "closed": "unreadable",
+        "open": "ended",
+    }
     assert code == EXIT_CONFIG and "not yours to read" in rows["closed"]["error"]
 
 
@@ -135,7 +138,9 @@ def test_a_run_that_may_only_be_read_is_not_changed(user: PlainUser, shared: Pat
         assert f"{root}: not yours to write (permission denied); " in err, (argv, err)
 
 
-def test_a_name_that_is_too_long_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_too_long_is_an_error_of_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["status", "long" * 100]) == EXIT_CONFIG
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "the name is too long for its file system" in err

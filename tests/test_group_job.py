@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
 from relax_hpc.config import Config
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, NoProgressError
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
-from relax_hpc.slurm import jobs
+from relax_hpc.slurm import jobs, lost_jobs
 from relax_hpc.slurm.allocation import Allocation, Place
+from relax_hpc.slurm.commands import Slurm as Commands
 from relax_hpc.slurm.commands import SlurmError
 from relax_hpc.slurm.jobs import GroupJob
 from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.slurm.successors import take_hub
 from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.supervise.roll import Roll
 from relax_hpc.supervise.supervisor import RELEASED
+from tests.fake_slurm import FakeSlurm
 
 
 @dataclass
@@ -134,3 +141,152 @@ def test_a_job_that_gives_way_saves_first_and_does_not_come_back(job: GroupJob, 
     assert job.ledger.gave_way("7")
     job.end(EXIT_RETRY)
     assert job.slurm.requeued == []
+
+
+# -- the hub's job: it has a successor, and replaces the jobs of groups that are over ---------------------------------
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def hub(run_dir: Path, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> GroupJob:
+    """The hub's job, 6, of a run whose actor has job 7."""
+    run = RunDir(run_dir)
+    (run.root / "config.yaml").write_text("layout: jobs\n")
+    run.submit.mkdir()
+    (run.submit / "hub.sbatch").write_text("#!/bin/bash\n")
+    Ledger(run).add(Entry("6", "group", "hub"))
+    Ledger(run).add(Entry("7", "group", "actor"))
+    fake.set(jobs={"6": {"state": "RUNNING"}, "7": {"state": "RUNNING"}})
+    monkeypatch.setattr(lost_jobs, "_ASK_S", 0.0)
+    numbers = count(30)
+
+    def submit_group(run: RunDir, slurm: Commands, ledger: Ledger, name: str, *_: object) -> str:
+        ledger.add(Entry(job := str(next(numbers)), "group", name))
+        return job
+
+    monkeypatch.setattr(jobs, "submit_group", submit_group)
+    allocation = Allocation("6", 0, "node1", {"hub": Place("6", 1, None)})
+    return GroupJob(run, Config(layout="jobs"), Commands(tries=1), allocation, "node1")
+
+
+def looked(hub: GroupJob, *lacking: str) -> list[str]:
+    """Lines that the hub's supervisor says in a round in which the others wait for groups."""
+    lines: list[str] = []
+    supervisor = SimpleNamespace(
+        run=hub.run,
+        config=hub.config,
+        roll=Roll(hub.run, hub.config, ["hub"]),
+        interrupted=0,
+        terminal=SimpleNamespace(say=lines.append),
+        liveness=SimpleNamespace(lacking=dict.fromkeys(lacking)),
+        disk=SimpleNamespace(hinders=lambda: False),
+        each_wait=lambda: None,
+        failures=SimpleNamespace(judge=lambda *_: None, give_up=give_up),
+    )
+    hub.tick(supervisor)
+    return lines
+
+
+def give_up(name: str, reason: str, code: int) -> NoReturn:
+    raise NoProgressError(f"{name}: {reason}")
+
+
+def ended(fake: FakeSlurm, job: str, state: str) -> None:
+    """squeue does not know a job any more; scontrol tells how it ended, or nothing."""
+    fake.set(jobs={number: job_fields for number, job_fields in fake.state["jobs"].items() if number != job})
+    if state:
+        fake.answer("scontrol", f"JobId={job} JobState={state} Restarts=0\n", match=f"show job {job}")
+
+
+@pytest.mark.parametrize(
+    ("state", "comes_back"),
+    [
+        ("FAILED", True),
+        ("OUT_OF_MEMORY", True),
+        ("NODE_FAIL", True),
+        ("TIMEOUT", True),
+        ("PREEMPTED", True),
+        ("", True),
+        ("CANCELLED", False),
+        ("COMPLETED", False),
+        ("RUNNING", False),
+    ],
+)
+def test_a_group_whose_job_is_over_gets_another_one(
+    hub: GroupJob, fake: FakeSlurm, state: str, comes_back: bool
+) -> None:
+    assert looked(hub, "actor") == []
+    ended(fake, "7", state)
+    assert looked(hub) == [], "the others do not wait for it"
+    lines = looked(hub, "actor")
+    assert bool(lines) == comes_back
+    assert lines[1:] == ["actor: continues in job 30"][: len(lines)]
+    fake.set(jobs=fake.state["jobs"] | {"30": {"state": "PENDING"}})
+    assert looked(hub, "actor") == [], "once"
+
+
+def test_a_job_that_was_cancelled_long_ago_stays_cancelled(hub: GroupJob, fake: FakeSlurm) -> None:
+    """slurmctld has forgotten how it ended; its roles have left their marks."""
+    number = claim_incarnation(hub.run, "actor")
+    hub.run.logs("actor", number).mkdir(parents=True)
+    leave_mark(hub.run.exit_mark("actor", number, "actor"), 75, "asked to stop", stopped=True)
+    ended(fake, "7", "")
+    assert looked(hub, "actor") == []
+
+
+def test_jobs_that_end_before_their_group_begins_end_the_run(hub: GroupJob, fake: FakeSlurm) -> None:
+    for job, following in pairwise([7, *range(30, 35)]):
+        ended(fake, str(job), "FAILED")
+        assert looked(hub, "actor")[-1] == f"actor: continues in job {following}"
+    ended(fake, "34", "FAILED")
+    with pytest.raises(NoProgressError, match="6 jobs ended before the group began"):
+        looked(hub, "actor")
+
+
+def test_a_member_of_a_group_is_looked_after_when_it_falls_silent(hub: GroupJob, fake: FakeSlurm) -> None:
+    """The others do not wait for it: the group's first member is there."""
+    hub.ledger.add(Entry("8", "group", "rollout-2"))
+    claim_incarnation(hub.run, "rollout-2")
+    ended(fake, "8", "FAILED")
+    assert looked(hub) == []
+    hub.silence.without_job["rollout-2"] = 1
+    assert looked(hub)[-1] == "rollout-2: continues in job 30"
+
+
+def test_the_hubs_job_has_one_successor(hub: GroupJob, fake: FakeSlurm) -> None:
+    looked(hub)
+    looked(hub)
+    (call,) = fake.calls("sbatch")
+    assert "--dependency=afternotok:6" in call["argv"]
+    (entry,) = hub.ledger.successors(hub.attempt)
+    assert (entry.group, entry.after) == ("hub", "6")
+
+
+@pytest.mark.parametrize(
+    ("newest", "leads"), [("6", True), ("7", True), ("9", False)], ids=["its former", "itself", "another"]
+)
+def test_a_successor_has_the_hub_unless_a_person_submitted_it_again(run_dir: Path, newest: str, leads: bool) -> None:
+    ledger = Ledger(RunDir(run_dir))
+    ledger.add(Entry("6", "group", "hub"))
+    ledger.add(Entry("7", "successor", "hub", after="6"))
+    if newest != "6":
+        ledger.add(Entry(newest, "group", "hub"))
+    assert ledger.superseded("7", "hub") == (newest != "7")
+    assert take_hub(ledger, "7", attempt=1) == leads
+    assert ledger.superseded("7", "hub") != leads and (ledger.superseded("6", "hub") or not leads)
+
+
+def test_what_has_no_chance_is_withdrawn_with_what_can_never_start(hub: GroupJob, fake: FakeSlurm) -> None:
+    hub.ledger.add(Entry("20", "successor", "hub", after="5"))
+    hub.ledger.add(Entry("21", "successor", "hub", after="6"))
+    pending = {"20": {"state": "PENDING", "reason": "DependencyNeverSatisfied"}, "21": {"state": "PENDING"}}
+    fake.set(jobs=fake.state["jobs"] | pending)
+    hub.successors.begin("6")
+    assert [call["argv"][-1] for call in fake.calls("scancel")] == ["20"]
+    hub.allocation = replace(hub.allocation, batch_node=hub.node)
+    hub.end(EXIT_CONFIG)
+    assert [call["argv"][-1] for call in fake.calls("scancel")] == ["20", "21"]

@@ -132,7 +132,10 @@ def test_a_held_spare_continues_nothing(tmp_path: Path, slurm: FakeSlurm, capsys
 
 
 def test_the_run_of_another_user_is_judged_by_its_jobs_ids(
-    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make_run(tmp_path / "run")
     Ledger(run).add(Entry("11", "group", "hub", attempt=1))

@@ -10,14 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from relax_hpc.sandbox import Sandbox
+from relax_hpc.sandbox import Sandbox, processes
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, with_engine
-from tests.slurm_runs import ENDLESS, ENGINE_START_S, LEASE_S, START_S, SlurmRun, killing, submitted
+from tests.slurm_runs import (
+    ENDLESS,
+    ENGINE_START_S,
+    GROUPS,
+    LEASE_S,
+    START_S,
+    SlurmRun,
+    command,
+    killing,
+    submitted,
+)
 from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "sglang", "mpi")
@@ -148,6 +160,48 @@ def test_slurm_is_told_of_a_lost_node(live: SlurmRun, group: str, role: str) -> 
     assert live.job(group) == job
 
 
+# -- batch scripts are killed: Slurm ends their jobs, and queues none of them again ------------------------------------
+
+
+@pytest.mark.parametrize("group", [pytest.param(name, marks=in_all) for name in ("hub", "actor")])
+def test_a_batch_script_is_killed(live: SlurmRun, group: str) -> None:
+    """The hub's job has a successor in the queue. The hub submits another job for a group."""
+    former = live.job(group)
+    with live.only(group, f"kill -9 of the batch script of the job of {group}"):
+        kill(live, heads_of(live, group))
+    assert live.job(group) != former and len(live.processes("controller")) == 1
+
+
+def test_all_processes_are_killed(live: SlurmRun) -> None:
+    """All its jobs are over. The hub's successor starts, and gives the other groups new jobs."""
+    former = {group: live.job(group) for group in GROUPS}
+    kill(live, live.processes())
+    assert_continues(live)
+    live.wait_until(lambda: live.job("hub") != former["hub"], "the hub has another job", START_S)
+    assert_continues(live)
+    live.goes_on()
+    live.survived("kill -9 of all processes of the run")
+    assert not set(former.values()) & {live.job(group) for group in GROUPS}
+
+
+def heads_of(live: SlurmRun, group: str) -> list[psutil.Process]:
+    """Processes of the batch script of a group's job, and of its standby."""
+    command_words = {"relax_hpc.lifecycle.head", "--group", group}
+    return [process for process in live.processes() if command_words <= set(command(process))]
+
+
+def kill(live: SlurmRun, victims: list[psutil.Process]) -> None:
+    """SIGKILL to processes of which none sees the end of another."""
+    processes.freeze(victims)
+    processes.kill(victims)
+    processes.until_gone(victims, START_S)
+
+
+def assert_continues(live: SlurmRun) -> None:
+    """`status` says that the run has not ended, and exits with 0."""
+    assert json.loads(live.call("status", "--json"))["state"] in ("running", "queued", "starting")
+
+
 # -- what the user commands ------------------------------------------------------------------------------------------
 
 
@@ -202,6 +256,17 @@ def test_it_is_stopped_and_comes_to_its_end_with_real_engines(live: SlurmRun) ->
     live.finish_soon("--rollout.engine.kind=sglang", "--rollout.engine.simulated.response_s=0")
     assert "--nodes=1" in (live.run.submit / "rollout.sbatch").read_text()
     assert set(groups(live)) == {"hub", "rollout", "actor", "actor_fwd"}
+
+
+@in_all
+def test_the_batch_script_of_a_hub_of_one_node_is_killed(sandbox: Sandbox, tmp_path: Path) -> None:
+    """There is no standby, and no process of the hub's job survives."""
+    with submitted(sandbox, tmp_path, "jobs", {"steps": ENDLESS}) as live:
+        live.wait_for_step(2)
+        former = live.job("hub")
+        with live.only("hub", "kill -9 of the batch script of a hub of one node"):
+            kill(live, heads_of(live, "hub"))
+        assert live.job("hub") != former and len(live.processes("controller")) == 1
 
 
 def groups(live: SlurmRun) -> dict[str, dict[str, Any]]:

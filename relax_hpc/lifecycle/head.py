@@ -30,7 +30,9 @@ from relax_hpc.slurm.allocation import Allocation, node_name
 from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.endings import heed_user
 from relax_hpc.slurm.jobs import GroupJob, HetJob
+from relax_hpc.slurm.layout import HUB
 from relax_hpc.slurm.submissions import Ledger
+from relax_hpc.slurm.successors import take_hub
 from relax_hpc.supervise.attempts import latest_attempt, new_attempt, start_order
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.supervise.disk_watch import NoRoom
@@ -101,15 +103,18 @@ class Head:
 
     def lead(self, lease: Lease) -> int:
         """Supervise to the end; the exit code, which the other candidates are told."""
-        if self.over() or Ledger(self.run).superseded(self.allocation.job, self.group):
+        if self.over():
             return EXIT_DONE
-        code = EXIT_RETRY
+        code, ledger = EXIT_RETRY, Ledger(self.run)
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
         job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
         # Whose user has cancelled it may have been killed before it could say so.
-        if (former := Ledger(self.run).predecessor(self.allocation.job)) and heed_user(self.run, self.slurm, former):
+        if (former := ledger.predecessor(self.allocation.job)) and heed_user(self.run, self.slurm, former):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
             job.end(EXIT_DONE)
+            return EXIT_DONE
+        may_lead = self.group != HUB or take_hub(ledger, self.allocation.job, job.attempt)
+        if not may_lead or ledger.superseded(self.allocation.job, self.group):
             return EXIT_DONE
         try:
             code = self._supervise(lease, job)

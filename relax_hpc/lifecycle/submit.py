@@ -18,6 +18,7 @@ from relax_hpc.slurm.commands import Slurm
 from relax_hpc.slurm.layout import components, gpu_hours, node_hours
 from relax_hpc.slurm.render import render, render_group
 from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.slurm.successors import Successors
 from relax_hpc.supervise.attempts import latest_attempt, new_attempt
 
 
@@ -76,6 +77,7 @@ def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
         if name != "hub":
             job = slurm.submit(run.submit / f"{name}.sbatch", f"--dependency=after:{hub}")
             yield Entry(job, "group", name, attempt=attempt)
+    yield from _successors(run, config, slurm, hub)
 
 
 def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
@@ -85,14 +87,23 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
     yield Entry(job, "run", attempt=attempt)
     if config.layout != "het" or config.site.sbatch_on_nodes:
         return
-    for _ in range(config.slurm.successors):
-        after, job = job, slurm.submit(script, f"--dependency=afternotok:{job}")
-        yield Entry(job, "successor", after=after, attempt=attempt)
+    yield from _successors(run, config, slurm, job)
     for name, group in config.groups.items():
         for _ in range(group.spares):
             spare = run.submit / f"{name}.sbatch"
             write_atomic(spare, render_group(config, name).encode())
             yield Entry(slurm.submit(spare, "--hold"), "spare", name, attempt=attempt)
+
+
+def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Entry]:
+    """Where nodes may not call sbatch: all jobs that may follow ``job``, each after the one before."""
+    if config.site.sbatch_on_nodes:
+        return
+    followers = Successors(run, config, slurm, latest_attempt(run))
+    for _ in range(config.slurm.successors):
+        entry = followers.submit(job)
+        job = entry.job
+        yield entry
 
 
 def successors(config: Config) -> int:

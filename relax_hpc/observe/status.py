@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import time
 from dataclasses import asdict
 from typing import Any

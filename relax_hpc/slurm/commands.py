@@ -139,6 +139,10 @@ class Slurm:
         """End a running job and queue it again under its id; one that waits already is left as it is."""
         self._run(["scontrol", "requeue", job], forgive=("Job is pending execution",))
 
+    def set_mail_types(self, job: str, types: str) -> None:
+        """Replace the events of which ``job`` sends mail (`END,FAIL`, `NONE`)."""
+        self._run(["scontrol", "update", f"jobid={job}", f"mailtype={types}"])
+
     def hold(self, job: str) -> None:
         """Keep a pending job from starting."""
         self._run(["scontrol", "hold", job])

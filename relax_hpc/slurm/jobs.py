@@ -7,16 +7,18 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of
-from relax_hpc.errors import EXIT_RETRY
+from relax_hpc.config.groups import base_name, group_of
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir, write_atomic
 from relax_hpc.slurm.allocation import Allocation
 from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.endings import give_back, heed_user
 from relax_hpc.slurm.job_lookup import known_jobs
+from relax_hpc.slurm.lost_jobs import LostJobs
 from relax_hpc.slurm.moved import Moved
 from relax_hpc.slurm.node_check import check_nodes, exclude_option
 from relax_hpc.slurm.orphans import Bereft
@@ -26,6 +28,7 @@ from relax_hpc.slurm.srun import limits
 from relax_hpc.slurm.standby import Standby
 from relax_hpc.slurm.steps import StepLauncher
 from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.slurm.successors import Successors
 from relax_hpc.supervise.attempts import latest_attempt
 from relax_hpc.supervise.launch_records import members_of, read_launch
 from relax_hpc.supervise.requests import asked_to_stop
@@ -33,8 +36,8 @@ from relax_hpc.supervise.supervisor import RELEASED, Supervisor
 
 _ASK_SLURM_S = 10.0
 """Seconds between looks at who has the group."""
-_AGAIN_S, _SELDOM_S = 10.0, 600.0
-"""Seconds between tries to ask Slurm for a standby or another last wish, and for a successor."""
+_AGAIN_S = 10.0
+"""Seconds between tries to ask Slurm for a last wish."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
 _KILL_WAIT_S = 30.0
 """Seconds between TERM and KILL by Slurm's default."""
@@ -49,6 +52,8 @@ class _Job:
         self.ledger = Ledger(run)
         self.attempt = latest_attempt(run)
         self.silence = Silence(run, config, slurm, self.submit_group)
+        self.lost_jobs = LostJobs(run, config, slurm, self.submit_group)
+        self.successors = Successors(run, config, slurm, self.attempt)
 
     def interrupted(self) -> None:
         """A signal has come. Of the hub's job, which all others need, scancel means that the run is to stop."""
@@ -144,7 +149,11 @@ class GroupJob(_Job):
         self.standby = self.second("hub") if two else None
         self.moved = False
         """Whether another job has the group."""
-        self.bereft = None if hub else Bereft(self.run, self.config, self.slurm, *self.allocation.places)
+        self.has_hub = hub is not None
+        self.bereft: Bereft | None = None
+        if not self.has_hub:
+            (group,) = self.allocation.places
+            self.bereft = Bereft(self.run, self.config, self.slurm, group, self.allocation.job)
         self._gives_way = False
         self._looked = time.monotonic()
 
@@ -152,7 +161,10 @@ class GroupJob(_Job):
         return MovingLauncher(self)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """Check whether the nodes are fit."""
+        """Check whether the nodes are fit. The hub's job gets a successor, for the case that its
+        script is killed."""
+        if self.has_hub:
+            self.successors.begin(self.allocation.job)
         self.check(supervisor)
 
     def tick(self, supervisor: Supervisor) -> None:
@@ -166,13 +178,22 @@ class GroupJob(_Job):
             supervisor.roll.released.update(supervisor.roll.names)
         if self.standby:
             self.standby.tick()
-        if "hub" in supervisor.roll.names:
-            self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.roll.names))
+        if self.has_hub:
+            other_groups = set(members_of(self.run, self.config)) - set(supervisor.roll.names)
+            self.successors.tick(self.allocation.job)
+            self.silence.tick(supervisor, other_groups)
+            self.lost_jobs.tick(supervisor, filter(partial(self._is_missing, supervisor), other_groups))
+
+    def _is_missing(self, supervisor: Supervisor, name: str) -> bool:
+        """Whether the other groups wait for a group, or squeue no longer knows its job."""
+        lacking = supervisor.liveness.lacking if supervisor.liveness else {}
+        return name in self.silence.without_job or base_name(name, self.config.groups) in lacking
 
     def watch(self, supervisor: Supervisor) -> bool:
         """Let the group save and end if its job is to give way: somebody says so, or nobody is left to."""
-        if self.bereft and self.bereft.look(time.monotonic()):
-            supervisor.terminal.say("the job of the run is over: this one gives way to its successor")
+        reason = self.bereft.look(time.monotonic()) if self.bereft else ""
+        if reason:
+            supervisor.terminal.say(reason)
             self._gives_way = True
             # On a full disk the successor finds this job gone.
             with contextlib.suppress(OSError):
@@ -186,7 +207,8 @@ class GroupJob(_Job):
 
     def end(self, code: int) -> None:
         """Requeue the job if the group is to go on, else end it if its batch script is gone; the run's others too."""
-        if self.run.finished.exists() or asked_to_stop(self.run):
+        hopeless = self.has_hub and code not in (EXIT_DONE, EXIT_RETRY)
+        if self.run.finished.exists() or asked_to_stop(self.run) or hopeless:
             self.withdraw()
         if code == EXIT_RETRY and not (asked_to_stop(self.run) or self.moved or self.gives_way()):
             insist(lambda: requeue(self.slurm, self.allocation.job))
@@ -243,7 +265,6 @@ class HetJob(_Job):
         super().__init__(*args)
         self.standby = self.second(safe=self.takes_steps)
         self.moved_groups = Moved(self.run, self.config, self.slurm, self.allocation)
-        self._successor_at = 0.0
         self._kill_wait_s = _KILL_WAIT_S
         self._leave_at = math.inf
         """Time at which the other components are given back at the latest, as Slurm has ended this one alone."""
@@ -254,11 +275,12 @@ class HetJob(_Job):
     def begin(self, supervisor: Supervisor) -> None:
         """Look after the successor, what is left of predecessors, and groups that went elsewhere before."""
         self._end_predecessors()
+        self.successors.begin(self.allocation.job)
         with contextlib.suppress(SlurmError, ValueError):
             self._kill_wait_s = float(self.slurm.config()["KillWait"].split()[0])
         self.moved_groups.find(supervisor)
         self.check(supervisor)
-        self._see_to_successor()
+        self.successors.tick(self.allocation.job)
 
     def _end_predecessors(self) -> None:
         """End predecessors, whose place this job takes: components live on when the two nodes of the hub are lost, and
@@ -270,22 +292,6 @@ class HetJob(_Job):
             for job in self.slurm.own_jobs().values():
                 if (job.het_leader or job.id) in former and job.state == "RUNNING":
                     give_back(self.run, self.slurm, job.id)
-
-    def _see_to_successor(self) -> None:
-        """Queue it once; seldom tried again, for Slurm to answer or the user's limits to allow it."""
-        if self.config.site.sbatch_on_nodes and time.monotonic() >= self._successor_at:
-            self._successor_at = time.monotonic() + _SELDOM_S
-            with contextlib.suppress(SlurmError, OSError):
-                self._queue_successor()
-                self._successor_at = math.inf
-
-    def _queue_successor(self) -> None:
-        script, past = self.run.submit / "run.sbatch", self.ledger.successors(self.attempt)
-        if any(entry.after == self.allocation.job for entry in past) or not script.exists():
-            return
-        if len(past) < self.config.slurm.successors:
-            job = self.slurm.submit(script, f"--dependency=afternotok:{self.allocation.job}")
-            self.ledger.add(Entry(job, "successor", after=self.allocation.job, attempt=self.attempt))
 
     def interrupted(self) -> None:
         """Find out why, and how long there is: once Slurm ends component 0, it kills the supervisor after KillWait."""
@@ -328,10 +334,12 @@ class HetJob(_Job):
 
     def tick(self, supervisor: Supervisor) -> None:
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
-        self._see_to_successor()
+        self.successors.tick(self.allocation.job)
         self.standby.tick()
         self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.roll.here.keys())
         self.moved_groups.tick(supervisor)
+        # Those of `moved_groups` have a component in the successor; further members of a group have none.
+        self.lost_jobs.tick(supervisor, self.silence.without_job.keys() - self.config.groups.keys())
 
     def end(self, code: int) -> None:
         """Withdraw what was queued for this run unless it is to go on, and give back what a successor may need; end

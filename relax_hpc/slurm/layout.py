@@ -18,6 +18,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError, Mistakes
 
 HUB = "hub"
+_MAIL_TYPES = "mail-type"
 _HET_HUB_NODES = 2
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 
@@ -133,6 +134,13 @@ def seconds(time: str, key: str) -> int:
     return total
 
 
+def mail_types(config: Config) -> str:
+    """Value of --mail-type of the job that has the hub; empty: none."""
+    if config.layout == "jobs":
+        return component(config, HUB).options.get(_MAIL_TYPES, "")
+    return components(config)[0].options.get(_MAIL_TYPES, "")
+
+
 def _het(config: Config) -> list[Component]:
     names = [name for name in config.groups if name != HUB]
     if config.site.cpu_nodes:
@@ -198,6 +206,7 @@ def _local(config: Config) -> list[Component]:
 
 def _component(config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()) -> Component:
     """An allocation of ``nodes`` for a group; a group that rides along shares its CPUs."""
+    leads = HUB in (name, *riders)
     resources, tasks, mistakes = group_of(config, name).resources, 0, Mistakes()
     with mistakes:
         _check_devices(config, name)
@@ -212,16 +221,30 @@ def _component(config: Config, name: str, nodes: int, time: str = "", riders: tu
         gpus_per_node=_gpus(config, name),
         memory=_memory(config, resources.memory),
         time=time or config.slurm.time,
-        options=_stated_options(config, _gpus(config, name), [resources.options], hub=name == HUB),
+        options=_stated_options(
+            config,
+            _gpus(config, name),
+            [resources.options],
+            hub=name == HUB,
+            leads=leads,
+        ),
     )
 
 
 def _stated_options(
-    config: Config, gpus: int, groups: Sequence[Mapping[str, str | None]], hub: bool = False
+    config: Config,
+    gpus: int,
+    groups: Sequence[Mapping[str, str | None]],
+    hub: bool = False,
+    leads: bool = True,
 ) -> dict[str, str]:
     """sbatch options of an allocation with so many ``gpus`` a node: the site's, then those of its
-    ``groups``, of which a null takes an option off."""
+    ``groups``, of which a null takes an option off. ``leads``: the mails that the site's options
+    ask for are about this allocation; each further one would send a mail that says nothing of the
+    run."""
     options: dict[str, str | None] = {**_places(config, hub), **config.site.options}
+    if not leads:
+        options.pop(_MAIL_TYPES, None)
     if gpus:
         options |= config.site.gpu_options
     for group in groups:

@@ -11,11 +11,11 @@ import time
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
-from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.allocation import Allocation
 from relax_hpc.slurm.commands import Slurm, SlurmError
+from relax_hpc.slurm.lost_jobs import refuse_vain_jobs
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import all_done, all_ended, read_launch
 from relax_hpc.supervise.supervisor import Supervisor
@@ -90,7 +90,7 @@ class Moved:
             # One asked for just now may take a moment to show.
             # What is asked for on a full disk could not even be written down.
             if dead and time.time() - entry.time > _ASK_S and not supervisor.disk.hinders():
-                self._check_jobs(supervisor, name)
+                refuse_vain_jobs(supervisor, self.ledger, name)
                 supervisor.starts.replace_elsewhere(name, f"job {entry.job} is gone")
 
     def _take_back(self, supervisor: Supervisor, name: str) -> None:
@@ -99,19 +99,6 @@ class Moved:
         if why := self._unfit(name):
             supervisor.roll.unfit[name] = why
         supervisor.bring_back(name, why or "its job gave way")
-
-    def _check_jobs(self, supervisor: Supervisor, name: str) -> None:
-        """Give up on a group whose jobs end before they can start it."""
-        launches = (
-            read_launch(self.run, name, incarnation) for incarnation in range(latest_incarnation(self.run, name), 0, -1)
-        )
-        last = next((launch.job for launch in launches if launch), "")
-        limit = self.config.liveness.max_restarts
-        jobs = [entry.job for entry in self.ledger.living() if entry.kind == "group" and entry.group == name]
-        vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs
-        if len(vain) > limit:
-            text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
-            supervisor.failures.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
 
     # -- at its end ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Job, Slurm, SlurmError
 from relax_hpc.slurm.endings import give_back, heed_user
-from relax_hpc.slurm.job_lookup import own_job
+from relax_hpc.slurm.job_lookup import is_over, own_job
+from relax_hpc.slurm.layout import HUB
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import read_launch
 from relax_hpc.supervise.lease import holder_of
@@ -80,33 +81,48 @@ class Orphan:
 
 
 class Bereft:
-    """Whether the job that ``group`` has to itself works for a run whose hub has lost its job."""
+    """Whether ``job``, which ``group`` has to itself, works for a run whose hub has lost its job."""
 
-    def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str) -> None:
-        self.run, self.slurm, self.limits = run, slurm, config.liveness
+    def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str, job: str) -> None:
+        self.run, self.slurm, self.limits, self.job = run, slurm, config.liveness, job
         self.het = config.layout == "het"
         self.moved = self.het and group in config.groups
         """Whether it took the place of a component, which a successor has too; further members of a group have none."""
         self.name = SUPERVISOR if self.het else f"{SUPERVISOR}-hub"
         self.head = _Head(run, self.name, config.liveness.lease_s)
 
-    def look(self, now: float) -> bool:
-        """Whether the job is to give way: the one of the whole run is over, and its successor may want these nodes.
+    def look(self, now: float) -> str:
+        """Reason why the job is to end; empty: it is not.
 
-        If the user has cancelled the hub's job, and it could not say so, the run is asked to stop instead. In the
-        `jobs` layout nothing else is an end: Slurm, or a command, brings the hub back. ``now``: see `Orphan.look`.
+        With a component in the successor, because the job of the whole run is over, and its
+        successor may want these nodes. In the layout `jobs`, because no job of the hub is left that
+        runs or could start: its successors are used up. If the user has cancelled the hub's job,
+        and it could not say so, the run is asked to stop instead. ``now``: see `Orphan.look`.
         """
         if not self.head.silent(now):
-            return False
+            return ""
         try:
             last, _, life = holder_of(self.run, self.name).get("allocation", "").rpartition("-")
             hub = last if self.het else own_job(self.run, "hub") or last
             restarts = int(life) if hub == last and life.isdecimal() else None
             if not hub or heed_user(self.run, self.slurm, hub, restarts):
-                return False
-            return self.moved and self._over(last)
+                return ""
+            if self.moved and self._over(last):
+                return "the job of the run is over: this one gives way to its successor"
+            if not self.het and self._hub_has_no_job():
+                text = f"relax-hpc submit --run_dir {self.run.root} --resume"
+                return f"no job of the hub is left, running or queued: this one ends; resume with {text}"
         except (SlurmError, OSError):
+            pass
+        return ""
+
+    def _hub_has_no_job(self) -> bool:
+        """Whether Slurm, which knows this job, knows none of the hub that runs, ends or can start."""
+        ids = [entry.job for entry in Ledger(self.run).entries() if entry.group == HUB]
+        jobs = self.slurm.jobs(self.job, *ids)
+        if self.job not in jobs:
             return False
+        return all(is_over(job) and job.state != "COMPLETING" for job in jobs.values() if job.id != self.job)
 
     def _over(self, last: str) -> bool:
         """Whether the job of the whole run that was led ``last`` is, and no other one runs yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from relax_hpc.config import Config
 from relax_hpc.config.groups import roles_of
@@ -36,6 +36,8 @@ class Silence:
         self._suspects: dict[str, int] = {}
         self._judged: dict[str, int] = {}
         """Incarnations of groups that have been seen to; once, as it may not be known whether another job was made."""
+        self.without_job: dict[str, int] = {}
+        """Silent groups, and their incarnations, whose job squeue does not know."""
         self._left: set[str] = set()
         """Jobs whose groups are elsewhere, to be ended."""
         self._looked, self._asked = -self.lease_s, -_AGAIN_S
@@ -53,9 +55,8 @@ class Silence:
         self._looked = now
         if now - self._asked < _AGAIN_S:
             return
-        self._suspects = {
-            name: incarnation for name, incarnation in self._suspects.items() if not self._is_over(name, incarnation)
-        }
+        self._suspects = self._still_silent(self._suspects)
+        self.without_job = self._still_silent(self.without_job)
         for name in [name for name in self._suspects if self._stands_still(name, now)][:1]:
             self._asked = now
             supervisor.each_wait()
@@ -78,6 +79,9 @@ class Silence:
         if not awake or self._seen.get(name, ("", now))[0] != beat:
             self._seen[name] = (beat, now)
 
+    def _still_silent(self, groups: Mapping[str, int]) -> dict[str, int]:
+        return {name: number for name, number in groups.items() if not self._is_over(name, number)}
+
     def _is_over(self, name: str, incarnation: int) -> bool:
         marks = [read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)]
         return latest_incarnation(self.run, name) > incarnation or ended_in_order(marks)
@@ -93,7 +97,8 @@ class Silence:
         found = self.slurm.jobs(job).get(job) if job else None
         self._judged[name] = self._suspects.pop(name)
         if found is None:
-            # Somebody has ended it.
+            # Cancelled by a person, or killed: see `LostJobs`.
+            self.without_job[name] = self._judged[name]
             return
         evidence = Evidence(job=found.state, job_used_s=found.used_s, supervisor_still_s=still_s)
         said = verdict(evidence, self.config.liveness)

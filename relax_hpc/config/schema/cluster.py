@@ -54,7 +54,9 @@ class SlurmConfig:
     signal_s: int = bounded(300, 30, 65535)
     """Seconds before the time limit at which the run saves and makes way; Slurm may be a minute early or late."""
     successors: int = bounded(20, 0)
-    """Jobs that go on when the run's own ends early; where nodes may not call sbatch, all are queued up front."""
+    """Jobs that continue the run when its own ends early, one after the other; in the layout `jobs`
+    when the hub's ends without being queued again, because its batch script was killed. Where nodes
+    may not call sbatch, all are queued up front."""
     one_node_hub: bool = False
     """Allow a `het` job whose first component has one node: any node's death anywhere then ends the whole job."""
 
