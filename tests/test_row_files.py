@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,3 +210,77 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:900])
     with pytest.raises(ConfigError, match=rf"{shard.name}: no arrow file that can be read: "):
         read_prompts(row_set(tmp_path / "d"), None, Config(data=DATA))
+
+
+LEAVING = {
+    "state.json": [
+        {"_data_files": [{"filename": "{}/private.jsonl"}]},
+        {"_data_files": [{"filename": "../private.jsonl"}]},
+    ],
+    "dataset_dict.json": [{"splits": ["../saved"]}, {"splits": ["{}/saved"]}],
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_saved_data_set_names_no_file_outside_of_its_folder(tmp_path: Path, name: str, number: int) -> None:
+    folder = write(tmp_path / "set", {})
+    folder.mkdir()
+    write(tmp_path, {"private.jsonl": rows("1"), "saved/a.jsonl": rows("1")})
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "a.jsonl"}]}')
+    (folder / name).write_text(json.dumps(LEAVING[name][number]).replace("{}", str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"{name}: found .*, allowed: files inside of {folder}"):
+        RowFiles.of(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data_files: ../private.jsonl",
+        "data_files: '{}/private.jsonl'",
+        "data_files: ['a.jsonl', 'sub/../../*.jsonl']",
+        "data_files: [{split: train, path: ['../*.jsonl']}]",
+        "data_files: {train: ['link.jsonl']}",
+        "data_files: {train: ['linked/*.jsonl']}",
+        "data_files: [{split: train, path: [7]}]",
+        "data_files: ''\n  data_dir: ..",
+        "data_files: '*.jsonl'\n  data_dir: ..",
+        "data_files: '*.jsonl'\n  data_dir: '{}'",
+        "data_files: '*.jsonl'\n  data_dir: linked",
+    ],
+)
+def test_a_readme_names_no_file_outside_of_its_folder(tmp_path: Path, text: str) -> None:
+    """Neither does a link that it names lead out of the folder."""
+    folder = write(tmp_path / "set", {"a.jsonl": rows("1")})
+    write(tmp_path, {"private.jsonl": rows("secret"), "other/private.jsonl": rows("secret")})
+    (folder / "link.jsonl").symlink_to("../private.jsonl")
+    (folder / "linked").symlink_to(tmp_path / "other")
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  {text}\n---\n".replace("{}", str(tmp_path))
+    )
+    with pytest.raises(
+        ConfigError, match=r"README\.md: (data_files: )?found .*, allowed: (patterns of )?files inside of"
+    ):
+        RowFiles.of(folder)
+
+
+def test_a_snapshot_of_the_hub_has_its_files_in_the_blobs_of_its_repository(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--me--set" / "snapshots" / "a1", tmp_path / "datasets--me--set" / "blobs"
+    write(blobs, {"b2": rows("1")})
+    snapshot.mkdir(parents=True)
+    (snapshot / "x.jsonl").symlink_to("../../blobs/b2")
+    (snapshot / "README.md").write_text("---\nconfigs: [{data_files: x.jsonl}]\n---\n")
+    assert RowFiles.of(snapshot).paths == (snapshot / "x.jsonl",)
+
+
+def test_a_link_of_another_user_to_a_file_of_the_reader_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "set", {"a.jsonl": rows("1")})
+    write(tmp_path, {"shared.jsonl": rows("2")})
+    (folder / "link.jsonl").symlink_to(tmp_path / "shared.jsonl")
+    assert len(RowFiles.of(folder).paths) == 2
+    owner = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(st_uid=7, st_mode=owner(path).st_mode))
+    with pytest.raises(ConfigError, match=f"link.jsonl: a link of another user to {tmp_path}/shared.jsonl"):
+        RowFiles.of(folder)

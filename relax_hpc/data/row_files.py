@@ -7,7 +7,6 @@ or parquet files whose splits its README.md names, or their own names. `FOLDER#S
 from __future__ import annotations
 
 import bisect
-import json
 import os
 import re
 from collections import defaultdict
@@ -21,6 +20,7 @@ import yaml
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json, read_regular
 
 Splits = dict[str, list[Path]]
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -35,6 +35,7 @@ _WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Split -> words in the names of its files and folders, as `datasets` knows them."""
+_README_BYTES = 16 << 20
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
 
@@ -184,59 +185,107 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
 
 def _saved(folder: Path) -> Splits:
     """Files of what `datasets` has saved: one split, or some, each in a folder of its own."""
-    if splits := _object(folder / "dataset_dict.json").get("splits"):
-        return {str(name): _state_files(folder / str(name)) for name in splits}
+    index = folder / "dataset_dict.json"
+    if splits := _object(index).get("splits"):
+        if not isinstance(splits, list):
+            raise ConfigError(f"{index}: splits: found {str(splits)[:80]!r}, allowed: a list of names")
+        return {str(name): _state_files(_inside(folder, name, index)) for name in splits}
     return {"train": _state_files(folder)} if (folder / "state.json").is_file() else {}
 
 
 def _state_files(folder: Path) -> list[Path]:
-    state = _object(folder / "state.json")
+    state = folder / "state.json"
     try:
-        found = [folder / str(file["filename"]) for file in state["_data_files"]]
+        names = [file["filename"] for file in _object(state)["_data_files"]]
     except (KeyError, TypeError):
-        found = []
-    if not found or not all(path.is_file() for path in found):
-        raise ConfigError(f"{folder / 'state.json'}: names files that are not there; save the data set again")
-    return found
+        names = []
+    paths = [_inside(folder, name, state) for name in names]
+    if not paths or not all(path.is_file() for path in paths):
+        raise ConfigError(f"{state}: names files that are not there; save the data set again")
+    return paths
+
+
+def _inside(folder: Path, name: Any, source: Path) -> Path:
+    """Path of the file ``name`` in ``folder``, as the file ``source`` in it says. ConfigError: it would leave the
+    folder, whose rows would then be files of somebody else."""
+    path = folder / str(name)
+    if Path(str(name)).is_absolute() or ".." in path.parts[len(folder.parts) :] or not _is_inside(path, folder):
+        raise ConfigError(f"{source}: found {str(name)[:80]!r}, allowed: files inside of {folder}; correct it")
+    return path
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether ``path``, all links followed, lies in ``folder``, or in the blobs of the repository in the cache of the
+    Hugging Face hub that the folder is a snapshot of."""
+    roots = [folder]
+    roots += [parent.parent / "blobs" for parent in folder.absolute().parents if parent.name == "snapshots"]
+    target = os.path.realpath(path)
+    return any(Path(target).is_relative_to(os.path.realpath(root)) for root in roots)
+
+
+def _check_link(path: Path, folder: Path) -> None:
+    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to files which are not theirs, such
+    as a private one of the reader's."""
+    if not path.is_symlink() or _is_inside(path, folder):
+        return
+    owner = path.lstat().st_uid
+    if owner not in (os.geteuid(), 0, path.stat().st_uid):
+        raise ConfigError(f"{path}: a link of another user to {os.path.realpath(path)}; name that file itself")
 
 
 def _described(folder: Path) -> tuple[Splits, list[Path]]:
     """Files by the configurations in the README.md of a repository, those of others than the usual one by
     `CONFIGURATION/SPLIT`; and files that would not be read, see `_by_names`. ConfigError: it names files that
-    are not there, or a split twice."""
-    named = _front_matter(folder / "README.md").get("configs")
-    configurations = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
-    found: Splits = {}
+    are not there or that lie outside of the folder, or a split twice."""
+    readme = folder / "README.md"
+    listed = _front_matter(readme).get("configs")
+    configurations = [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+    all_splits: Splits = {}
     unread: list[Path] = []
-    for one in configurations:
-        name = str(one.get("config_name", "default"))
-        usual = len(configurations) == 1 or name == "default" or one.get("default") is True
-        root = folder / str(one.get("data_dir", ""))
-        splits = _named_files(root, one.get("data_files"))
-        if not splits and "data_dir" in one:
+    for entry in configurations:
+        name = str(entry.get("config_name", "default"))
+        usual = len(configurations) == 1 or name == "default" or entry.get("default") is True
+        root = _inside(folder, entry.get("data_dir") or "", readme)
+        splits = _named_files(folder, root, entry.get("data_files"))
+        if not splits and "data_dir" in entry:
             splits, others = _by_names(root)
             unread += others
             if not splits:
                 raise ConfigError(f"{root}: found no rows in the data_dir of README.md; download the data set again")
         for split, paths in splits.items():
-            found[split if usual else f"{name}/{split}"] = paths
-    return found, unread
+            all_splits[split if usual else f"{name}/{split}"] = paths
+    return all_splits, unread
 
 
-def _named_files(root: Path, data_files: Any) -> Splits:
-    """Files of each split that ``data_files`` of a README.md names in ``root``."""
-    found: Splits = {}
+def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
+    """Files of each split that ``data_files`` of the README.md of ``folder`` names in ``root``, a folder inside."""
+    readme = folder / "README.md"
+    splits: Splits = {}
     for split, patterns in _patterns(data_files):
         paths: dict[Path, None] = {}
         for pattern in patterns:
-            matches = [path for path in sorted(root.glob(pattern)) if path.is_file()]
+            matches = [path for path in sorted(_matching(root, pattern, readme)) if path.is_file()]
             if not matches:
                 raise ConfigError(f"{root}: found no {pattern}, which README.md names; download the data set again")
+            for path in matches:
+                _inside(folder, path.relative_to(folder), readme)
             paths |= dict.fromkeys(matches)
-        if split in found:
+        if split in splits:
             raise ConfigError(f"{root}: found split {split!r} twice in README.md, allowed: once")
-        found[split] = list(paths)
-    return found
+        splits[split] = list(paths)
+    return splits
+
+
+def _matching(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
+    """Paths below ``root`` that match a pattern of the file ``source``. ConfigError: it is none of paths below it."""
+    try:
+        if not isinstance(pattern, str) or ".." in Path(pattern).parts:
+            raise ValueError("it leaves the folder")
+        yield from root.glob(pattern)
+    except (ValueError, NotImplementedError, RecursionError) as error:
+        raise ConfigError(
+            f"{source}: data_files: found {str(pattern)[:80]!r} ({error}), allowed: patterns of files inside of {root}"
+        ) from error
 
 
 def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
@@ -247,7 +296,7 @@ def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
     texts = [entry for entry in entries if isinstance(entry, str)]
     for entry in [*entries, *([{"path": texts}] if texts else [])]:
         if isinstance(entry, Mapping) and (patterns := entry.get("path")):
-            yield str(entry.get("split", "train")), [patterns] if isinstance(patterns, str) else patterns
+            yield str(entry.get("split", "train")), patterns if isinstance(patterns, list) else [patterns]
 
 
 def _by_names(folder: Path) -> tuple[Splits, list[Path]]:
@@ -261,6 +310,7 @@ def _by_names(folder: Path) -> tuple[Splits, list[Path]]:
         if hidden or not path.is_file():
             continue
         if path.suffix in SUFFIXES:
+            _check_link(path, folder)
             splits[_split_of(inside)].append(path)
         elif path.name.endswith(_OTHER_FORMATS) and path.name not in _ABOUT_SETS:
             others.append(path)
@@ -281,7 +331,7 @@ def _split_of(path: Path) -> str:
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if there is none. ConfigError: it cannot be read."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -292,8 +342,8 @@ def _object(path: Path) -> dict[str, Any]:
 def _front_matter(path: Path) -> dict[str, Any]:
     """Content of the YAML between the first two lines of dashes of a README.md; {}: there is none."""
     try:
-        text = path.read_text("utf-8")
+        text = read_regular(path, _README_BYTES).decode()
         found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
-    except (OSError, ValueError, LookupError, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
