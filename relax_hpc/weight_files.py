@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -70,8 +70,8 @@ def weight_files(directory: Path) -> list[Path]:
 def _indexed(path: Path) -> list[str]:
     """Names of the files in an index. ConfigError: it is none."""
     try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(read_json(path)["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
@@ -83,19 +83,19 @@ def _indexed(path: Path) -> list[str]:
 def read_header(path: Path) -> Header:
     """The header of a whole file. ConfigError says what is wrong with it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = file.read(length).decode()
         return Header(text, _tensors(text, 8 + length, size))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a whole safetensors file ({error}); download it again") from error
 
 
 def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
     """Tensors of a header ``text``, whose bytes lie from ``begin`` to ``size`` without gaps."""
-    entries: dict[str, Any] = json.loads(text)
+    entries: dict[str, Any] = parse_json(text)
     entries.pop("__metadata__", None)
     tensors, end = {}, begin
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

@@ -265,7 +265,8 @@ REFUSED = [
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is ['Qwen3ForSequenceClassification']"),
     ({"model_type": "qwen2"}, "model_type is 'qwen2', supported to train: qwen3, qwen3_moe, llama"),
     ({"model_type": None}, "model_type is missing"),
-    ({"vocab_size": 10**400}, None),
+    ({"vocab_size": 10**400}, "supported is a positive integer, at most 2147483647"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, supported is a positive integer, at most 1024"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.hf_mapping import check_names
 from relax_hpc.models.spec import ModelSpec
@@ -167,10 +167,10 @@ def _check_tied(path: Path, stamps: tuple[tuple[int, ...], ...], output: str, em
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"found no {path.name} in {path.parent}; name a Hugging Face directory") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
     if not isinstance(found, dict):
         raise ConfigError(f"found no JSON object in {path}; download it again")

@@ -24,7 +24,9 @@ from relax_hpc.data.media import MediaRules, PromptMedium, ReadHeader
 from relax_hpc.data.messages import ASSISTANT, Message, left_out_of_turn, says_nothing
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.prompts import (
+    BAD_RECORD,
     PromptRules,
+    bad_line,
     chat_in,
     check_ids,
     columns_in,
@@ -96,8 +98,8 @@ class ExampleRules(PromptRules):
             row = self.columns.read(number, record, has_template=self.template is not None)
             prompt_id, order = row["id"], self.columns.order(row)
             return Example(prompt_id, _sequences(row, tokenizer, self) if tokenizer else (), order)
-        except BadRecord as bad:
-            return BadLine(number, *bad.args)
+        except BAD_RECORD as error:
+            return bad_line(number, error)
 
     def unusable(self, number: int, record: Record, fault: BadMedium) -> Example:
         """See `PromptRules`."""

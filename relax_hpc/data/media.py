@@ -7,7 +7,6 @@ at as far as it takes to count tokens, by a worker; what they hold is decoded wh
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.named_media import Columns, reference_to, source_of, split_at_marks
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.blocking import BlockingMediaPool
 from relax_hpc.multimodal.limits import Limits
@@ -246,7 +246,7 @@ def places_of(model: Path) -> dict[Kind, Place]:
     """Places that prompts of a ``model``, a Hugging Face directory, may have; empty: it takes text alone, or has no
     config.json."""
     try:
-        return places_in(json.loads((model / "config.json").read_bytes()))
+        return places_in(read_json(model / "config.json"))
     except (OSError, ValueError):
         return {}
 

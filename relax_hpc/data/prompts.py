@@ -26,7 +26,7 @@ from relax_hpc.data.messages import (
 from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
 from relax_hpc.data.row_files import Places
 from relax_hpc.data.rows import BadLine, BadRecord, Record, Row
-from relax_hpc.data.tokenizer import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.medium import Kind
 
@@ -160,8 +160,21 @@ def prompt_of(
     """The prompt of the row in line ``number``, or why it has none; see `prompts_of`."""
     try:
         return _prompt(number, record, tokenizer, how, tokens)
-    except BadRecord as bad:
-        return BadLine(number, *bad.args)
+    except BAD_RECORD as error:
+        return bad_line(number, error)
+
+
+BAD_RECORD = BadRecord, TokenizerError, RecursionError
+"""Errors of a row that cannot be used."""
+
+
+def bad_line(number: int, error: Exception) -> BadLine:
+    """Reason why the row in line ``number`` is not used, from one of `BAD_RECORD`."""
+    if isinstance(error, BadRecord):
+        return BadLine(number, *error.args)
+    if isinstance(error, TokenizerError):
+        return BadLine(number, "tokenizer", str(error))
+    return BadLine(number, "broken_json", "nested too deep")
 
 
 class Tally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import open_regular
 
 _TABLES = {b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
 """Beginning of a table -> its form."""
@@ -42,7 +43,7 @@ class BadLine:
     """Number of the line, counted from 1, through all files."""
     reason: str
     """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
-    answer_in_prompt | over_long | special_token | chat_template | media_mismatch, or a reason of
+    answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a reason of
     `relax_hpc.multimodal.bad`; of examples also empty_answer | no_preference."""
     detail: str = field(default="", compare=False)
 
@@ -250,7 +251,7 @@ def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> Row:
     makes."""
     try:
         return number, json.loads(json.dumps(record, default=default))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
         return BadLine(number, "wrong_type", str(error))
 
 
@@ -277,7 +278,7 @@ def data_uri(data: bytes, kind: str = "application/octet-stream") -> str:
 def opened(path: Path | str) -> Iterator[BufferedReader]:
     """A file that is to be read. ConfigError: it cannot be."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             yield file
     except OSError as error:
         raise ConfigError(

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.data.tokenizer_settings import add_tokens, read_object, read_settings, without_prefix
+from relax_hpc.data.tokenizer_bounds import problems
+from relax_hpc.data.tokenizer_settings import CONFIG, add_tokens, read_object, read_settings, without_prefix
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import parse_json, read_regular
+from relax_hpc.terminal_text import one_line
+
+_SHOWN, _FEW = 200, 4
+"""Characters of a message of the library, and mistakes of a file, that are shown."""
+_SAMPLE = "Hello, world! 1 + 1 = 2\n"
+"""Text that every tokenizer can process."""
+
+
+MAX_FILE_BYTES = 512 << 20
+"""Bytes of a tokenizer.json at most; the largest published ones have 35 MB."""
+
+
+class TokenizerError(ValueError):
+    """Error of a text, or of tokens, that the tokenizer cannot process."""
+
+
+@contextlib.contextmanager
+def _without_panics() -> Iterator[None]:
+    """Raise TokenizerError where `tokenizers` panics within the block, or gets a text that is no Unicode.
+
+    A panic of Rust is a pyo3_runtime.PanicException (pyo3 0.26), which derives from BaseException: it would pass every
+    `except Exception`, and end the process.
+    """
+    try:
+        yield
+    except TypeError as error:
+        # Half of a surrogate pair has no UTF-8, which the library says by this type.
+        raise TokenizerError(f"the tokenizer takes no such text: {one_line(str(error))}") from error
+    except Exception as error:
+        # The library raises bare Exceptions.
+        if type(error) is not Exception:
+            raise
+        raise TokenizerError(f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}") from error
 
 
 class Tokenizer:
@@ -41,16 +81,19 @@ class Tokenizer:
 
         What looks like a special token in the text, such as `<|im_end|>`, is text like any other unless
         `special_tokens`: whoever writes a line of data should not end a turn by it, or hold the place of an image.
+        TokenizerError: the tokenizer cannot process the text.
         """
         backend = self._reading_special if special_tokens else self._backend
-        ids = backend.encode(text, add_special_tokens=special).ids
+        with _without_panics():
+            ids = backend.encode(text, add_special_tokens=special).ids
         if special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
     def encode_after(self, before: str, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of ``text`` as it stands behind the text ``before``: without the blank that
-        SentencePiece's tokenizers put before a text, except where they put one behind an added token too."""
+        SentencePiece's tokenizers put before a text, except where they put one behind an added token too.
+        TokenizerError: the tokenizer cannot process the text."""
         bare, is_everywhere = self._without_prefix
         if not bare or not before:
             return self.encode(text, special=False, special_tokens=special_tokens)
@@ -60,7 +103,8 @@ class Tokenizer:
         names = [re.escape(token.content) for token in added if special_tokens or not token.special]
         token = re.search("|".join(names) or "(?!)", text)
         end = token.start() if token else len(text)
-        ids = bare.encode(text[:end], add_special_tokens=False).ids
+        with _without_panics():
+            ids = bare.encode(text[:end], add_special_tokens=False).ids
         # What begins with a token is no beginning of a text.
         return ids + self.encode(text[end:], special=False, special_tokens=special_tokens)
 
@@ -111,8 +155,9 @@ class Tokenizer:
         return self._backend.id_to_token(number)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        """Text of `ids` without special tokens. TokenizerError: the tokenizer cannot process them."""
+        with _without_panics():
+            return self._backend.decode(ids, skip_special_tokens=True)
 
 
 def making(directory: Path) -> str:
@@ -125,22 +170,32 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is not usable."""
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
-    backend, settings = _load_backend(path), read_settings(directory)
-    if settings.has_no_prefix and (changed := without_prefix(json.loads(backend.to_str()))):
-        backend = type(backend).from_str(json.dumps(changed[0]))
-    add_tokens(backend, settings, path)
+    backend = _load_backend(path)
+    try:
+        settings = read_settings(directory)
+        with _without_panics():
+            if settings.has_no_prefix and (changed := without_prefix(json.loads(backend.to_str()))):
+                backend = type(backend).from_str(json.dumps(changed[0]))
+            add_tokens(backend, settings, path)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        # Entries of types that no tokenizer has.
+        raise ConfigError(f"{directory / CONFIG}: cannot be used: {error!r}; download it again") from error
 
     def id_named(name: str) -> int | None:
         text = settings.named.get(name)
         return None if text is None else backend.token_to_id(text)
 
     configs = [read_object(directory / name) for name in ("generation_config.json", "config.json")]
-    eos_ids = _end_tokens(id_named("eos_token"), configs)
+    eos_ids = _end_tokens(id_named("eos_token"), configs, directory)
     if not eos_ids:
         raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")
     pads = [id_named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
-    pad_id = next(number for number in pads if number is not None)
+    pad_id = next(number for number in pads if type(number) is int)
     tokenizer = Tokenizer(backend, id_named("bos_token"), settings.add_bos, eos_ids, pad_id)
+    try:
+        tokenizer.decode(tokenizer.encode(_SAMPLE))
+    except TokenizerError as error:
+        raise ConfigError(f"{path}: {error}, of {_SAMPLE!r}; download it again") from error
     tokenizer.named = settings.named
     tokenizer.directory = directory
     return tokenizer
@@ -155,7 +210,17 @@ def _load_backend(path: Path) -> Any:
             f"{path}: missing; model.path must name a Hugging Face directory with one: {making(path.parent)}"
         )
     try:
-        backend = Backend.from_file(str(path))
+        data = read_regular(path, MAX_FILE_BYTES)
+        mistakes = list(problems(parse_json(data)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a tokenizer: {error}; download it again") from error
+    if mistakes:
+        raise ConfigError(f"{path}: {'; '.join(mistakes[:_FEW])}; download it again")
+    try:
+        with _without_panics():
+            backend = Backend.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path}: not a tokenizer: {error}; download it again") from error
     # A file that was saved after training keeps the length that batches were cut or padded to.
@@ -169,10 +234,14 @@ def _load_backend(path: Path) -> Any:
     return backend
 
 
-def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's ``own`` one, then `eos_token_id` of ``configs``."""
+def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]], directory: Path) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's ``own`` one, then `eos_token_id` of ``configs``. ConfigError: one is
+    no token."""
     numbers = [own]
     for config in configs:
         value = config.get("eos_token_id")
         numbers += value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(number for number in numbers if number is not None))
+    numbers = [number for number in numbers if number is not None]
+    if wrong := [number for number in numbers if type(number) is not int]:
+        raise ConfigError(f"{directory}: eos_token_id: found {str(wrong[0])[:_SHOWN]}, allowed: ids of tokens")
+    return tuple(dict.fromkeys(numbers))

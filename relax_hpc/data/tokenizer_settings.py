@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -23,9 +23,9 @@ NAMED = (
     "mask_token",
 )
 """Names of special tokens that every tokenizer may have."""
-_CONFIG = "tokenizer_config.json"
 _PREFIX_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 """Values of `tokenizer_class` with which transformers obeys `add_prefix_space`."""
+CONFIG = "tokenizer_config.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,8 +48,8 @@ class TokenizerSettings:
 def read_settings(directory: Path) -> TokenizerSettings:
     """Settings of the tokenizer in ``directory``. ConfigError: a file cannot be read, or has a
     setting that would change tokens and is not supported."""
-    config = read_object(directory / _CONFIG)
-    _refuse_unsupported(config, directory / _CONFIG)
+    config = read_object(directory / CONFIG)
+    _refuse_unsupported(config, directory / CONFIG)
     decoder = config.pop("added_tokens_decoder", None)
     if decoder is None:
         # transformers reads these two files only where tokenizer_config.json has no decoder.
@@ -110,7 +110,7 @@ def add_tokens(backend: Any, settings: TokenizerSettings, path: Path) -> None:
     for number, token in settings.numbered.items():
         if (given := backend.token_to_id(token.content)) != number:
             raise ConfigError(
-                f"{path}: token {token.content!r} has the id {given}, but {number} in {_CONFIG} or "
+                f"{path}: token {token.content!r} has the id {given}, but {number} in {CONFIG} or "
                 "added_tokens.json; download the tokenizer again"
             )
 
@@ -119,10 +119,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in the JSON file ``path``; empty if there is no such file. ConfigError: it cannot
     be read."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not JSON: {error}; download it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: no JSON object; download it again")
@@ -163,7 +163,7 @@ def _added_token(value: Any) -> AddedToken:
         return AddedToken(value, special=True, normalized=False)
     if not _is_token(value) or not isinstance(value["content"], str):
         raise ConfigError(
-            f"{_CONFIG}: found {str(value)[:80]!r} as a token, allowed: a text, or an object with content"
+            f"{CONFIG}: found {str(value)[:80]!r} as a token, allowed: a text, or an object with content"
         )
     flags = {name: bool(value[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in value}
     return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)

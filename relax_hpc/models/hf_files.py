@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 from relax_hpc.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. ConfigError if it is missing or no JSON object."""
     path = directory / "config.json"
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         if not isinstance(found, dict):
             raise ValueError("not a JSON object")
         return found
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; expected a Hugging Face model directory") from error
 
 

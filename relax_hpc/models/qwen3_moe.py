@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.models.hf_mapping import NAMES, Entry, Forms, Piece, StoredForm
-from relax_hpc.models.rules import FLAG, SIZE, Rule, one_of
+from relax_hpc.models.rules import EXPERTS, FLAG, MAX_LAYER_EXPERTS, SIZE, Rule, one_of
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.routes import RouteShape
 
@@ -31,9 +31,9 @@ class Qwen3Moe(ModelSpec):
     )
     own_rules: ClassVar[Mapping[str, Rule]] = {
         "moe_intermediate_size": SIZE,
-        "num_experts": SIZE,
+        "num_experts": EXPERTS,
         # As transformers 5 writes it.
-        "num_local_experts": SIZE,
+        "num_local_experts": EXPERTS,
         "num_experts_per_tok": SIZE,
         "norm_topk_prob": FLAG,
         "decoder_sparse_step": one_of(1),
@@ -62,6 +62,9 @@ class Qwen3Moe(ModelSpec):
         experts = [known[key] for key in ("num_experts", "num_local_experts") if key in known]
         if len({*map(str, experts)}) != 1:
             yield f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a qwen3_moe model?"
+        counts = [known.get("num_hidden_layers"), *experts]
+        if all(type(count) is int for count in counts) and counts[0] * max(experts, default=0) > MAX_LAYER_EXPERTS:
+            yield f"num_hidden_layers is {counts[0]}, supported is at most {MAX_LAYER_EXPERTS} experts of all layers"
 
     @property
     def route_shape(self) -> RouteShape:

@@ -40,7 +40,18 @@ def one_of(*values: Any) -> Rule:
     return Rule(" or ".join(map(repr, values)), fits)
 
 
-SIZE = Rule("a positive integer", lambda found: type(found) is int and found > 0)
+def at_most(limit: int) -> Rule:
+    """Positive integers up to ``limit``."""
+    return Rule(f"a positive integer, at most {limit}", lambda found: type(found) is int and 0 < found <= limit)
+
+
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
+"""Layers of a model or of a tower, and experts of a layer. Published models have 128 and 512 of them at most. Each is a
+name or more, so that a config.json with a million would keep whoever reads it busy."""
+MAX_LAYER_EXPERTS = 1 << 17
+"""Experts of all layers together; published models have 30,000 at most."""
+LAYERS, EXPERTS = at_most(MAX_LAYERS), at_most(MAX_EXPERTS)
+SIZE = at_most((1 << 31) - 1)
 TOKEN = Rule("a token id, 0 or more", lambda found: type(found) is int and found >= 0)
 NUMBER = Rule("a positive number", lambda found: type(found) in (int, float) and 0 < found < 1e300)
 FLAG = Rule("true or false", lambda found: isinstance(found, bool))
@@ -86,7 +97,7 @@ PretrainedConfig."""
 DECODER = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
-    "num_hidden_layers": SIZE,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE,
     "head_dim": SIZE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 from relax_hpc.multimodal.medium import Grid, Header, Kind, Medium
 from relax_hpc.multimodal.sizes import Budget, Size, resized, squeezed
 
@@ -73,14 +73,20 @@ class Rules:
         """
         config = Path(directory) / "config.json"
         model, together = _read(config), _read(config.with_name("processor_config.json"))
-        if (kind := model.get("model_type")) not in FAMILIES:
+        kind = model.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
             allowed = ", ".join(FAMILIES)
             raise ConfigError(f"{config}: model_type is {kind!r}, which takes no media here; allowed: {allowed}")
         pictures = _read(config.with_name("preprocessor_config.json"))
-        pictures |= together.get("feature_extractor", {}) | together.get("image_processor", {})
-        videos = _read(config.with_name("video_preprocessor_config.json")) | together.get("video_processor", {})
-        found = FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
-        return found.changed(settings) if settings else found
+        videos = _read(config.with_name("video_preprocessor_config.json"))
+        try:
+            pictures |= together.get("feature_extractor", {}) | together.get("image_processor", {})
+            videos |= together.get("video_processor", {})
+            rules = FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # Values of types that no published model has.
+            raise ConfigError(f"{config}: no rules of media: {error!r}; download the model again") from error
+        return rules.changed(settings) if settings else rules
 
     def changed(self, settings: MultimodalConfig) -> Rules:
         """The rules as a configuration changes them. ConfigError: the model cannot take that."""
@@ -252,7 +258,7 @@ TAKEN = {
 def _read(path: Path) -> dict[str, Any]:
     """Content of a JSON file, nothing if there is none. ConfigError: it cannot be read."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.models.spec import ModelSpec
@@ -123,7 +123,7 @@ def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
     """Spec of the model in ``directory``, which ``key`` names. ConfigError: it is not in order."""
     path = Path(directory) / "config.json"
     try:
-        return spec_of(json.loads(path.read_text()), ignore_keys)
+        return spec_of(read_json(path), ignore_keys)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path}: {error}") from error
 

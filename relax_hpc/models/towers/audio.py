@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from relax_hpc.models.rules import ANYWHERE, FLAG, NUMBER, SIZE, Section, one_of
+from relax_hpc.models.rules import ANYWHERE, FLAG, LAYERS, NUMBER, SIZE, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
 from relax_hpc.multimodal.medium import Grid, Kind
 from relax_hpc.multimodal.rules import sound_tokens
@@ -67,12 +67,13 @@ class AudioTower(Tower):
         rules = {
             **ANYWHERE,
             **dict.fromkeys(_SIZES, SIZE),
+            "encoder_layers": LAYERS,
             **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), one_of(0, 0.0)),
             "model_type": one_of(_KIND),
             "activation_function": one_of("gelu"),
             # A scale that transformers reads, and multiplies nothing by.
             "scale_embedding": FLAG,
-            "num_hidden_layers": SIZE,
+            "num_hidden_layers": LAYERS,
             "initializer_range": NUMBER,
         }
         return Section(rules, tuple(_SIZES), _contradictions)

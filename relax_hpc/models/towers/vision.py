@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from relax_hpc.models.rules import ANYWHERE, NUMBER, SIZE, TOKEN, Rule, Section, one_of
+from relax_hpc.models.rules import ANYWHERE, LAYERS, NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
 from relax_hpc.multimodal.medium import Grid, Kind
 
@@ -76,6 +76,7 @@ class VisionTower(Tower):
         rules = {
             **ANYWHERE,
             **dict.fromkeys(_SIZES, SIZE),
+            "depth": LAYERS,
             "model_type": one_of(*kinds),
             "deepstack_visual_indexes": _LEVELS,
             "hidden_act": one_of("gelu_pytorch_tanh"),

@@ -1,0 +1,159 @@
+"""Reading of files that another user may have put in place: a run, a model or a data set of somebody else.
+
+A FIFO blocks whoever opens it, a device may never end, and a link may lead to a private file of the reader. So only
+regular files are opened, and only a bounded number of bytes is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON_BYTES = 16 << 20
+"""Bytes of a JSON file, unless its reader has a bound of its own. Parsed, it takes up to 20 times as many."""
+LINE_BYTES = 4 << 20
+"""Bytes of one line of a file of JSON lines."""
+MAX_DEPTH = 100
+"""Levels of nesting of a JSON file."""
+_BLOCK_BYTES = 1 << 20
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+_GZIP_WINDOW = zlib.MAX_WBITS | 16
+
+
+class ForeignFileError(OSError):
+    """Error of a file that is not read: its kind, its size, or the place that it leads to is not allowed."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, following links. ForeignFileError: it is something else. OSError as of `open`."""
+    # Opening a device can have effects, so the kind is checked before; it is checked again because it may change.
+    _check_kind(path, path.stat().st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_kind(path, os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def open_in_run(path: Path) -> BinaryIO:
+    """Open a regular file of a run directory. A link that leaves the directory is not followed: ForeignFileError."""
+    check_link(path)
+    return open_regular(path)
+
+
+def read_regular(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
+    """Content of a regular file of at most ``most_bytes``. ForeignFileError, OSError."""
+    with open_regular(path) as file:
+        return read_bounded(file, path, most_bytes)
+
+
+def read_in_run(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
+    """As `read_regular`, of a file in a run directory, see `open_in_run`."""
+    check_link(path)
+    return read_regular(path, most_bytes)
+
+
+def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
+    """What is left of ``file``. ForeignFileError: more than ``most_bytes``; ``path`` is its name."""
+    data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ForeignFileError(errno.EFBIG, f"more than {most_bytes} bytes, allowed: at most that", str(path))
+    return data
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+    """JSON value in a regular file, nested at most `MAX_DEPTH` levels deep, so that functions which call themselves
+    can process it. OSError: see `read_regular`. ValueError: it is no such value."""
+    value = parse_json(read_regular(path, most_bytes))
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = list(_containers(level))
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
+    """Objects and lists directly inside of ``values``."""
+    for value in values:
+        items = list(value.values()) if isinstance(value, dict) else value
+        items = items if isinstance(items, list) else []
+        yield from (item for item in items if isinstance(item, dict | list))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser permits."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
+    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` comes as an empty one, and is not kept."""
+    while line := file.readline(most_bytes):
+        if len(line) < most_bytes or line.endswith(b"\n"):
+            yield line
+            continue
+        while (piece := file.readline(most_bytes)) and not piece.endswith(b"\n"):
+            pass
+        yield b"\n"
+
+
+def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
+    """Content of gzip ``data`` with any number of members. ForeignFileError: it is more than ``most_bytes``.
+
+    ``path``: the name of the file in errors. EOFError: a member is not complete. zlib.error: it is damaged.
+    """
+    parts, size, rest = [], 0, data
+    while rest:
+        stream = zlib.decompressobj(_GZIP_WINDOW)
+        while not stream.eof:
+            part = stream.decompress(rest, min(_BLOCK_BYTES, most_bytes + 1 - size))
+            rest = stream.unconsumed_tail
+            size += len(part)
+            if size > most_bytes:
+                raise ForeignFileError(errno.EFBIG, f"unpacks to more than {most_bytes} bytes", str(path))
+            if not part and not rest and not stream.eof:
+                raise EOFError(f"{path}: ends within a gzip member")
+            parts.append(part)
+        rest = stream.unused_data
+    return b"".join(parts)
+
+
+def check_link(path: Path) -> None:
+    """ForeignFileError: ``path`` is a link that leads out of its run directory, and out of its own folder.
+
+    A run directory is the nearest folder above that has a config.yaml. Links in the place of folders are allowed: users
+    keep checkpoints on another file system.
+    """
+    if not path.is_symlink():
+        return
+    root = next((folder for folder in path.parents if (folder / "config.yaml").exists()), path.parent)
+    target = os.path.realpath(path)
+    if not any(_is_below(target, folder) for folder in (root, path.parent)):
+        raise ForeignFileError(errno.EINVAL, f"a link that leads out of {root}; replace it by the file", str(path))
+
+
+def _is_below(target: str, folder: Path) -> bool:
+    return Path(target).is_relative_to(os.path.realpath(folder))
+
+
+def _check_kind(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ForeignFileError(errno.EINVAL, f"{kind}, expected a regular file", str(path))
