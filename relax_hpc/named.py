@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,27 @@ from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+_imports = True
+"""Whether modules that a configuration names are imported in this process."""
+
+
+@contextlib.contextmanager
+def no_imports() -> Iterator[None]:
+    """Refuse, within the block, to import modules that a configuration names.
+
+    Commands that only read a run use it: the run may be somebody else's, and its module would run as their user.
+    """
+    global _imports
+    before, _imports = _imports, False
+    try:
+        yield
+    finally:
+        _imports = before
+
+
+def are_imported() -> bool:
+    """Whether modules that a configuration names are imported here, see `no_imports`."""
+    return _imports
 
 
 def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
@@ -21,6 +43,8 @@ def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
     ConfigError if there is none; it begins with ``kind``, which says what the function is for.
     """
     if ":" in name:
+        if not _imports:
+            raise ConfigError(f"{kind}: {name!r}: this command imports no module that a configuration names")
         return _imported(kind, name)
     if name in known:
         found = known[name]

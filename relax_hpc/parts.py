@@ -17,8 +17,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from relax_hpc import foreign_files
+from relax_hpc.foreign_files import open_in_run, read_in_run, unpack_gzip
+
 PART_BYTES = 32 << 20
 """Bytes beyond which a file is cut."""
+MAX_PART_BYTES = 8 * PART_BYTES
+"""Bytes of a part at most, not compressed: a file goes on growing until it is looked at."""
 KEPT_PARTS = 8
 """Parts of a log that are kept. Text of logs shrinks to a tenth."""
 _LEVEL = 3
@@ -55,21 +60,37 @@ def next_part(path: Path) -> Path:
     return path.with_name(f"{path.name}.{last + 1:06d}")
 
 
-def read_part(part: Path) -> bytes:
-    """Content of a part."""
-    return gzip.decompress(part.read_bytes()) if part.suffix == ".gz" else part.read_bytes()
+def read_part(part: Path, most_bytes: int = MAX_PART_BYTES) -> bytes:
+    """Content of a part. ForeignFileError: it is no file of a run, or has more than ``most_bytes``."""
+    data = read_in_run(part, most_bytes)
+    return unpack_gzip(data, part, most_bytes) if part.suffix == ".gz" else data
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before the damage."""
+    """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before the damage.
+
+    What is no file of a run is left out, and of each file what comes after `MAX_PART_BYTES`.
+    """
     for part in parts_of(path):
-        with (
-            contextlib.suppress(OSError, EOFError, zlib.error),
-            (gzip.open if part.suffix == ".gz" else open)(part, "rb") as file,
-        ):
-            yield from file
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        yield from file
+        yield from lines_of_part(part)
+    with contextlib.suppress(FileNotFoundError), open_in_run(path) as file:
+        yield from _bounded_lines(file)
+
+
+def lines_of_part(part: Path) -> Iterator[bytes]:
+    """Lines of one part, as of `lines_of`."""
+    with contextlib.suppress(OSError, EOFError, zlib.error), open_in_run(part) as file:
+        with gzip.GzipFile(fileobj=file) if part.suffix == ".gz" else file as content:
+            yield from _bounded_lines(content)
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    size = 0
+    for line in foreign_files.lines_of(file):
+        size += len(line)
+        if size > MAX_PART_BYTES:
+            return
+        yield line
 
 
 def compress(part: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import re
 import secrets
 import stat
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import parse_json, read_in_run
 from relax_hpc.protocol import RUN_FORMAT
 
 MIN_TOKEN_BYTES = 32
+_TOKEN_BYTES = 4096
+"""Bytes of the file of a token, at most."""
 _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
 _CHECKPOINT = re.compile(r"(?:(\w+)-)?i(\d{6})-step-(\d{6})", re.ASCII)
 
@@ -67,11 +71,12 @@ def write_json(path: Path, value: Any, sync: bool = False) -> None:
 def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
     """The JSON object in ``path``, whose entries of these names are of these kinds; empty if it holds no such.
 
-    A run directory is its user's: an editor's copy or a file that is half written ends no run.
+    A run directory is its user's: an editor's copy or a file that is half written ends no run. What is no regular file,
+    or a link that leaves the run directory, is not opened.
     """
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_in_run(path))
+    except (OSError, ValueError):
         return {}
     return value if is_map(value, **kinds) else {}
 
@@ -114,6 +119,24 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def check_owner(run_dir: Path, what: str) -> None:
+    """ConfigError: the run, or its configuration, is another user's, so that ``what`` would run their programs."""
+    for path in (run_dir, run_dir / "config.yaml"):
+        owner = path.stat().st_uid
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"{what}: {path} belongs to user {_user_name(owner)}; its configuration names programs "
+                "and modules, which would run as you: read it, and copy the run to a folder of yours first"
+            )
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames in ``path`` durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -139,6 +162,11 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def algorithm(self) -> Path:
+        """What the queue has to know of an algorithm of the user's own, see `algorithms.record_of`."""
+        return self.root / "algorithm.json"
 
     @property
     def token_file(self) -> Path:
@@ -282,7 +310,7 @@ class RunDir:
     def token(self) -> bytes:
         """The run's secret, which authenticates every message and engine request."""
         try:
-            token = self.token_file.read_text().strip().encode()
+            token = read_in_run(self.token_file, _TOKEN_BYTES).strip()
         except OSError as error:
             raise ConfigError(f"{self.token_file}: {error.strerror}; it is made with the run directory") from error
         if len(token) < MIN_TOKEN_BYTES:

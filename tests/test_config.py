@@ -140,7 +140,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "")
     with pytest.raises(ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"):
         load([tmp_path / "bse.yaml"])
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: a directory, expected a regular file"):
         load([tmp_path])
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
     with pytest.raises(ConfigError, match=r"latin\.yaml: not valid YAML"):

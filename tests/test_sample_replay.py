@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,15 @@ def test_an_agent_is_played_again_at_an_endpoint_of_its_own(tmp_path: Path, caps
     assert said.count("\n") == 1
     kept.now_says(says=["a lamp."])
     assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens are others\n")
+
+
+def test_an_episode_of_another_user_is_not_replayed(
+    made: Kept, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment is what the configuration of the run says, and would be run as the reader."""
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    code, said = made.replayed(capsys)
+    assert code == EXIT_CONFIG and f"--replay: {made.run.root} belongs to user" in said
+    assert main(["samples", str(made.run.root)]) == EXIT_DONE
+    assert main(["resume", str(made.run.root)]) == EXIT_CONFIG
+    assert "resume: " in capsys.readouterr().err

@@ -22,9 +22,9 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import SamplesConfig
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
 from relax_hpc.observe.sample_page import page
-from relax_hpc.observe.terminal_text import harmless, wrapped
 from relax_hpc.rollout.sample_log import SampleLog
 from relax_hpc.rundir import RunDir
+from relax_hpc.terminal_text import harmless, wrapped
 from relax_hpc.versions import Version
 from tests.browser import needs_browser, seen
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small

@@ -6,9 +6,12 @@ torch, or `relax_hpc.config`, before a loss is asked for: the hub and the launch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from relax_hpc.algorithms.base import Algorithm
 from relax_hpc.algorithms.cispo import Cispo
@@ -45,12 +48,52 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHING)
+
+
+def record_of(algorithm: Algorithm) -> dict[str, Any]:
+    """What the queue has to know of ``algorithm``, as JSON, for processes that do not import its class."""
+    return {
+        "name": algorithm.name,
+        "needs": list(algorithm.needs),
+        "gives": list(algorithm.gives),
+        "sequences": algorithm.sequences,
+        "whole_step": algorithm.whole_step,
+    }
+
+
+RECORD_KINDS: Mapping[str, type] = {"name": str, "needs": list, "gives": list, "sequences": int, "whole_step": bool}
+"""Types of the entries of `record_of`."""
+
+
+@contextlib.contextmanager
+def recorded(record: Mapping[str, Any]) -> Iterator[None]:
+    """Give a class that is not imported within the block the properties in ``record``, see `record_of`."""
+    token = _RECORDED.set(record)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
+
+
 @dataclass(kw_only=True)
 class Unavailable(Algorithm):
-    """Stands for a user's own class that this process cannot import: `status` from another folder needs none."""
+    """Stands for a user's own class that this process does not import, as `status` does not."""
 
     why: ClassVar[str] = ""
     uses_old: ClassVar[bool] = False
+    record: ClassVar[Mapping[str, Any]] = _NOTHING
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """See `Algorithm`."""
+        return tuple(self.record.get("needs", super().needs))
+
+    @property
+    def whole_step(self) -> bool:
+        """See `Algorithm`."""
+        return self.record.get("whole_step", super().whole_step)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
         """Empty: the fields are not known, and a run that exists has the groups that it needs."""
@@ -70,14 +113,18 @@ class Unavailable(Algorithm):
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class called ``name``: built in, or imported from `package.module:Class`.
 
-    ConfigError: no built-in one has this name. What cannot be imported is an `Unavailable`, whose findings say why.
+    ConfigError: no built-in one has this name. What is not imported is an `Unavailable`, whose findings say why.
     """
     if ":" not in name:
         return named("algorithm", name, ALGORITHMS)
     try:
         return _checked(name, named("algorithm", name, ALGORITHMS))
     except ConfigError as error:
-        return type("Unavailable", (Unavailable,), {"why": str(error).partition(": ")[2]})
+        about: dict[str, Any] = {"why": str(error).partition(": ")[2]}
+        record = _RECORDED.get()
+        if record.get("name") == name:
+            about |= {"record": record, "gives": tuple(record["gives"]), "sequences": record["sequences"]}
+        return type("Unavailable", (Unavailable,), about)
 
 
 _PARTS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")

@@ -25,6 +25,8 @@ class Command:
     """Whether every field of the configuration is an option."""
     is_whole: bool = False
     """Whether the options make the configuration of a run, and no layer for a living one."""
+    only_reads: bool = False
+    """Whether it only reads a run, of anybody: then it imports no module that the run's configuration names."""
     for_others: bool = False
     """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
 

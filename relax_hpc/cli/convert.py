@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from relax_hpc.cli.command import Command
 from relax_hpc.config.clean import COMMAND_LINE
 from relax_hpc.errors import EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.terminal_text import one_line, unfiltered
 
 if TYPE_CHECKING:
     from relax_hpc.convert.conversion import Request
@@ -102,14 +103,14 @@ def _bytes(text: str) -> int:
 def _say(line: str) -> None:
     """One line a step, beside the answer; a terminal shows the newest alone."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{one_line(line)}", end="", file=unfiltered(sys.stderr), flush=True)
     else:
         print(line, file=sys.stderr, flush=True)
 
 
 def _show(answer: dict[str, Any], as_json: bool) -> None:
     if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print("\r\x1b[K", end="", file=unfiltered(sys.stderr), flush=True)
     if as_json:
         print(json.dumps(answer))
     elif "job" in answer:

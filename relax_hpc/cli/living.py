@@ -141,18 +141,21 @@ LIVING = {
         "RUN [--json] [--watch [SECONDS]]",
         _status_arguments,
         _status,
+        only_reads=True,
     ),
     "report": Command(
         "Say where the time, the tokens and the nodes of a run went, and how to divide them better.",
         "RUN [--json] [--first-step N] [--last-step N]",
         _report_arguments,
         _report,
+        only_reads=True,
     ),
     "logs": Command(
         "Show what the processes of a run print.",
         "RUN [--group G] [--role R] [--rank K] [--incarnation E] [-n LINES] [--follow]",
         _logs_arguments,
         _logs,
+        only_reads=True,
     ),
     "resubmit": Command(
         "Replace one group of a run, also with another size or setting, while the others go on.",
@@ -169,6 +172,10 @@ LIVING = {
     ),
     "stop": Command("End a run in good order, and everything of it.", "RUN [--now]", _stop_arguments, _stop),
     "list": Command(
-        "List the runs below a folder; the exit code is that of the gravest.", "[DIR] [--json]", _list_arguments, _list
+        "List the runs below a folder; the exit code is that of the gravest.",
+        "[DIR] [--json]",
+        _list_arguments,
+        _list,
+        only_reads=True,
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,9 +27,12 @@ from relax_hpc.config.options import OptionError, explain, options, split_free, 
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import may_pass, with_cure
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
+from relax_hpc.foreign_files import ForeignFileError
+from relax_hpc.named import no_imports
 from relax_hpc.path_errors import exit_code_of, explain_path_error
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, check_owner
+from relax_hpc.terminal_text import harmless_output
 
 _TITLE = "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
 _SETTINGS = (
@@ -46,7 +50,15 @@ class _Parser(ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no progress."""
+    """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no progress.
+
+    What it prints is neutralised: names and texts of runs, models and services may be of anybody.
+    """
+    with harmless_output():
+        return _run_command(argv)
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -55,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RelaxError as error:
         complain(str(error))
         return error.exit_code
+    except ForeignFileError as error:
+        complain(f"{error.filename}: {error.strerror}")
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -194,13 +209,14 @@ def findings_of(config: Config, layers: Layers) -> list[str]:
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:
-    if command.for_others:
-        return command.handle(given)
-    before = os.umask(PRIVATE_UMASK)
-    try:
-        return command.handle(given)
-    finally:
-        os.umask(before)
+    with no_imports() if command.only_reads else nullcontext():
+        if command.for_others:
+            return command.handle(given)
+        before = os.umask(PRIVATE_UMASK)
+        try:
+            return command.handle(given)
+        finally:
+            os.umask(before)
 
 
 def _top_parser(prog: str, about: str, entries: Mapping[str, Command | Verbs]) -> ArgumentParser:
@@ -394,6 +410,8 @@ def _files_of(run: RunDir) -> list[str]:
 def _check_run_dir(run: RunDir, resume: bool) -> None:
     if resume and not run.config.is_file():
         raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run")
+    if resume:
+        check_owner(run.root, "resume")
     if not resume and run.config.exists():
         raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
 
@@ -464,6 +482,7 @@ COMMANDS: dict[str, Command | Verbs] = {
         "RUN [RUN ...] [--output F] [--tags T ...]",
         _plot_arguments,
         _plot,
+        only_reads=True,
         for_others=True,
     ),
     "samples": SAMPLES,

@@ -220,6 +220,7 @@ QUEUE = Verbs(
             "RUN [--json]",
             _audit_arguments,
             partial(_of_run, "audit", _audit),
+            only_reads=True,
             for_others=True,
         ),
         "export": Command(
@@ -227,6 +228,7 @@ QUEUE = Verbs(
             "RUN (--step N | --steps A-B) [--format jsonl|parquet] --output FILE",
             _export_arguments,
             partial(_of_run, "export", _export),
+            only_reads=True,
             for_others=True,
         ),
     },

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser
 from relax_hpc.cli.command import Command, run_argument
 from relax_hpc.config.clean import COMMAND_LINE
 from relax_hpc.errors import ConfigError
+from relax_hpc.named import no_imports
 
 
 def _arguments(parser: ArgumentParser) -> None:
@@ -48,7 +49,9 @@ def _samples(given: dict[str, Any]) -> int:
         limit=limit,
         dropped=given.get("dropped", False),
     )
-    return sample_view.main(given["run"], wanted, given.get("json", False), html)
+    # A replay, above, does what the configuration of the run says.
+    with no_imports():
+        return sample_view.main(given["run"], wanted, given.get("json", False), html)
 
 
 SAMPLES = Command(

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from relax_hpc.algorithms import Algorithm
+from relax_hpc.algorithms import RECORD_KINDS, Algorithm, recorded
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
 from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.roles import OF_DRAWN_ROWS
@@ -24,8 +24,9 @@ from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import ROUTES, declare, roles_for
-from relax_hpc.named import named
-from relax_hpc.rundir import RunDir, write_atomic
+from relax_hpc.foreign_files import check_link
+from relax_hpc.named import are_imported, named
+from relax_hpc.rundir import RunDir, read_map, write_atomic
 
 _PATHS = (
     ("run_dir",),
@@ -74,7 +75,7 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     What concerns several fields is found by `relax_hpc.checks.settings`.
     """
     config = build(Config, compose(files, overrides).tree)
-    if ":" in (kind := config.rollout.engine.kind):
+    if ":" in (kind := config.rollout.engine.kind) and are_imported():
         key = "rollout.engine.kind"
         declare(key, getattr(named(key, kind, {}), "fields", ()))
     if config.model.routing_replay != "off":
@@ -92,16 +93,28 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
 
     run = RunDir(Path(run_dir))
     run.check_format()
+    try:
+        check_link(run.config)
+    except OSError as error:
+        raise ConfigError(f"{run.config}: {error.strerror}") from error
     files = [run.config]
-    config = load(files)
-    for path in change_files(run, group) if group else []:
-        try:
-            config = load([*files, path])
-            files.append(path)
-        except ConfigError as error:
-            print(f"left out: {error}", file=sys.stderr, flush=True)
+    with recorded(_algorithm_record(run)):
+        config = load(files)
+        for path in change_files(run, group) if group else []:
+            try:
+                config = load([*files, path])
+                files.append(path)
+            except ConfigError as error:
+                print(f"left out: {error}", file=sys.stderr, flush=True)
     config.run_dir = str(run.root)
     return config
+
+
+def _algorithm_record(run: RunDir) -> dict[str, Any]:
+    """What the run says of an algorithm of its user's own, see `record_of`; {}: nothing."""
+    record = read_map(run.algorithm, **RECORD_KINDS)
+    names = [*record.get("needs", ()), *record.get("gives", ())]
+    return record if all(isinstance(name, str) for name in names) and record.get("gives") else {}
 
 
 def dump(config: Config, path: Path) -> None:

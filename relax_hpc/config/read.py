@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 import yaml
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import open_regular
 from relax_hpc.path_errors import explain_path_error
 
 MAX_BYTES = 1 << 20
 """Bytes of a configuration at most; a larger file is some other one, named by mistake."""
 
+_OWN_DESCRIPTORS = "/dev/fd/", "/proc/self/fd/", "/dev/stdin"
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS = [
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -134,7 +136,8 @@ def key_lines(text: str | bytes) -> dict[str, int]:
 def read_yaml(path: Path) -> tuple[Any, Source]:
     """The document in the file `path`. ConfigError if it cannot be read, is too large or is not plain YAML."""
     try:
-        with path.open("rb") as file:
+        # A pipe of this process, as of `--config <(program)`, is its user's; any other could be waited for without end.
+        with path.open("rb") if str(path).startswith(_OWN_DESCRIPTORS) else open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except PermissionError as error:
         raise ConfigError(explain_path_error(error)) from error

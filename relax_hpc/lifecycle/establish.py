@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date
 from pathlib import Path
 
+from relax_hpc.algorithms import record_of
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
@@ -39,6 +40,8 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
     directory.create()
     directory.stop.unlink(missing_ok=True)
     dump(config, directory.config)
+    if ":" in config.algorithm.name:
+        write_json(directory.algorithm, record_of(config.algorithm))
     retire_changes(directory)
     return directory, config
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TextIO
 
 from relax_hpc.metrics.shares import is_by_peer
+from relax_hpc.terminal_text import harmless, one_line, unfiltered
 
 WIDTH = 79
 """Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be overwritten."""
@@ -73,7 +74,7 @@ class Progress:
     def __init__(self, steps: int, stream: TextIO | None = None, keep_every: int = 10) -> None:
         """`keep_every`: steps between lines that stay on a terminal, besides those with evaluations and the last."""
         self._steps = steps
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = unfiltered(sys.stdout) if stream is None else stream
         self._keep_every = keep_every
         self.terminal = self._stream.isatty()
         self._open = False
@@ -86,7 +87,7 @@ class Progress:
         self._speed = values.get(_SPEED, self._speed)
         width = shutil.get_terminal_size().columns - 1 if self.terminal else WIDTH
         eta_s = self._eta(step, time.time() if at is None else at)
-        line = progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width)
+        line = harmless(progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width))
         if self.terminal and not self._stays(step, values):
             self.show(line)
         else:
@@ -96,7 +97,7 @@ class Progress:
     def show(self, text: str) -> None:
         """Show ``text`` on a terminal, as a line that the next one overwrites; cut to its width."""
         if self.terminal:
-            self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
+            self._write(f"\r{one_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
             self._open = True
 
     def close(self) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import ForeignFileError, lines_of, open_in_run, parse_json
 from relax_hpc.metrics.writer import METRICS_FILE, RESERVED
+
+_FILE_BYTES = 1 << 30
+"""Bytes of a file of metrics at most. One of 100,000 steps has half as many."""
+_LARGEST = 2**53
+"""Bound of steps and incarnations: larger integers have no exact float."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,11 +50,15 @@ def load_metrics(run_dir: Path) -> Metrics:
     A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after it in its own; a
     straggler of an older one cannot come back. Evaluations at the very step of the rollback stay: they are of the
     weights that training resumed from. Of the remaining lines of a step the newest incarnation wins, tag by tag.
+    ConfigError: the file is no regular file of a run, or too large to be metrics.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
         return Metrics()
-    lines, torn = _parse(path.read_bytes().splitlines())
+    try:
+        lines, torn = _parse(_lines(path))
+    except ForeignFileError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     cuts = [(line["incarnation"], place, line["step"]) for place, line in enumerate(lines) if "event" in line]
     merged: dict[int, dict[str, Any]] = {}
     for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0])):
@@ -74,16 +86,45 @@ def _surviving(line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]
     return kept if kept.keys() - RESERVED else None
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file of metrics. ForeignFileError: it is not read."""
+    with open_in_run(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
+            raise ForeignFileError(errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path))
+        yield from lines_of(file)
+
+
 def _parse(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
     """Whole lines, nulls turned into nan, and the number of broken ones."""
     lines, torn = [], 0
-    for text in filter(None, texts):
+    for text in texts:
+        if not text.strip():
+            continue
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             step, incarnation, time = int(line["step"]), int(line["incarnation"]), float(line["time"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             torn += 1
             continue
-        values = {key: math.nan if value is None else value for key, value in line.items()}
+        if max(abs(step), abs(incarnation)) > _LARGEST or not math.isfinite(time):
+            torn += 1
+            continue
+        values = {key: _number(value) for key, value in line.items() if _is_number(value) or key in RESERVED}
         lines.append(values | {"step": step, "incarnation": incarnation, "time": time})
     return lines, torn
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _number(value: Any) -> Any:
+    """``value``, or nan in the place of a number that is none or has no float."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float):
+        return value
+    try:
+        return value if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relax_hpc.foreign_files import parse_json
 from relax_hpc.metrics.accounting import Interval
 from relax_hpc.parts import lines_of
 from relax_hpc.rundir import is_map
@@ -117,8 +117,8 @@ def union_length(intervals: Iterable[Interval], start: float, end: float) -> flo
 def _lines(path: Path) -> Iterator[dict]:
     with contextlib.suppress(OSError):
         for text in lines_of(path):
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text)
+            with contextlib.suppress(ValueError):
+                line = parse_json(text)
                 if isinstance(line, dict) and all(map(_is_sound, line.values())):
                     yield line
 

@@ -117,7 +117,9 @@ def _row(path: Path, root: Path, config: Config | str, jobs: Mapping[Path, list[
         return row | _what_it_does(RunDir(path), config, None if jobs is None else jobs.get(path, []))
     except OSError as error:
         sentence = explain_path_error(error) or str(error)
-        return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": sentence}
+    except ConfigError as error:
+        sentence = str(error)
+    return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": sentence}
 
 
 def _what_it_does(run: RunDir, config: Config, jobs: list[Job] | None) -> dict[str, Any]:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.config import load_resolved
 from relax_hpc.errors import EXIT_DONE, ConfigError
-from relax_hpc.parts import number_of, parts_of, read_part
+from relax_hpc.foreign_files import ForeignFileError, open_in_run
+from relax_hpc.parts import lines_of_part, number_of, parts_of, read_part
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.launch_records import all_ended, members_of
 from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.terminal_text import harmless
 
 _LOOK_S = 0.5
 _BLOCK = 1 << 16
+_MOST_BYTES = 64 << 20
+"""Bytes of a file that are read at a time, at most."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Changes of colour, which libraries write into logs; they are left out, and all other controls are spelled out."""
 _QUIET_S = 3.0
 """Seconds to wait for more lines after the end of a run."""
 
@@ -42,7 +50,11 @@ def main(root: str, wanted: WantedLogs, follow: bool = False) -> int:
         raise ConfigError(f"{run.root / 'logs'}: no log of what was asked for yet; see relax-hpc status {run.root}")
     tails = {path: Tail(path, _prefix(run, path)) for path in found}
     for tail in tails.values():
-        _print(tail.last(wanted.lines), tail.prefix if len(tails) > 1 else "")
+        try:
+            lines = tail.last(wanted.lines)
+        except ForeignFileError as error:
+            lines = [f"left out: {error.strerror}"]
+        _print(lines, tail.prefix if len(tails) > 1 else "")
     if follow:
         _follow(run, wanted, tails)
     return EXIT_DONE
@@ -76,24 +88,24 @@ class Tail:
         """Last lines of the file as it is now; `new` goes on after them."""
         parts = parts_of(self.path)
         self._part = max(map(number_of, parts), default=0)
-        with self.path.open("rb") as file:
+        with open_in_run(self.path) as file:
             position = end = file.seek(0, 2)
             data = b""
-            while position and data.count(b"\n") <= count:
+            while position and data.count(b"\n") <= count and len(data) < _MOST_BYTES:
                 size = min(_BLOCK, position)
                 position -= size
                 file.seek(position)
                 data = file.read(size) + data
         self._offset = end
-        while not position and parts and data.count(b"\n") < count:
-            data = read_part(parts.pop()) + data
-        return data.decode(errors="replace").splitlines()[-count:] if count else []
+        while not position and parts and (missing := count - data.count(b"\n")) > 0:
+            data = b"".join(deque(lines_of_part(parts.pop()), missing)) + data
+        return _lines(data)[-count:] if count else []
 
     def new(self) -> list[str]:
         """Whole lines since the last call."""
         data = self._cut_off() + self._grown()
         *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        return [text for line in whole for text in _lines(line) or [""]]
 
     def _cut_off(self) -> bytes:
         """Bytes that have come and lie in a part by now: the part that holds what was read begins like the file did."""
@@ -105,11 +117,15 @@ class Tail:
         return found
 
     def _grown(self) -> bytes:
-        with self.path.open("rb") as file:
+        with open_in_run(self.path) as file:
             file.seek(self._offset)
-            data = file.read()
+            data = file.read(_MOST_BYTES)
         self._offset += len(data)
         return data
+
+
+def _lines(data: bytes) -> list[str]:
+    return _COLOURS.sub("", data.decode(errors="replace")).splitlines()
 
 
 def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
@@ -144,5 +160,5 @@ def _prefix(run: RunDir, path: Path) -> str:
 
 
 def _print(lines: list[str], prefix: str) -> None:
-    sys.stdout.writelines(f"{prefix}{line}\n" for line in lines)
+    sys.stdout.writelines(f"{prefix}{harmless(line)}\n" for line in lines)
     sys.stdout.flush()

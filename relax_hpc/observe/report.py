@@ -208,6 +208,7 @@ def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int)
     until = [row for row in counted if row["step"] <= last]
     ended = bool(until) and until[-1] is counted[-1] and run.finished.exists()
     then = (read_map(run.finished, dropped=dict) if ended else {}).get("dropped", _counts(until))
+    then = {reason: count for reason, count in then.items() if type(count) in (int, float) and math.isfinite(count)}
     return {
         reason: int(n) for reason, count in sorted(then.items()) if (n := count - _counts(before).get(reason, 0)) > 0
     }
@@ -215,7 +216,8 @@ def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int)
 
 def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     last = rows[-1] if rows else {}
-    return {tag.removeprefix(_DROPPED): count for tag, count in last.items() if tag.startswith(_DROPPED)}
+    counts = {tag.removeprefix(_DROPPED): count for tag, count in last.items() if tag.startswith(_DROPPED)}
+    return {reason: count for reason, count in counts.items() if math.isfinite(count)}
 
 
 def _restart(one: Restart, workers: Sequence[Worker]) -> dict[str, Any]:

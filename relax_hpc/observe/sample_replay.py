@@ -16,7 +16,6 @@ from relax_hpc.engines.engine import Episode, GenerateRequest, Sampling
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.observe.sample_reading import whole
-from relax_hpc.observe.terminal_text import harmless
 from relax_hpc.rollout.history import OpenRow
 from relax_hpc.rollout.readable import last_words
 from relax_hpc.rollout.recording import open_row
@@ -24,8 +23,9 @@ from relax_hpc.rollout.replay import replay
 from relax_hpc.rollout.sample_log import CUT_SHORT, Sample, read_samples
 from relax_hpc.rollout.samples import PromptSource, draw_key
 from relax_hpc.rollout.tape import Differs
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, check_owner
 from relax_hpc.tasks.files import open_evals, open_train
+from relax_hpc.terminal_text import harmless
 
 _ATTEMPTS = 1000
 """Prompts of a ticket among which that of an episode is looked for: the first one, unless attempts have failed."""
@@ -68,11 +68,13 @@ class Kept:
 def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
     """Print whether the environment of the episode ``name`` says the same again; EXIT_CONFIG if it does not.
 
-    ``of``: evaluation set that it is of; ``step``: see `sample_view.Wanted`. ConfigError: there is no such episode.
+    ``of``: evaluation set that it is of; ``step``: see `sample_view.Wanted`. ConfigError: there is no such episode, or
+    the run is another user's: its configuration names programs, which would be run as this one.
     """
     run = RunDir(Path(folder))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
+    check_owner(run.root, "--replay")
     found = find(read_samples(run.samples), name, of, step)
     config, tokenizer = load_resolved(run.root), load_tokenizer(run.model)
     try:

@@ -8,8 +8,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from relax_hpc.observe.terminal_text import harmless, wrapped
 from relax_hpc.rollout.sample_log import Sample
+from relax_hpc.terminal_text import harmless, unfiltered, wrapped
 
 _LABEL_WIDTH, _LEAST_WIDTH = 9, 20
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
@@ -23,7 +23,7 @@ def show(samples: Iterable[Sample]) -> None:
     paint = _painted if terminal and not os.environ.get("NO_COLOR") else _plain
     width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1) if terminal else sys.maxsize
     for sample in samples:
-        print("\n".join(lines(sample, width, paint)), end="\n\n")
+        print("\n".join(lines(sample, width, paint)), end="\n\n", file=unfiltered(sys.stdout))
 
 
 def lines(sample: Sample, width: int, paint: Paint) -> Iterator[str]:

@@ -72,7 +72,7 @@ def find(run: RunDir, wanted: Wanted) -> Found:
     found, fates = Found(), _fates(run)
 
     def chosen() -> Iterator[Sample]:
-        for sample in whole(read_samples(run.samples)):
+        for sample in whole(read_samples(run.samples, _complain)):
             found.sets.add(sample.get("eval", ""))
             fate = fate_of(sample, fates)
             if fate.step is not None:
@@ -98,6 +98,10 @@ def fate_of(sample: Sample, fates: Fates | None) -> Fate:
         return Fate("unknown")
     ticket = sample["id"].partition(".")[0]
     return fates.get((int(ticket) if ticket.isdecimal() else -1, str(sample.get("shard"))), Fate("never accepted"))
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _fates(run: RunDir) -> Fates | None:

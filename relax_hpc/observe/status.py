@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -99,8 +100,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
     last = [row for row in rows[-_PACE:] if row["incarnation"] == rows[-1]["incarnation"]]
     pace = (last[-1]["time"] - last[0]["time"]) / (len(last) - 1) if len(last) > 1 else None
     end = rows[-1] if rows else {}
-    dropped = {tag[14:]: int(value) for tag, value in end.items() if tag.startswith("queue/dropped_")}
-    dropped = read_map(run.finished, dropped=dict).get("dropped", dropped)
+    dropped = read_map(run.finished, dropped=dict).get("dropped", _counts(end, "queue/dropped_"))
     return {
         "trained_steps": trained,
         "steps": config.steps,
@@ -113,10 +113,14 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "dropped": dropped,
         "held_out": _held_out(run),
         "failures": failures_of(run),
-        "left_out": {
-            tag.removeprefix(_LEFT_OUT): int(value) for tag, value in end.items() if tag.startswith(_LEFT_OUT)
-        },
+        "left_out": _counts(end, _LEFT_OUT),
     }
+
+
+def _counts(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
+    """Counts in a row of metrics by what is behind the ``prefix`` of their tags."""
+    values = {tag.removeprefix(prefix): value for tag, value in row.items() if tag.startswith(prefix)}
+    return {name: int(value) for name, value in values.items() if math.isfinite(value)}
 
 
 def _held_out(run: RunDir) -> dict[str, Any] | None:

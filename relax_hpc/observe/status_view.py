@@ -19,6 +19,7 @@ from relax_hpc.observe.text_table import Column, aligned, fitted, shorten_line
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
+from relax_hpc.terminal_text import unfiltered
 
 MIN_WATCH_S = 2.0
 _SHOWN = 0.01
@@ -55,7 +56,8 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
         if as_json:
             text = json.dumps(run_status)
         elif clears:
-            text = _CLEAR + "\n".join(_for_screen(run_status, is_over))
+            unfiltered(sys.stdout).write(_CLEAR)
+            text = "\n".join(_for_screen(run_status, is_over))
         else:
             text = "\n".join(lines(run_status)) + ("\n" if watch_s else "")
         print(text, flush=True)

@@ -8,6 +8,7 @@ says: each names the shard it was put in.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import math
@@ -15,13 +16,14 @@ import mmap
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.background import say
 from relax_hpc.config.schema import SamplesConfig
 from relax_hpc.disk import Lines
+from relax_hpc.foreign_files import ForeignFileError, open_in_run
 
 SUFFIX = ".jsonl.gz"
 CUT = "\n[... {} characters left out ...]\n"
@@ -36,6 +38,12 @@ _LEVEL = 6
 """Level of compression: 9, the module's own choice, takes nine times as long for a twentieth less."""
 _MAGIC = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 1 << 16
+_MEMBER_BYTES = 8 << 20
+"""Bytes of text in one gzip member, about: a longer group of samples is written as several."""
+_MOST_MEMBER_BYTES = 64 << 20
+"""Bytes that a member may unpack to. A longer one is left out, and said."""
+_MOST_SAMPLE_BYTES = 16 << 20
+"""Bytes of one sample. A longer one is left out."""
 
 Sample = dict[str, Any]
 """An episode as it is kept; `relax_hpc.rollout.samples_of` makes it."""
@@ -61,14 +69,24 @@ class SampleLog:
         """Append episodes of ``step``; of None: of an evaluation, which may use all the room that is left."""
         if not samples:
             return
-        # What a user's reward says of itself may be anything.
-        kept = (json.dumps(self._short(one), ensure_ascii=False, default=str, skipkeys=True) for one in samples)
-        text = "".join(f"{line}\n" for line in kept)
-        # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
-        member = gzip.compress(text.encode(errors="replace"), _LEVEL, mtime=0)
+        member = b"".join(gzip.compress(text, _LEVEL, mtime=0) for text in self._texts(samples))
         with self._lock:
             if not (self._has_room(len(member), step) and self._try_to_append(member)):
                 self._skipped += len(samples)
+
+    def _texts(self, samples: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Lines of ``samples``, in pieces of about `_MEMBER_BYTES`."""
+        text = bytearray()
+        for sample in samples:
+            # What a user's reward says of itself may be anything.
+            line = json.dumps(self._short(sample), ensure_ascii=False, default=str, skipkeys=True)
+            # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
+            text += line.encode(errors="replace") + b"\n"
+            if len(text) >= _MEMBER_BYTES:
+                yield bytes(text)
+                text.clear()
+        if text:
+            yield bytes(text)
 
     def _try_to_append(self, member: bytes) -> bool:
         """Append if possible; False: not to such a folder, or file, or disk. A sample is not worth a run."""
@@ -149,18 +167,24 @@ def kept_of(ticket: int, per_step: int, prompts_per_step: int, samples_per_promp
     return (place + 1) * groups // prompts_per_step > place * groups // prompts_per_step
 
 
-def read_samples(folder: Path) -> Iterator[Sample]:
+def read_samples(folder: Path, complain: Callable[[str], None] = lambda _: None) -> Iterator[Sample]:
     """Everything in the files of ``folder``, file by file in the order of their names, each from its beginning.
 
-    What is torn or damaged is left out.
+    What is torn or damaged is left out. ``complain`` is called with a line for each file that is not read whole because
+    it is no file of a run, or unpacks to more than samples of a run do.
     """
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        for member in _members(path):
-            yield from _samples(member)
+        try:
+            for member in _members(path):
+                yield from _samples(member)
+        except ForeignFileError as error:
+            complain(f"{path}: {error.strerror}; the samples that follow in it are left out")
 
 
 def _samples(member: bytes) -> Iterator[Sample]:
     for line in member.splitlines():
+        if len(line) > _MOST_SAMPLE_BYTES:
+            continue
         try:
             sample = json.loads(line, parse_constant=_number, parse_float=_number)
         except (ValueError, RecursionError):
@@ -175,28 +199,38 @@ def _number(text: str) -> float | None:
 
 
 def _members(path: Path) -> Iterator[bytes]:
-    """The content of each gzip member that is whole."""
+    """The content of each gzip member that is whole. ForeignFileError: the file, or a member of it, is not read."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_in_run(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             start = data.find(_MAGIC)
             while start >= 0:
-                content, end = _inflate(data, start)
+                content, end = _inflate(data, start, path)
                 if content is not None:
                     yield content
                 start = data.find(_MAGIC, end)
+    except ForeignFileError:
+        raise
     except (OSError, ValueError):
         # Gone, not ours to read, or empty.
         return
 
 
-def _inflate(data: mmap.mmap, start: int) -> tuple[bytes | None, int]:
-    """The content of the member at ``start``, and its end; None if it is damaged, and where to look for the next."""
-    stream, parts, at = zlib.decompressobj(zlib.MAX_WBITS | 16), [], start
+def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int]:
+    """The content of the member at ``start``, and its end; None if it is damaged, and where to look for the next.
+
+    ForeignFileError: it unpacks to more than `_MOST_MEMBER_BYTES`.
+    """
+    stream, parts, size, at = zlib.decompressobj(zlib.MAX_WBITS | 16), [], 0, start
     try:
         while not stream.eof and at < len(data):
             piece = data[at : at + _CHUNK_BYTES]
+            # A chunk unpacks to a thousand times as much, at most.
             parts.append(stream.decompress(piece))
             at += len(piece)
+            size += len(parts[-1])
+            if size > _MOST_MEMBER_BYTES:
+                text = f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most that in one part"
+                raise ForeignFileError(errno.EFBIG, text, str(path))
     except zlib.error:
         return None, start + len(_MAGIC)
     if not stream.eof:

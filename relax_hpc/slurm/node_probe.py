@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.foreign_files import parse_json, read_in_run
 from relax_hpc.rendezvous.network import interface_address
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.ask import ask
@@ -185,9 +186,9 @@ class BadNodes:
     def records(self) -> list[dict]:
         """Oldest first; a line that a killed process left half written is left out."""
         found = []
-        for text in self.path.read_bytes().splitlines() if self.path.exists() else []:
+        for text in read_in_run(self.path).splitlines() if self.path.exists() else []:
             try:
-                record = json.loads(text)
+                record = parse_json(text)
                 if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in _KINDS):
                     found.append(record)
             except ValueError:

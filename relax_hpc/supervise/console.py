@@ -18,6 +18,7 @@ from relax_hpc.metrics.read import is_step
 from relax_hpc.parts import cut_log
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
+from relax_hpc.terminal_text import one_line
 
 
 class _NewLines:
@@ -58,7 +59,7 @@ class Terminal:
     def say(self, text: str) -> None:
         """Print one line for the user and the supervisor's log."""
         self.progress.close()
-        line = f"[{time.monotonic() - self.started:7.1f}s] {text}"
+        line = f"[{time.monotonic() - self.started:7.1f}s] {one_line(text)}"
         # A full disk must not end the supervision.
         with contextlib.suppress(OSError):
             print(line, flush=True)

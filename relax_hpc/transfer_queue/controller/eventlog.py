@@ -21,10 +21,15 @@ from pathlib import Path
 
 from relax_hpc.disk import Lines, may_pass, patiently
 from relax_hpc.errors import RelaxError
+from relax_hpc.foreign_files import LINE_BYTES, ForeignFileError, open_in_run
 from relax_hpc.parts import number_of, parts_of, read_part
 
 PART_BYTES = 16 << 20
 """Bytes of a part, which is the first lines that make as many."""
+_MOST_PART_BYTES = 4 * PART_BYTES
+"""Bytes that a part unpacks to, at most: a last line may be long."""
+_MOST_FILE_BYTES = 4 << 30
+"""Bytes of the file itself, at most: it grows while parts cannot be written."""
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 3
 _AGAIN_S = 60.0
@@ -247,16 +252,26 @@ class EventLog:
 
 
 def event_lines(path: Path) -> Iterator[bytes]:
-    """All lines of a log, with their ends, as they are now; of a part that is damaged those before the damage."""
+    """All lines of a log, with their ends, as they are now; of a part that is damaged those before the damage.
+
+    ForeignFileError: a file or a part is no file of a run, or a part has more than no part of ours has.
+    """
     yield from _lines_of(_bytes_after(path, 0))
 
 
 def _lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
     rest = b""
-    with contextlib.suppress(OSError, EOFError, zlib.error):
+    try:
         for chunk in chunks:
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line + b"\n" for line in lines)
+            if len(rest) > LINE_BYTES:
+                # No event is as long; its beginning is not whole JSON.
+                rest = rest[:LINE_BYTES]
+    except ForeignFileError:
+        raise
+    except (OSError, EOFError, zlib.error):
+        pass
     if rest:
         yield rest
 
@@ -264,7 +279,7 @@ def _lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
     """Bytes behind the first ``gone`` parts."""
     try:
-        file = path.open("rb")
+        file = open_in_run(path)
     except FileNotFoundError:
         return
     with file:
@@ -272,13 +287,16 @@ def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
         for part in (parts := parts_of(path)):
             if number_of(part) <= gone and part != parts[-1]:
                 continue
-            content = read_part(part)
+            content = read_part(part, _MOST_PART_BYTES)
             again = file.read(len(content)) == content
             if number_of(part) > gone:
                 yield content
             if again:
                 break
             file.seek(0)
+        if (size := os.fstat(file.fileno()).st_size) > _MOST_FILE_BYTES:
+            text = f"found {size} bytes, allowed for events: {_MOST_FILE_BYTES}"
+            raise ForeignFileError(errno.EFBIG, text, str(path))
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk
 

@@ -6,7 +6,6 @@ that were rolled back later does not count. Which rows a prompt group has, who g
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections import Counter, defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from relax_hpc.config import load_resolved
 from relax_hpc.config.roles import POLICY
+from relax_hpc.foreign_files import open_in_run, parse_json
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.eventlog import event_lines
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
@@ -27,6 +27,11 @@ from relax_hpc.transfer_queue.row_ids import place_of, ticket_of
 from relax_hpc.versions import Version
 
 _AFTER_ALL_INCARNATIONS = 999_999
+_EVENT_BYTES = 1 << 16
+"""Bytes of a line of events at most; a longer one is none of ours."""
+_COPY_BYTES = 1 << 20
+_NOT_OURS = LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
+"""Errors of records that no controller of ours has written."""
 _DROPPED, _TRAINED = "dropped", POLICY
 _Mark = tuple[str, str]
 """A task and the version that it used ("": it uses none), or _DROPPED and the reason. _TRAINED: by all trainers."""
@@ -85,7 +90,7 @@ def next_of(trained: str) -> Version:
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
     """Lines of events.jsonl; every one must be whole."""
-    return [json.loads(line) for line in event_lines(run.events)]
+    return [parse_json(line) for line in event_lines(run.events)]
 
 
 def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
@@ -107,13 +112,18 @@ class JournalCopy:
             return
         with tempfile.TemporaryDirectory() as name:
             copy = Path(name)
-            for path in sorted(filter(Path.is_file, self.folder.iterdir()), reverse=True):
-                shutil.copyfile(path, copy / path.name)
+            files = sorted(filter(Path.is_file, self.folder.iterdir()), reverse=True)
+            self._check_room(files, copy)
+            for path in files:
+                with open_in_run(path) as source, (copy / path.name).open("wb") as target:
+                    shutil.copyfileobj(source, target, _COPY_BYTES)
             journal = _Unsealed(copy, _AFTER_ALL_INCARNATIONS, durable=False)
             try:
                 yield from journal.replay()
             except JournalError as error:
                 raise JournalError(str(error).replace(name, str(self.folder))) from None
+            except _NOT_OURS as error:
+                raise JournalError(f"{self.folder}: not laid out as a journal: {error!r}") from error
             finally:
                 journal.close()
             sizes = {
@@ -122,12 +132,21 @@ class JournalCopy:
             }
             self.torn = {f"inc-{int(e):06d}.journal": sizes[e] - end for e, end in journal.lengths.items()}
 
+    def _check_room(self, files: Sequence[Path], folder: Path) -> None:
+        """JournalError: the files of somebody else's journal would fill the disk of ``folder``."""
+        size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(folder).free
+        if size > free // 2:
+            raise JournalError(
+                f"{self.folder}: {size} bytes are copied to {folder.parent}, which has {free} free; set TMPDIR to a "
+                "folder with more room"
+            )
+
     def replay(self, state: QueueState) -> Iterator[Iterator[Event]]:
         """Apply all records to ``state``; the events of each. JournalError also if one cannot follow the others."""
         for number, record in enumerate(self.records(), start=1):
             try:
                 state.apply(record)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except _NOT_OURS as error:
                 text = f"{self.folder}: record {number} ({record.get('op')}) cannot follow those before it: {error!r}"
                 raise JournalError(text) from error
             yield state.events.take()
@@ -338,8 +357,10 @@ class Projection:
 
 def _told(line: bytes) -> tuple[str, ...]:
     """Fields of one line of events.jsonl; none if it is torn."""
+    if len(line) > _EVENT_BYTES:
+        return ()
     try:
-        event = json.loads(line)
+        event = parse_json(line)
         return (event["id"], event["what"], event["version"], event["reason"])
     except (ValueError, LookupError, TypeError):
         return ()
