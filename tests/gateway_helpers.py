@@ -10,10 +10,10 @@ from pathlib import Path
 
 from relax_hpc.gateway import serving
 from relax_hpc.gateway.broker import Broker
-from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.front import Front, key_of
 from relax_hpc.gateway.link import Link, reach
 from relax_hpc.rundir import RunDir
+from relax_hpc.transport.exchange import Message
 
 LIMIT_S = 120.0
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
+from relax_hpc.transport.exchange import Message
 from tests.agent_helpers import TOOLS, Chats, ToldEngine
 from tests.gateway_helpers import gateway
 from tests.requirements import requires

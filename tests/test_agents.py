@@ -22,6 +22,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.rewards.of_environment import environment
+from relax_hpc.rollout.agents import session as session_module
 from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
@@ -340,6 +341,23 @@ def test_half_a_surrogate_pair_is_replaced(chats: Chats, body: bytes) -> None:
         assert (await session.reply(COMPLETIONS, body, 0)).status == 200 and not session.error
         (row,) = rows(session)
         assert "\ufffd" in chats.tokenizer.decode(list(row.prompt)) or b"tools" in body
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_answer_that_no_message_can_hold_ends_its_episode_by_name(
+    chats: Chats, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A stream of `/v1/responses` has the text of an answer six times."""
+    monkeypatch.setattr(session_module, "_MOST_REPLY_BYTES", 1000)
+
+    async def play() -> None:
+        request = {"input" if path == "/v1/responses" else "messages": [USER], "stream": True}
+        session = session_of(chats, scripted(chats, "fine " * 300))
+        reply = await session.reply(path, json.dumps(request).encode(), 0)
+        assert reply.status == 500 and b"no_answer" in reply.body and session.over.is_set()
+        assert f"bytes by {path}, allowed: 1000; lower rollout.max_new_tokens" in str(session.error)
 
     asyncio.run(play())
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.forward import Forwarder
 from relax_hpc.gateway.front import MOST_BYTES, Reply, key_of
 from relax_hpc.gateway.place import purpose_of
+from relax_hpc.transport.exchange import Gone, Message, TooLarge
 from relax_hpc.transport.sockets import connect
 from tests.gateway_helpers import LIMIT_S, gateway
 
@@ -247,3 +247,24 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
 def test_neither_gateway_nor_forwarder_imports_torch() -> None:
     code = "import sys, relax_hpc.roles.gateway, relax_hpc.gateway.forward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+
+
+def test_an_answer_that_is_too_large_costs_its_request_alone(tmp_path: Path) -> None:
+    """The connection of its rollout process goes on, with all other sessions."""
+
+    async def serve(message: Message) -> Message:
+        size = 9 << 20 if message["session"] == "large" else 2
+        return {"status": 200, "body": b"x" * size, "content_type": "application/json"}
+
+    async def play() -> None:
+        async with gateway(tmp_path) as there:
+            link, bearer = await there.opened("large", serve)
+            await link.call(do="open", session="other", key=key_of("sk-other"))
+            assert await code_of(there.url, bearer) == (503, "session_gone")
+            assert (await post(there.url, "sk-other"))[0] == 200
+            with pytest.raises(TooLarge, match="a request of 9437"):
+                await link.call(do="open", session="x" * (9 << 20), key="k")
+            assert not link.lost.is_set() and (await post(there.url, "sk-other"))[0] == 200
+            link.close()
+
+    asyncio.run(play())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from dataclasses import dataclass
 
-from relax_hpc.gateway.exchange import Exchange, Gone, Message
 from relax_hpc.gateway.front import Asked, Reply
-from relax_hpc.transport.listener import Listener
-from relax_hpc.transport.wire import BadMessage
-
-_TURN_S = 0.5
-"""Seconds between two looks at who has not proven itself in time."""
+from relax_hpc.transport.calls import CallListener
+from relax_hpc.transport.exchange import Gone, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +21,9 @@ class Broker:
     """Listening end of the connections of rollout processes and forwarders, which hold the run's token."""
 
     def __init__(self, listening: socket.socket, token: bytes, purpose: bytes) -> None:
-        """See `Listener`."""
-        self._listener = Listener(listening, token, purpose)
+        """See `CallListener`."""
+        self._listener = CallListener(listening, token, purpose, self._served, self._forget)
         self.endpoint = self._listener.endpoint
-        self._peers: dict[int, Exchange] = {}
         self._sessions: dict[str, _Session] = {}
         """Sessions by the digest of their bearer."""
         self.asked = 0
@@ -41,17 +35,7 @@ class Broker:
 
     async def serve(self) -> None:
         """Serve peers until cancelled."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._listener.fileno(), self._hear)
-        try:
-            while True:
-                await asyncio.sleep(_TURN_S)
-                self._hear()
-        finally:
-            loop.remove_reader(self._listener.fileno())
-            for peer in list(self._peers):
-                self._forget(peer, "the gateway ends")
-            self._listener.close()
+        await self._listener.run()
 
     async def ask(self, asked: Asked) -> Reply:
         """Answer of who has opened the session."""
@@ -66,29 +50,10 @@ class Broker:
             "idempotency": asked.idempotency,
         }
         try:
-            answer = await self._peers[session.peer].call(do="ask", **request)
+            answer = await self._listener.call(session.peer, do="ask", **request)
         except Gone as gone:
             return Reply.error(503, "session_gone", f"the session has ended: {gone}", asked.path)
         return reply_of(answer)
-
-    def _hear(self) -> None:
-        """Take what peers have sent, and part with those that have gone."""
-        for number, payload in self._listener.receive(0.0):
-            peer = self._peers.get(number) or self._peers.setdefault(number, self._exchange(number))
-            try:
-                peer.take(payload)
-            except BadMessage:
-                self._listener.refuse(number)
-        for number in [number for number in self._peers if not self._listener.knows(number)]:
-            self._forget(number, "who has opened it has gone")
-        if self._listener.has_more:
-            asyncio.get_running_loop().call_soon(self._hear)
-
-    def _exchange(self, number: int) -> Exchange:
-        async def serve(message: Message) -> Message:
-            return await self._served(number, message)
-
-        return Exchange(lambda payload: self._listener.send(number, payload), serve)
 
     async def _served(self, number: int, message: Message) -> Message:
         """Answer to a peer. LookupError, ValueError: it asks for nothing that there is."""
@@ -113,8 +78,7 @@ class Broker:
         session = self._sessions.get(key)
         return session is None or session.peer == number
 
-    def _forget(self, number: int, why: str) -> None:
-        self._peers.pop(number).end(why)
+    def _forget(self, number: int) -> None:
         for key in [key for key, session in self._sessions.items() if session.peer == number]:
             del self._sessions[key]
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from relax_hpc.errors import RelaxError
 from relax_hpc.gateway.broker import reply_of
-from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.front import Asked, Front, Reply
 from relax_hpc.gateway.link import Link, reach
 from relax_hpc.rendezvous.open_files import connection_limit
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
 from relax_hpc.rundir import RunDir
+from relax_hpc.transport.calls import serve_nothing
+from relax_hpc.transport.exchange import Gone
 
 _PATIENCE_S = 600.0
 """Seconds for which another gateway is looked for when one has gone."""
@@ -34,12 +35,12 @@ class Forwarder:
 
     async def serve(self) -> None:
         """Serve until there is no gateway any more. DeadlineError: that is so."""
-        self._link = await reach(self._run, _nothing, _PATIENCE_S)
+        self._link = await reach(self._run, serve_nothing, _PATIENCE_S)
         await self.front.start()
         print(self.front.url, flush=True)
         while True:
             await self._link.lost.wait()
-            self._link = await reach(self._run, _nothing, _PATIENCE_S)
+            self._link = await reach(self._run, serve_nothing, _PATIENCE_S)
 
     async def _knows(self, key: str) -> bool:
         assert self._link
@@ -54,10 +55,6 @@ class Forwarder:
             return reply_of(await self._link.call(do="request", **asdict(asked)))
         except Gone as gone:
             return Reply.error(503, "gateway_gone", str(gone), asked.path)
-
-
-async def _nothing(message: Message) -> Message:
-    raise ValueError("a forwarder answers nothing")
 
 
 def main() -> None:

@@ -27,7 +27,6 @@ from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.gateway import serving
 from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.front import key_of
 from relax_hpc.gateway.link import reach
 from relax_hpc.models.tiny_tokenizer import CHARACTERS, write_tokenizer
@@ -37,6 +36,7 @@ from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
 from relax_hpc.rollout.turns import Start
 from relax_hpc.rundir import RunDir
+from relax_hpc.transport.exchange import Message
 
 COMPLETIONS = "/v1/chat/completions"
 TARGET_MS = 5.0

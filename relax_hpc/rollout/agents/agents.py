@@ -20,7 +20,6 @@ from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.plain import finite_number
 from relax_hpc.error_origin import ErrorOrigin
 from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.exchange import Gone, Message
 from relax_hpc.gateway.front import key_of
 from relax_hpc.gateway.link import Link
 from relax_hpc.rendezvous.network import LOOPBACK
@@ -34,6 +33,7 @@ from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
+from relax_hpc.transport.exchange import Gone, Message
 
 _SHOWN = 2000
 """Characters of what a program has printed last that samples and faults show."""

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from relax_hpc.errors import RelaxError
-from relax_hpc.gateway.exchange import Message
 from relax_hpc.gateway.link import Link, reach
 from relax_hpc.rundir import RunDir
+from relax_hpc.transport.exchange import Message
 
 _FORWARDER_S = 300.0
 """Seconds for a forwarder to begin, whose modules may come from a shared filesystem."""

@@ -20,7 +20,6 @@ from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.engines.stops import with_stops
-from relax_hpc.gateway.exchange import Gone
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
@@ -31,11 +30,14 @@ from relax_hpc.rollout.agents.recorded import Recorded
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
+from relax_hpc.transport.exchange import MAX_PAYLOAD_BYTES, Gone
 
 MODELS = "/v1/models"
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
 _MOST_REFUSED = 32
 """Requests in a row that may be refused: a program that repeats them would do so for ever."""
+_MOST_REPLY_BYTES = MAX_PAYLOAD_BYTES - (64 << 10)
+"""Bytes of a reply, which has to go in one message to the gateway, and from there to a forwarder."""
 _RETRY_S = 30.0
 """Seconds for a client that counts its retries to repeat a request which it has hung up. OpenAI's and Anthropic's wait
 8 seconds at most."""
@@ -152,7 +154,13 @@ class Session:
 
     async def _reply(self, path: str, body: bytes) -> Reply:
         try:
-            return await self._answered(path, body)
+            reply = await self._answered(path, body)
+            if len(reply.body) > _MOST_REPLY_BYTES:
+                raise ValueError(
+                    f"an answer takes {len(reply.body)} bytes by {path}, allowed: {_MOST_REPLY_BYTES}; lower "
+                    "rollout.max_new_tokens"
+                )
+            return reply
         except Refused as refused:
             self._note_refusal(refused)
             detail = refused.detail

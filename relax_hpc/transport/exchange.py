@@ -8,13 +8,20 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from relax_hpc.transport.wire import BadMessage, Bytes, pack, unpack
+from relax_hpc.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage, Bytes, pack, unpack
+
+MAX_PAYLOAD_BYTES = MAX_MESSAGE_BYTES - MAC_BYTES
+"""Bytes of a request or an answer at most. A longer one is refused where it is sent."""
 
 Message = dict[str, Any]
 
 
 class Gone(Exception):
     """Error of a request whose other end has gone, or that it cannot answer."""
+
+
+class TooLarge(ValueError):
+    """Error of a request that the other end would not receive."""
 
 
 class Exchange:
@@ -40,11 +47,16 @@ class Exchange:
         """Requests of the other end that are being answered, by their numbers."""
 
     async def call(self, **message: Any) -> Message:
-        """The other end's answer to ``message``. If this is cancelled, so is the work of the other end. Gone."""
+        """The other end's answer to ``message``. If this is cancelled, so is the work of the other end.
+
+        Gone; TooLarge: ``message`` is more than the other end takes."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        payload = pack({"id": number, **message})
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise TooLarge(f"a request of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}")
         self._asked[number] = answer
         try:
-            self._send(pack({"id": number, **message}))
+            self._send(payload)
             return await answer
         except OSError as error:
             raise Gone(str(error)) from error
@@ -82,8 +94,13 @@ class Exchange:
             answer = {"gone": str(gone)}
         except Exception as error:  # of what no one of ours asks, above all; whoever asked is not to wait
             answer = {"gone": f"{type(error).__name__}: {error}"}
+        payload = pack({**answer, "re": message.get("id")})
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            # The other end would close the connection, with everything that others have asked over it.
+            why = f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}"
+            payload = pack({"gone": why, "re": message.get("id")})
         with contextlib.suppress(OSError):
-            self._send(pack({**answer, "re": message.get("id")}))
+            self._send(payload)
 
     def end(self, why: str) -> None:
         """The connection has ended: nobody is answered any more."""
