@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from relax_hpc.terminal_text import log_entry
+
 Job = TypeVar("Job")
 T = TypeVar("T")
 _LOOK_S = 1.0
@@ -102,4 +104,4 @@ def in_thread(act: Callable[[], T]) -> Future[T]:
 def say(text: str) -> None:
     """Print a line to the log, if its disk is not the one that is full."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(log_entry(text), file=sys.stderr, flush=True)

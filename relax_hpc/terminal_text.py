@@ -34,6 +34,16 @@ def one_line(text: str) -> str:
     return harmless(text).replace("\n", "\\n")
 
 
+def log_entry(text: str) -> str:
+    """``text`` as of `harmless`, its further lines indented: in a log none of them looks like another entry.
+
+    >>> print(log_entry("it failed: bad\nrollout: all is well"))
+    it failed: bad
+        rollout: all is well
+    """
+    return harmless(text).replace("\n", "\n    ")
+
+
 class HarmlessStream:
     """A text stream whose written text is neutralised by `harmless`; all else is that of ``stream``.
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.data.template_files import DEFAULT, choose_template, find_templates
 from relax_hpc.data.template_process import MEMORY_BYTES, RENDER_CPU_S
 from relax_hpc.errors import ConfigError
+from relax_hpc.terminal_text import one_line
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
@@ -112,7 +113,7 @@ class ChatTemplate:
         with self._lock:
             answer = self._answer(question)
         if "error" in answer:
-            raise TemplateError(answer["error"])
+            raise TemplateError(one_line(answer["error"]))
         return answer["text"]
 
     def close(self) -> None:

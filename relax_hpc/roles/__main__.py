@@ -30,6 +30,7 @@ from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, sh
 from relax_hpc.roles.ahead import NotNeededError, wait_to_begin
 from relax_hpc.roles.node_files import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.node_cache import clear_staging
 
@@ -165,7 +166,7 @@ def work(args: argparse.Namespace) -> int:
         serve(args, config, run, stop)
     except NotNeededError as error:
         # There was no such incarnation, so nobody is to read how it ended.
-        print(f"{args.role}: {error}", file=sys.stderr, flush=True)
+        print(log_entry(f"{args.role}: {error}"), file=sys.stderr, flush=True)
         return EXIT_DONE
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
@@ -178,7 +179,7 @@ def work(args: argparse.Namespace) -> int:
         else:
             traceback.print_exc()
     if reason:
-        print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
+        print(log_entry(f"{args.role}: {reason}"), file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
         mark = run.exit_mark(args.group, args.incarnation, args.role)

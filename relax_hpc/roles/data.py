@@ -25,6 +25,7 @@ from relax_hpc.rollout.media import UNUSABLE, PromptMedia
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks.files import open_train
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.client import Admission, News
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_ids import row_id
@@ -140,7 +141,7 @@ class Feeder:
             rows = [row for ticket, example in tickets for row in rows_of(example, ticket, self.newest)]
             refused = self.client.generated(rows, fields=FIELDS)
         for ticket, why in refused.items():
-            print(f"ticket {ticket}: {why}", flush=True)
+            print(log_entry(f"ticket {ticket}: {why}"), flush=True)
         self.context.report(step, self.client.store.ways.since_last())
 
     async def _examples(self, admitted: Admission) -> list[Example]:
@@ -159,7 +160,7 @@ class Feeder:
                 failure = Failure(bad.reason, f"{bad} (row {example.prompt_id})")
                 self.outcomes.count(failure)
                 self.outcomes.check_share(failure)
-                print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
+                print(log_entry(f"ticket {ticket}, attempt {attempt}: {failure.detail}"), flush=True)
                 failed = self.client.tickets.fail(ticket, attempt, failure.reason)
                 attempt = (await asyncio.wrap_future(failed)).attempt
             else:

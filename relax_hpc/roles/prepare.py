@@ -12,6 +12,7 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rendezvous.signs import say
 from relax_hpc.rundir import RunDir
+from relax_hpc.terminal_text import harmless, one_line
 
 NOTE = "note: "
 """Beginning of lines that the launcher shows."""
@@ -55,7 +56,7 @@ def _prompts(run: RunDir, config: Config, model: Path) -> None:
     files = train.sets if isinstance(train, PromptSets) else {"train": train}
     for name, file in (files | open_evals(run, config, tokenizer)).items():
         if note := file.left_out():
-            print(f"{NOTE}{name}: {note}", flush=True)
+            print(one_line(f"{NOTE}{name}: {note}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare(RunDir(args.run_dir), load_resolved(args.run_dir))
     except RelaxError as error:
-        print(error, file=sys.stderr)
+        print(harmless(str(error)), file=sys.stderr)
         return error.exit_code
     return 0
 

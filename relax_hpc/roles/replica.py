@@ -25,6 +25,7 @@ from relax_hpc.rollout.history import History
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.rollout.turns import Start
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
@@ -228,7 +229,7 @@ class Replica:
         self.suspected.clear()
         self.replaced += 1
         await self.note(fault)
-        print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
+        print(log_entry(f"{self.engine.name} of replica {self.number} is replaced: {fault}"), flush=True)
         if self.replaced >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
         # No tickets for it, and the newest version again.
@@ -288,7 +289,7 @@ class Replica:
     async def note_failed(self, name: str, version: Version, tally: Tally) -> None:
         """Have the queue count responses of an evaluation that have no reward."""
         for reason, count in tally.failed.items():
-            print(f"evaluation of {version} on {name}: {count} responses left out, {reason}", flush=True)
+            print(log_entry(f"evaluation of {version} on {name}: {count} responses left out, {reason}"), flush=True)
             for number in range(count):
                 note = self.rollout.client.status.note("eval_failed", f"{name}/{version.number}/{number}", reason)
                 await asyncio.wrap_future(note)

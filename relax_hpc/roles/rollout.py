@@ -36,6 +36,7 @@ from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks import get_task
 from relax_hpc.tasks.files import open_evals, open_train
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.row_schema import Row
 
 FOR_JUDGE = "waiting for the servers of role genrm"
@@ -102,7 +103,7 @@ class Rollout:
 
     def note_fault(self, fault: EnvironmentFault) -> None:
         """Have the queue count the fault of an environment."""
-        print(f"an environment failed its episode: {fault}", flush=True)
+        print(log_entry(f"an environment failed its episode: {fault}"), flush=True)
         self.note("environment_fault", fault.reason)
         self.report_failure(fault.reason, fault.detail, fault.origin)
 

@@ -22,6 +22,7 @@ from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.segment_log import SegmentLog
 from relax_hpc.rollout.spares import Spare, has_spare
 from relax_hpc.rollout.turns import Start
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.client import Admission, LogPlace, NextAttempt
 from relax_hpc.transfer_queue.records import FILTERED
 
@@ -237,8 +238,8 @@ class TicketWorker:
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
         if failure.reason != FILTERED:
-            text = failure.detail_with_location
-            print(f"ticket {attempt.ticket}, attempt {attempt.number}: {text}", flush=True)
+            text = f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail_with_location}"
+            print(log_entry(text), flush=True)
             self.rollout.report_failure(failure.reason, failure.detail, failure.origin)
         self.rollout.outcomes.check_share(failure)
         asking = self.client.tickets.fail(attempt.ticket, attempt.number, failure.reason)
@@ -293,7 +294,7 @@ class TicketWorker:
             else:
                 await self.drop(spare.attempt, _SURPLUS)
         except RelaxError as error:
-            print(f"a spare prompt group was not dropped: {error}", flush=True)
+            print(log_entry(f"a spare prompt group was not dropped: {error}"), flush=True)
         finally:
             await spare.abort()
 

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from relax_hpc.data.rows import read_rows
 from relax_hpc.errors import ConfigError
+from relax_hpc.terminal_text import log_entry
 
 _MADE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')"
 _FOUND = (
@@ -94,7 +95,7 @@ def _limited(database: sqlite3.Connection, limit_s: float) -> Iterator[None]:
 def _documents(path: str) -> Iterator[tuple[str, str]]:
     for row in read_rows(path):
         if not isinstance(row, tuple):
-            print(f"{path}:{row.line}: left out: {row.reason}: {row.detail}", file=sys.stderr)
+            print(log_entry(f"{path}:{row.line}: left out: {row.reason}: {row.detail}"), file=sys.stderr)
         elif isinstance(text := row[1].get("text"), str):
             yield str(row[1].get("title", "")), text
         else:
