@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Protocol of groups with each other: requests and answers, rows, manifests, and the files by which they meet."""
 RUN_FORMAT = 3
 """Format of a run directory: its names, its journal, and the rows in its shards."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import json
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,11 +33,16 @@ from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpo
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, group_service, while_away
 from relax_hpc.rewards.ask import scores_soon
+from relax_hpc.rewards.group_service import PURPOSE
 from relax_hpc.rewards.while_away import WhileAway
 from relax_hpc.roles import genrm
 from relax_hpc.rollout.judge import patient_settings
 from relax_hpc.slurm.layout import components
 from relax_hpc.slurm.render import render
+from relax_hpc.transport.calls import CallListener
+from relax_hpc.transport.exchange import Message
+from relax_hpc.transport.listener import listen
+from relax_hpc.transport.proof import Challenge
 from tests.audit import audit
 from tests.http_server import serving
 from tests.requirements import requires
@@ -50,16 +59,26 @@ CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
+async def answering(key: str, serve: Callable[[int, Message], Awaitable[Message]]) -> AsyncIterator[Endpoint]:
+    """A process of role genrm that answers questions by ``serve``."""
+    listener = CallListener(listen("127.0.0.1"), key.encode(), PURPOSE, serve)
+    running = asyncio.create_task(listener.run())
+    try:
+        yield Endpoint(listener.endpoint, key)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
 async def judging(key: str, score: str) -> AsyncIterator[Endpoint]:
-    """A server that gives everybody with the key this score."""
+    """One that gives everybody with the key this score."""
 
-    async def answer(request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") != f"Bearer {key}":
-            return web.Response(status=401)
-        return web.json_response({"choices": [{"message": {"content": f"Score: {score}"}}]})
+    async def serve(number: int, message: Message) -> Message:
+        return {"status": 200, "body": json.dumps({"choices": [{"message": {"content": f"Score: {score}"}}]}).encode()}
 
-    async with serving(CHAT, answer) as url:
-        yield Endpoint(url.removesuffix(CHAT), key)
+    async with answering(key, serve) as endpoint:
+        yield endpoint
 
 
 def made_judge(directory: Path) -> Path:
@@ -149,9 +168,13 @@ def test_a_prompt_group_does_not_wait_for_ever_and_is_no_zero(tmp_path: Path) ->
 def test_who_is_there_and_slow_is_not_away(tmp_path: Path) -> None:
     """It is asked as any service is, within its own limits."""
 
+    async def wait(number: int, message: Message) -> Message:
+        await asyncio.Event().wait()
+        return {}
+
     async def main() -> Scores:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            publish_endpoints(tmp_path, 1, 0, [Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", "key")])
+        async with answering("key", wait) as slow:
+            publish_endpoints(tmp_path, 1, 0, [slow])
             rewards = WhileAway(InThisProcess(tmp_path, timeout_s=0.2), tmp_path, 60.0, lambda change: None)
             try:
                 return await rewards.of(GROUP)
@@ -161,6 +184,103 @@ def test_who_is_there_and_slow_is_not_away(tmp_path: Path) -> None:
     found = asyncio.run(main())
     assert isinstance(found, RewardError) and found.reason == "reward_exception"
     assert found.detail.startswith("NoAnswer: asked 1 times, the last time:  no answer within 0.2 s")
+
+
+class Stranger:
+    """Another process at the address of a server that has died; it keeps all that it is sent, and says ``words``."""
+
+    def __init__(self, words: bytes) -> None:
+        self.words, self.heard = words, b""
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def endpoint(self, scheme: str) -> Endpoint:
+        return Endpoint(f"{scheme}://127.0.0.1:{self.socket.getsockname()[1]}", "KEY-OF-THE-DEAD")
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.socket.accept()
+                with connection:
+                    connection.settimeout(0.5)
+                    connection.sendall(self.words)
+                    with contextlib.suppress(TimeoutError):
+                        while data := connection.recv(1 << 16):
+                            self.heard += data
+
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 53\r\n\r\n{"choices": [{"message": {"content": "Score: 1"}}]}   '
+
+
+@pytest.mark.parametrize("scheme", ["http", "tcp"])
+@pytest.mark.parametrize(
+    "words", [b"", OK, Challenge(b"KEY-OF-A-GUESS", PURPOSE).greeting + bytes(32)], ids=["silent", "http", "greeting"]
+)
+@pytest.mark.usefixtures("quick")
+def test_a_stranger_at_the_port_of_a_server_gets_no_question_and_gives_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: bytes, scheme: str
+) -> None:
+    monkeypatch.setattr(group_service, "CONNECT_S", 0.3)
+    stranger = Stranger(words)
+    publish_endpoints(tmp_path, 1, 0, [stranger.endpoint(scheme)])
+
+    async def main() -> Scores:
+        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.5, lambda change: None)
+        return await rewards.of([RewardInput("QUESTION", "ANSWER", "RESPONSE", "stop")])
+
+    try:
+        found = asyncio.run(main())
+    finally:
+        stranger.socket.close()
+    assert isinstance(found, RewardError) and found.reason == "reward_away"
+    assert not any(secret in stranger.heard for secret in (b"KEY", b"QUESTION", b"ANSWER", b"RESPONSE"))
+
+
+def test_a_question_or_an_answer_that_is_too_large_costs_its_prompt_group(tmp_path: Path) -> None:
+    async def serve(number: int, message: Message) -> Message:
+        return {"status": 200, "body": bytes(9 << 20) if b"much" in message["body"] else b'{"choices": []}'}
+
+    async def main() -> list[Scores]:
+        async with answering("key", serve) as endpoint:
+            publish_endpoints(tmp_path, 1, 0, [endpoint])
+            rewards = InThisProcess(tmp_path)
+            texts = ("much", "x" * (9 << 20), "x")
+            found = [await rewards.of([RewardInput("q", "4", text, "stop")]) for text in texts]
+            await rewards.close()
+            return found
+
+    large_answer, large_question, other = asyncio.run(main())
+    assert isinstance(large_answer, RewardError) and "an answer of 9437" in large_answer.detail
+    assert isinstance(large_question, RewardError) and "TooLarge: a request of 9437" in large_question.detail
+    assert isinstance(other, RewardError) and "expected choices with a message" in other.detail
+
+
+def test_questions_go_to_the_server_with_the_fewest_and_its_key_stays_on_the_node(tmp_path: Path) -> None:
+    seen = Counter[str]()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen[request.headers["Authorization"]] += 1
+        body = await request.json()
+        if body["model"] == "large":
+            return web.Response(body=gzip.compress(bytes(16 << 20)), headers={"Content-Encoding": "gzip"})
+        await asyncio.sleep(0.05)
+        return web.json_response(body, status=400 if body["model"] == "bad" else 200)
+
+    async def main() -> None:
+        async with serving(CHAT, answer) as first, serving(CHAT, answer) as second:
+            servers = [
+                SimpleNamespace(url=url.removesuffix(CHAT), key=name) for url, name in ((first, "a"), (second, "b"))
+            ]
+            front = genrm.JudgeFront(servers)
+            replies = [front.serve(1, {"body": json.dumps({"model": name}).encode()}) for name in ("x", "bad") * 4]
+            replies = await asyncio.gather(*replies)
+            assert Counter(reply["status"] for reply in replies) == {200: 4, 400: 4}
+            assert seen == {"Bearer a": 4, "Bearer b": 4}
+            with pytest.raises(ValueError, match="answers more than 4194304 bytes"):
+                await front.serve(1, {"body": b'{"model": "large"}'})
+            await front.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("first", ["run", "server"])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from relax_hpc.background import say
 from relax_hpc.errors import ConfigError
 from relax_hpc.reward_settings import JudgeSettings, RemoteSettings, RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward
@@ -279,3 +284,97 @@ def test_what_cannot_be_asked_of_a_judge_is_said(settings: dict[str, str], said:
     url = {} if not settings else {"url": "http://judge/"}
     with pytest.raises(ConfigError, match=said):
         get_reward("judge", RewardSettings(judge=JudgeSettings(**url, **settings)))
+
+
+SCORES = b'{"scores": [1, 0]}'
+ENCODED = {
+    "gzip": gzip.compress(SCORES),
+    "x-gzip": gzip.compress(SCORES),
+    "deflate": zlib.compress(SCORES),
+    "identity": SCORES,
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_an_answer_that_is_compressed_unasked_is_read(encoding: str) -> None:
+    asked_for = list[str]()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked_for.append(request.headers["Accept-Encoding"])
+        return web.Response(body=ENCODED[encoding], headers={"Content-Encoding": encoding})
+
+    assert asked(answer) == [Score(1.0), Score(0.0)] and asked_for == ["identity"]
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    """An answer that has no end."""
+    reply = web.StreamResponse()
+    await reply.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await reply.write(bytes(1 << 20))
+    return reply
+
+
+def with_body(body: bytes, status: int = 200, **headers: str) -> Answer:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(
+            body=body, status=status, headers={name.replace("_", "-"): headers[name] for name in headers}
+        )
+
+    return answer
+
+
+BOMB = gzip.compress(bytes(256 << 20))
+LARGE = {
+    "endless": endless,
+    "gzip": with_body(BOMB, Content_Encoding="gzip"),
+    "gzip of an error": with_body(BOMB, 400, Content_Encoding="gzip"),
+    "plain": with_body(b" " * (5 << 20)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_an_answer_without_a_bound_is_not_kept(kind: str) -> None:
+    """Not in memory either."""
+    tracemalloc.start()
+    try:
+        found = asked(LARGE[kind], retries=0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(found, RewardError) and found.reason == "reward_exception"
+    assert "answers more than 4194304 bytes" in found.detail
+    assert peak < 64 << 20
+
+
+ODD = {
+    "[" * 200_000: "nested too deep",
+    '{"scores": ' + "9" * 5000 + "}": "Exceeds the limit",
+    "\x00\xff": "",
+}
+
+
+@pytest.mark.parametrize("body", ODD, ids=["deep", "digits", "binary"])
+def test_an_answer_that_is_no_json_costs_its_prompt_group(body: str) -> None:
+    found = asked(with_body(body.encode("latin-1")))
+    assert isinstance(found, RewardError) and found.reason == "reward_exception" and ODD[body] in found.detail
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "compress"])
+def test_an_answer_in_an_encoding_that_is_not_read_is_refused(encoding: str) -> None:
+    found = asked(with_body(b"x", Content_Encoding=encoding), retries=0)
+    assert isinstance(found, RewardError) and found.detail.isprintable()
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_what_a_service_says_begins_no_line_of_a_log_and_is_obeyed_by_no_terminal(status: int) -> None:
+    text = "no\n[  12.0s] actor: finished\r\x1b]0;title\x07\u2028\u202e"
+    found = asked(with_body(text.encode(), status), retries=0)
+    assert isinstance(found, RewardError) and found.detail.isprintable()
+    assert "no\\n[  12.0s] actor: finished\\x0d\\x1b]0;title\\x07\\u2028\\u202e" in found.detail
+
+
+def test_further_lines_of_an_entry_of_a_log_are_indented(capfd: pytest.CaptureFixture[str]) -> None:
+    say("one\ntwo\x1b[2J\r\nthree")
+    assert capfd.readouterr().err == "one\n    two\\x1b[2J\\x0d\n    three\n"

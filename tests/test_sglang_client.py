@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, Generation  # noqa: E402
+from relax_hpc.engines.sglang import process  # noqa: E402
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.routes import NAME, RouteShape  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
@@ -327,3 +330,28 @@ def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     with pytest.raises(EngineFault) as caught:
         asyncio.run(generate())
     assert caught.value.reason == "connection"
+
+
+def test_the_port_of_a_server_that_has_ended_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who took it would be sent the key with the next request. Who asks there is hung up on."""
+    monkeypatch.setattr(process, "_SERVER", "this")
+    arguments = {"host": "127.0.0.1", "port": 0}
+
+    async def main() -> None:
+        server = process.ServerProcess(
+            process.Launch(arguments=arguments, name="server", logs=tmp_path, threads=1, stop_s=20.0)
+        )
+        await server.start()
+        address = "127.0.0.1", server.arguments["port"]
+        early, _ = await asyncio.open_connection(*address)
+        await server.session.ended
+        late, _ = await asyncio.open_connection(*address)
+        for stream in (early, late):
+            with contextlib.suppress(ConnectionResetError):
+                assert await stream.read() == b""
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(address)
+        await server.close()
+        socket.create_server(address).close()
+
+    asyncio.run(main())

@@ -19,11 +19,12 @@ _FILE = re.compile(r"inc-(\d{6})-servers-\d+\.json")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server that answers over HTTP."""
+    """A server of a group."""
 
     url: str
+    """Address at which it listens, tcp://host:port."""
     key: str
-    """Secret that requests show; of this start of the server alone."""
+    """Secret of this start of the server alone, which both ends of a connection prove that they hold."""
 
 
 def publish_endpoints(folder: Path, incarnation: int, rank: int, endpoints: Sequence[Endpoint]) -> None:

@@ -1,63 +1,101 @@
-"""A service of a group that has no fixed address: its servers say where they are in the group's rendezvous folder."""
+"""A service of a group that has no fixed address: its servers publish their endpoints in the group's rendezvous folder.
+
+A process of the group may have died, and its port may belong to a stranger since. So both ends of a connection first
+prove that they hold the key of the endpoint file (`relax_hpc.transport.proof`), which is never sent.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.foreign_files import parse_json
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of
 from relax_hpc.rewards.service import Away, Service
+from relax_hpc.transport.calls import CallLink, open_link
+from relax_hpc.transport.exchange import Gone
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import ServiceSettings
 
+PURPOSE = b"judge"
+"""Purpose of the connections, see `relax_hpc.transport.proof`."""
+CONNECT_S = 5.0
+"""Seconds for a server to accept a connection and to prove its identity."""
 _LOOK_S = 5.0
-"""Seconds after which others than those that are known may be there."""
-_OF_ANOTHER = 401
-"""Status by which a server says that its key is another one: a stranger's, at the address of one that has ended."""
+"""Seconds after which the endpoints are read again."""
+_SCHEME = "tcp://"
 
 
 class GroupService(Service):
     """Asks the servers of the group, each time the one with the fewest questions; `Away` as soon as one is gone."""
 
-    def __init__(self, settings: ServiceSettings, folder: Path, path: str) -> None:
-        """``folder`` has the endpoints; ``path``: of the address, behind that of a server."""
+    def __init__(self, settings: ServiceSettings, folder: Path) -> None:
+        """``folder`` has the endpoints."""
         super().__init__(settings, "")
-        self._folder, self._path = folder, path
-        self._known: list[Endpoint] = []
+        self._folder = folder
+        self._endpoints: list[Endpoint] = []
         self._looked = 0.0
         self._asked: Counter[str] = Counter()
+        self._links: dict[Endpoint, CallLink] = {}
+        self._opening: defaultdict[Endpoint, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def close(self) -> None:
+        """See `Service`."""
+        for link in self._links.values():
+            link.close()
+        await super().close()
 
     def _prepare(self, key: str) -> dict[str, str]:
         return {}
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
-        import aiohttp
-
-        server = self._server()
-        self._asked[server.url] += 1
+        endpoint = self._next_endpoint()
+        self._asked[endpoint.url] += 1
         try:
-            status, found = await self._exchange(
-                server.url + self._path, body, {"Authorization": f"Bearer {server.key}"}
-            )
-        except aiohttp.ClientError as error:
-            raise self._away(f"{server.url}: {type(error).__name__}: {error}") from error
+            link = await self._link(endpoint)
+            async with asyncio.timeout(self._settings.timeout_s):
+                answer = await link.call(body=json.dumps(body).encode())
+        except Gone as gone:
+            raise self._away(f"{endpoint.url}: {gone}") from gone
+        except TimeoutError:
+            return 0, self._late
         finally:
-            self._asked[server.url] -= 1
-        if status == _OF_ANOTHER:
-            raise self._away(f"{server.url} is somebody else's")
-        return status, found
+            self._asked[endpoint.url] -= 1
+        status, content = answer["status"], answer["body"]
+        return status, parse_json(content) if status == 200 else content.decode(errors="replace")
 
-    def _server(self) -> Endpoint:
-        if not self._known or time.monotonic() - self._looked > _LOOK_S:
-            self._known, self._looked = endpoints_of(self._folder), time.monotonic()
-        if not self._known:
+    async def _link(self, endpoint: Endpoint) -> CallLink:
+        """An open connection to a server that has proven its identity. Away: there is none."""
+        async with self._opening[endpoint]:
+            link = self._links.get(endpoint)
+            if link and not link.lost.is_set():
+                return link
+            try:
+                link = self._links[endpoint] = await open_endpoint(endpoint)
+            except OSError as error:
+                raise self._away(f"{endpoint.url}: {error}") from error
+            return link
+
+    def _next_endpoint(self) -> Endpoint:
+        if not self._endpoints or time.monotonic() - self._looked > _LOOK_S:
+            self._endpoints, self._looked = endpoints_of(self._folder), time.monotonic()
+        if not self._endpoints:
             raise Away(f"no server has said in {self._folder} where it is")
-        return min(self._known, key=lambda server: self._asked[server.url])
+        return min(self._endpoints, key=lambda endpoint: self._asked[endpoint.url])
 
     def _away(self, why: str) -> Away:
         # Others may be there by now.
-        self._known = []
+        self._endpoints = []
         return Away(why)
+
+
+async def open_endpoint(endpoint: Endpoint) -> CallLink:
+    """A connection to the server of ``endpoint``. OSError: nothing there proves that it is that server."""
+    if not endpoint.url.startswith(_SCHEME):
+        raise ConnectionError(f"found no {_SCHEME} address: a server of another version, which proves no identity")
+    return await open_link(endpoint.url, endpoint.key.encode(), PURPOSE, CONNECT_S)

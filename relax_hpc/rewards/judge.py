@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")
-_ADDRESS = "/v1/chat/completions"
-"""Address of chat completions at a server."""
 _CUT_OFF = ("length", "max_tokens", "abort", "content_filter", "error")
 """Values of finish_reason of an answer that does not say all that the judge would have said."""
 _GROUP = 8
@@ -39,7 +37,7 @@ class Judge:
                 "serves a judge (groups: {genrm: {}})"
             )
         self.service = (
-            GroupService(judge, Path(judge.endpoints), _ADDRESS) if judge.endpoints else Service(judge, "reward.judge")
+            GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
         )
         self.at_once = max(1, judge.in_flight // _GROUP)
         self._turns = asyncio.Semaphore(judge.in_flight)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import parse_json
+from relax_hpc.terminal_text import one_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -17,8 +20,13 @@ FIRST_PAUSE_S = 0.5
 """Seconds before a request is sent again; each time twice as long."""
 SHOWN = 300
 """Characters of an answer that an error shows."""
+MAX_ANSWER_BYTES = 4 << 20
+"""Bytes of an answer, after decompression. As JSON it takes up to twenty times as many in memory."""
 _AGAIN = {408, 425, 429}
 """Statuses by which a service asks for patience, beside 5xx."""
+_PIECE_BYTES = 1 << 16
+_COMPRESSED = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+"""Encodings of answers that are read, though none was asked for, and zlib's name for each."""
 
 
 class NoAnswer(Exception):
@@ -39,18 +47,19 @@ class Service:
         self._settings = settings
         self._headers = self._prepare(key)
         self._session: aiohttp.ClientSession | None = None
+        self._late = f"no answer within {settings.timeout_s:g} s"
 
     async def ask(self, body: dict[str, Any]) -> Any:
-        """The answer to ``body``. NoAnswer. ValueError: the service refuses, or answers no JSON."""
+        """The answer to ``body``. NoAnswer. ValueError: the service refuses, or answers no JSON, or too much."""
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            status, found = await self._post(body)
+            status, answer = await self._post(body)
             if status == 200:
-                return found
+                return answer
             if status and status < 500 and status not in _AGAIN:
-                raise ValueError(f"the service refuses: {status} {str(found)[:SHOWN]}")
-        raise NoAnswer(f"asked {attempt + 1} times, the last time: {status or ''} {str(found)[:SHOWN]}")
+                raise ValueError(f"the service refuses: {status} {shown(answer)}")
+        raise NoAnswer(f"asked {attempt + 1} times, the last time: {status or ''} {shown(answer)}")
 
     async def close(self) -> None:
         """Give its connections back."""
@@ -67,27 +76,49 @@ class Service:
         """Status and answer, of JSON if the status is 200; 0 and why there is none."""
         import aiohttp
 
-        try:
-            return await self._exchange(self._settings.url, body, self._headers)
-        except aiohttp.ClientError as error:
-            return 0, f"{type(error).__name__}: {error}"
-
-    async def _exchange(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
-        """The same of a POST to ``url``. aiohttp.ClientError: there is no connection, or not until the end."""
-        import aiohttp
-
         if self._session is None:
             limit = aiohttp.ClientTimeout(total=self._settings.timeout_s)
             # Its own limit of connections would be another one beside ours.
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=limit, connector=connector)
+            # aiohttp 3.14 unpacks what a service has compressed without a bound.
+            self._session = aiohttp.ClientSession(timeout=limit, connector=connector, auto_decompress=False)
+        headers = {"Accept-Encoding": "identity", **self._headers}
         try:
-            async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as reply:
-                if reply.status == 200:
-                    return 200, await reply.json(content_type=None)
-                return reply.status, await reply.text(errors="replace")
+            async with self._session.post(
+                self._settings.url, json=body, headers=headers, allow_redirects=False
+            ) as reply:
+                content = await read_answer(reply)
+                return reply.status, parse_json(content) if reply.status == 200 else content.decode(errors="replace")
         except TimeoutError:
-            return 0, f"no answer within {self._settings.timeout_s:g} s"
+            return 0, self._late
+        except aiohttp.ClientError as error:
+            return 0, f"{type(error).__name__}: {error}"
+
+
+async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """Content of an answer, decompressed, of a session with `auto_decompress=False`.
+
+    ValueError: it has more than ``most_bytes``, or is compressed in a way that nothing here reads.
+    """
+    encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", *_COMPRESSED):
+        raise ValueError(f"the service answers with Content-Encoding {shown(encoding)}, allowed: none, or gzip")
+    unpack = zlib.decompressobj(_COMPRESSED[encoding]) if encoding in _COMPRESSED else None
+    content = bytearray()
+    async for piece in reply.content.iter_chunked(_PIECE_BYTES):
+        try:
+            content += unpack.decompress(piece, most_bytes + 1 - len(content)) if unpack else piece
+        except zlib.error as error:
+            raise ValueError(f"the service answers no {encoding}: {error}") from error
+        if len(content) > most_bytes:
+            reply.close()
+            raise ValueError(f"the service answers more than {most_bytes} bytes, allowed: at most that")
+    return bytes(content)
+
+
+def shown(answer: Any) -> str:
+    """Beginning of an answer for an error, neutralised: it may be written to a log."""
+    return one_line(str(answer)[:SHOWN])
 
 
 def _authorization(token_file: str, key: str) -> dict[str, str]:

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of
 from relax_hpc.rewards import RewardError, RewardInput, Scores
+from relax_hpc.rewards.group_service import open_endpoint
 from relax_hpc.rewards.service import Away
 
 if TYPE_CHECKING:
     from relax_hpc.rewards.where import Rewards
 
-_LOOK_S, _CONNECT_S = 1.0, 5.0
-"""Seconds between two looks for a server, and for it to take a connection."""
+_LOOK_S = 1.0
+"""Seconds between two looks for a server."""
 
 
 class WhileAway:
@@ -59,20 +59,17 @@ class WhileAway:
                     # Of one that has just gone it is not known yet.
                     await asyncio.sleep(min(most_s, _LOOK_S))
                     async with self._looking:
-                        while not await _any_there(endpoints_of(self._folder)):
+                        while not await _any_proven(endpoints_of(self._folder)):
                             await asyncio.sleep(_LOOK_S)
         finally:
             self._waits(-1)
         return max(_LOOK_S, time.monotonic() - began)
 
 
-async def _any_there(endpoints: Sequence[Endpoint]) -> bool:
-    """Whether one of them takes a connection; it gets no key."""
+async def _any_proven(endpoints: Sequence[Endpoint]) -> bool:
+    """Whether the server of one of them is there, and no stranger at its address."""
     for endpoint in endpoints:
-        about = urlsplit(endpoint.url)
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_CONNECT_S):
-                _, writer = await asyncio.open_connection(about.hostname, about.port)
-            writer.close()
+        with contextlib.suppress(OSError):
+            (await open_endpoint(endpoint)).close()
             return True
     return False

@@ -1,14 +1,22 @@
 """The role genrm: SGLang servers of a generative reward model, which reward `judge` of other groups asks.
 
-It has nothing of the queue's but the word that the run is over. Its servers say in the run directory where they are;
-the end of one is that of the group, which is started again by itself while the others go on.
+    reward worker --proven connection--> JudgeFront (this process) --HTTP, loopback--> SGLang
+
+SGLang has an API key, but proves nothing to its clients. So its servers listen on the loopback address
+alone, where this process keeps their ports, and this process takes the questions of other groups. Its
+endpoint is in the run directory. If one server ends, so does the group, which is then started again alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+import aiohttp
 
 from relax_hpc.engines.engine import EngineFault, require_model
 from relax_hpc.engines.sglang.client import SglangClient
@@ -17,10 +25,18 @@ from relax_hpc.engines.sglang.process import START_FLOOR_S, Launch, ServerProces
 from relax_hpc.errors import RelaxError
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.endpoints import Endpoint, publish_endpoints
+from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.rewards.group_service import PURPOSE
+from relax_hpc.rewards.service import read_answer
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
+from relax_hpc.transport.calls import CallListener
+from relax_hpc.transport.exchange import Message
+from relax_hpc.transport.listener import listen
 from relax_hpc.weights.subscriber import NOTHING
 
+_CHAT = "/v1/chat/completions"
+"""Path of chat completions at a server."""
 _TELL_S = 0.5
 """Seconds between two looks at what servers that start are doing."""
 _ASKED = ("rollout", "questions")
@@ -36,13 +52,57 @@ def run(context: Context) -> None:
             for server in servers:
                 stack.push_async_callback(server.close)
             await _started(context, servers)
-            endpoints = [Endpoint(server.url, server.key) for server in servers]
+            key = secrets.token_hex(32)
+            front = JudgeFront(servers)
+            stack.push_async_callback(front.close)
+            listening = listen(context.world.cards[context.world.rank]["address"])
+            listener = CallListener(listening, key.encode(), PURPOSE, front.serve)
             folder = context.run.rendezvous(context.group)
+            endpoints = [Endpoint(listener.endpoint, key)]
             await asyncio.to_thread(publish_endpoints, folder, context.incarnation, context.world.rank, endpoints)
-            with context.spans("wait", cause=_ASKED):
-                await _over(context, servers)
+            answering = asyncio.create_task(listener.run())
+            try:
+                with context.spans("wait", cause=_ASKED):
+                    await _over(context, servers)
+            finally:
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
 
     run_until_stopped(serve, context.stop)
+
+
+class JudgeFront:
+    """Passes questions of others on to the servers of this process, each to the one with the fewest."""
+
+    def __init__(self, servers: Sequence[ServerProcess]) -> None:
+        self._servers = servers
+        self._asked: Counter[str] = Counter()
+        # No limits of its own: clients bound how many questions they ask at a time, and for how long they wait.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+            trust_env=False,
+            auto_decompress=False,
+        )
+
+    async def serve(self, number: int, message: Message) -> Message:
+        """Status and body of the answer to a question; ``number``: of the peer. aiohttp.ClientError: the server ends.
+        ValueError: the answer is too large, or ``message`` is no question."""
+        body = message["body"]
+        if not isinstance(body, bytes):
+            raise ValueError(f"found {type(body).__name__} as a question, allowed: bytes of JSON")
+        server = min(self._servers, key=lambda server: self._asked[server.url])
+        headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+        self._asked[server.url] += 1
+        try:
+            async with self._session.post(f"{server.url}{_CHAT}", data=body, headers=headers) as reply:
+                return {"status": reply.status, "body": await read_answer(reply)}
+        finally:
+            self._asked[server.url] -= 1
+
+    async def close(self) -> None:
+        """End all requests."""
+        await self._session.close()
 
 
 def _numbers(context: Context) -> range:
@@ -52,12 +112,10 @@ def _numbers(context: Context) -> range:
 
 
 def _server(context: Context, number: int) -> ServerProcess:
-    config, world = context.config, context.world
+    config = context.config
     server = ServerProcess(
         Launch(
-            arguments=judge_arguments(
-                config, number, world.cards[world.rank]["address"], number - _numbers(context)[0]
-            ),
+            arguments=judge_arguments(config, number, LOOPBACK, number - _numbers(context)[0]),
             name=f"judge-{number}",
             logs=context.logs,
             threads=config.threads,

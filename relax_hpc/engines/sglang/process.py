@@ -153,13 +153,30 @@ class ServerProcess:
                 start_new_session=True,
             )
         self.session = Session(leader)
-        # Who waits to be let in is turned away, and not kept waiting by the socket here.
-        self.session.ended.add_done_callback(lambda _: self.listening.close())
+        self.session.ended.add_done_callback(lambda _: self._turn_away())
         # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
         self._open.push_async_callback(self.session.end, interrupt, launch.stop_s)
         # Of one that is closed before it has started, too.
         self._open.callback(self.remember_memory)
+
+    def _turn_away(self) -> None:
+        """Close the connections of those that ask a server which has ended.
+
+        The port stays ours until `close`: a stranger who took it would be sent the key with the next request.
+        """
+        if self.listening.fileno() < 0:
+            return
+        loop = asyncio.get_running_loop()
+        self.listening.setblocking(False)
+        loop.add_reader(self.listening, self._close_next)
+        self._open.callback(loop.remove_reader, self.listening.fileno())
+        self._close_next()
+
+    def _close_next(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.listening.accept()[0].close()
 
     def _raise_start_failure(self) -> None:
         last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
