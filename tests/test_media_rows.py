@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import os
 import re
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from relax_hpc.checks.files import read_prompts
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
 from relax_hpc.data.media import MediaRules, places_of, spans_of
-from relax_hpc.data.named_media import split_at_marks
+from relax_hpc.data.named_media import source_of, split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.rows import BadLine, data_uri
@@ -157,6 +159,51 @@ def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: P
     config = Config(data=DATA)
     problem = read_prompts(row_set(tmp_path / "rows.jsonl"), tokenizer, config).problem(DATA)
     assert "missing_file (first line 1: " in problem and "pictures/none.png" in problem
+
+
+@pytest.mark.timeout(60)
+def test_a_row_that_names_no_file_that_can_be_read_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zeros.png").symlink_to("/dev/zero")
+    names = [
+        "pipe.png",
+        "zeros.png",
+        "pictures",
+        "x" * 5000,
+        "a\0b",
+        "file://[x",
+        "file:///\0",
+        "data:,",
+        "data:",
+        "\ud83d",
+    ]
+    rows = [{"prompt": "<image>?", "images": [name]} for name in (*names, URI)]
+    good, bad = read(rows, tokenizer, tmp_path)
+    assert len(good) == 1 and [line.line for line in bad] == [*range(1, len(names) + 1)]
+    assert {line.reason for line in bad} == {"missing_file", "bad_uri", "broken_json"}
+
+
+def test_a_data_uri_is_refused_by_its_length_before_it_is_decoded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    content = base64.b64encode(bytes(20_000_000)).decode()
+    rows = [
+        {"prompt": "<image>?", "images": [f"data:image/png;base64,{content}"]},
+        {"prompt": "<image>?", "images": [URI]},
+    ]
+    limits = MultimodalConfig(max_file_mb=1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMedium, match="large_file: 1999999"):
+            source_of(rows[0]["images"][0], tmp_path, 1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    good, bad = read(rows, tokenizer, tmp_path, multimodal=limits)
+    assert len(good) == 1 and [(line.line, line.reason) for line in bad] == [(1, "large_file")]
+    for size in range(9):
+        uri = f"data:;base64,{base64.b64encode(bytes(size)).decode()}"
+        assert source_of(uri, tmp_path, size) == bytes(size)
+        with pytest.raises(BadMedium):
+            source_of(uri, tmp_path, size - 3)
 
 
 def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ class MediaRules:
     """Folder that paths of media are relative to."""
     with_sound: bool
     """Whether the sound of a video is heard too."""
+    most_bytes: int
+    """Bytes of a file at most."""
     pool: BlockingMediaPool = field(compare=False, repr=False)
     """Worker that looks into the files."""
 
@@ -122,7 +124,8 @@ class MediaRules:
             raise ConfigError(
                 f"data.multimodal.use_audio_in_video: found true, allowed: false; the model in {model} does not hear"
             )
-        return cls(rules, columns, tuple(places.items()), folder, with_sound, BlockingMediaPool(rules, limits))
+        pool = BlockingMediaPool(rules, limits)
+        return cls(rules, columns, tuple(places.items()), folder, with_sound, limits.bytes, pool)
 
     @property
     def key(self) -> list[Any]:
@@ -171,7 +174,8 @@ class MediaRules:
                 continue
             kind = kinds[token]
             reference = reference_to(kind, waiting[kind].popleft())
-            source, options = source_of(reference.value, self.folder), reference.options
+            source = source_of(reference.value, self.folder, self.most_bytes)
+            options = reference.options
             headers = self._headers(kind, source, options, look)
             rules = with_options(self.rules, options)
             spans: dict[Kind, list[tuple[int, int]]] = {}

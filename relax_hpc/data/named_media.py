@@ -165,10 +165,12 @@ def _options(kind: Kind, fields: Mapping[str, Any]) -> MediumOptions:
     return MediumOptions.from_mapping(kind, values)
 
 
-def source_of(value: Any, folder: Path) -> Source:
+def source_of(value: Any, folder: Path, most_bytes: int) -> Source:
     """Source of the medium that ``value`` names: a path relative to ``folder``, a file or data URI,
-    or bytes. BadMedium: it names none that can be read here."""
+    or bytes. BadMedium: it names none that can be read here, or a row holds more than
+    ``most_bytes`` of it, which are then not copied."""
     if isinstance(value, bytes):
+        _check_bytes(len(value), most_bytes)
         return value
     if isinstance(value, list):
         raise BadMedium(Reason.URI, "found a list, such as frames of a video; allowed: one file")
@@ -176,19 +178,39 @@ def source_of(value: Any, folder: Path) -> Source:
         raise BadMedium(Reason.URI, f"found {str(value)[:80]!r}, allowed: a path, file:// or data: URI, or bytes")
     scheme = value[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _decoded(value)
+        return _decoded(value, most_bytes)
     if scheme == "file":
-        return Path(unquote(urlsplit(value).path))
+        return folder / _path_of(value)
     if "://" in value[:12]:
         raise BadMedium(Reason.URI, f"found {value[:80]!r}; nothing is fetched from a network: name a file")
-    return folder / value
+    return folder / _without_nul(value)
 
 
-def _decoded(uri: str) -> bytes:
-    head, comma, data = uri.partition(",")
+def _path_of(uri: str) -> str:
     try:
-        if not comma or not head.endswith(";base64"):
+        return _without_nul(unquote(urlsplit(uri).path))
+    except ValueError as error:
+        raise BadMedium(Reason.URI, f"found {uri[:80]!r}: {error}") from error
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise BadMedium(Reason.URI, f"found {path[:80]!r}, allowed: a path without NUL")
+    return path
+
+
+def _decoded(uri: str, most_bytes: int) -> bytes:
+    begin = uri.find(",") + 1
+    # Four characters of base64 are three bytes, of which the last two may be missing.
+    _check_bytes((len(uri) - begin) // 4 * 3 - 2, most_bytes)
+    try:
+        if not uri[: max(0, begin - 1)].endswith(";base64"):
             raise ValueError("expected data:TYPE;base64,DATA")
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(uri[begin:], validate=True)
     except (ValueError, binascii.Error) as error:
         raise BadMedium(Reason.URI, f"data URI {uri[:40]!r}: {error}") from error
+
+
+def _check_bytes(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise BadMedium(Reason.LARGE, f"{size} bytes, allowed {most_bytes}")

@@ -6,6 +6,7 @@ A format that is not in `_FORMATS` is left to the decoders, which have allow-lis
 
 from __future__ import annotations
 
+import errno
 import io
 import mimetypes
 import os
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from relax_hpc.foreign_files import open_regular
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.containers import declared_bytes
 from relax_hpc.multimodal.limits import Limits
@@ -84,13 +86,17 @@ _REFUSED = (
 _TRANSPORT_PACKETS = ((0, 188), (4, 192))
 """Offset of the sync byte in a packet of an MPEG transport stream, and length of a packet."""
 _HEAD_BYTES = 200
+_NO_FILE = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+)
+"""Errors by which a path names no file that is read, `ForeignFileError` among them. Others may pass."""
 
 
 @contextmanager
 def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
     """``source``, open to be read as a medium of ``kind``. BadMedium: it is none, or not whole."""
     try:
-        with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
             size = file.seek(0, io.SEEK_END)
             file.seek(0)
             _check_size(size, limits)
@@ -98,7 +104,9 @@ def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
             _check_length(file, size)
             file.seek(0)
             yield file
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
         raise BadMedium(Reason.MISSING, str(error.strerror)) from error
 
 

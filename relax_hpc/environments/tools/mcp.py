@@ -7,7 +7,6 @@ started again. https://modelcontextprotocol.io/specification, revision 2025-06-1
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import itertools
 import json
@@ -32,6 +31,8 @@ _MOST_LINE = 1 << 26
 """Bytes of a message, which is a line, at most."""
 _ERRORS_BYTES, _ERRORS_S = 1 << 14, 1.0
 """Bytes of standard error that are kept, and seconds for its end after that of the server."""
+_MOST_PAGES = 1000
+"""Pages of a list of tools at most; a server could go on for ever."""
 _NO_SUCH_METHOD = -32601
 _INHERITED = re.compile(
     "HOME|LOGNAME|PATH|SHELL|TERM|USER|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
@@ -120,13 +121,14 @@ class Server:
 
     def tools(self) -> list[Json]:
         """Descriptions of all its tools. ToolError: it gives none."""
-        found, about = [], Json()
-        while True:
-            page = self.ask("tools/list", about)
-            found += page.get("tools", [])
+        tools, cursor = [], Json()
+        for _ in range(_MOST_PAGES):
+            page = self.ask("tools/list", cursor)
+            tools += page.get("tools", [])
             if not page.get("nextCursor"):
-                return found
-            about = {"cursor": page["nextCursor"]}
+                return tools
+            cursor = {"cursor": page["nextCursor"]}
+        raise ToolError(f"the tool's server lists its tools on more than {_MOST_PAGES} pages")
 
     def close(self) -> None:
         """End its process; the next call starts another."""
@@ -264,7 +266,7 @@ def _read_content(item: Any) -> str | MediaPart:
                 return f"[resource {item['uri']}: {', '.join(str(detail) for detail in details if detail)}]"
             case kind:
                 return f"[{kind}, which cannot be shown]"
-    except (LookupError, TypeError, binascii.Error) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ToolError(f"the tool's server gave a malformed part of a result: {error}") from error
 
 
