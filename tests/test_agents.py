@@ -691,6 +691,28 @@ def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
     assert counts == ({ended: 1} if ended != "env_done" else {})
 
 
+ASK = "ask('x'); "
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(chats: Chats, tmp_path: Path, asks: bool) -> None:
+    """Clients print their key when they are refused, and programs their environment."""
+    program = "key = os.environ['OPENAI_API_KEY']; print(key, flush=True); sys.exit(f'Incorrect API key: {key}')"
+
+    async def play() -> Any:
+        async with gateway(tmp_path) as there:
+            command = ["python", "-c", f"{PROGRAM}{ASK if asks else ''}{program}"]
+            async with player_of(there, chats, command, max_faults=0) as (player, _):
+                return await player.play(History(), ToldEngine(lambda before, limit: chats.said("ok")).start())
+
+    made = asyncio.run(play())
+    if asks:
+        info = made.outcome["info"]
+        assert (info["output"].strip(), info["errors"].strip()) == ("***", "Incorrect API key: ***")
+    else:
+        assert "Incorrect API key: ***" in str(made)
+
+
 def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None:
     bad = BadAnswer("nan_logprob", "nan")
 

@@ -114,7 +114,7 @@ class Agents:
         options, memory_bytes = self._options, self._config.environment.memory_mb << 20
         async with self._open(session, link) as bearer:
             variables = _variables(options.env, url, bearer)
-            program = Program(options.command, variables, task, memory_bytes, options.pid_namespace)
+            program = Program(options.command, variables, task, memory_bytes, options.pid_namespace, bearer)
             code = await _first(program.run(), session.over.wait(), link.lost.wait())
         self._report_namespaces(program)
         if session.error:

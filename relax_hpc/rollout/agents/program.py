@@ -46,12 +46,13 @@ class Program:
         task: Mapping[str, Any],
         memory_bytes: int,
         pid_namespace: bool = True,
+        secret: str = "",
     ) -> None:
         """``command``: words, not a shell's; ``variables``: of its environment beyond this process's; ``task``: its
         input, as JSON in one line; ``memory_bytes``: of each of its processes; ``pid_namespace``: whether it gets one,
-        where the kernel allows that."""
+        where the kernel allows that; ``secret``: a text that is taken out of what it prints, empty: none."""
         self._command, self._variables, self._task = command, variables, task
-        self._memory_bytes, self._pid_namespace = memory_bytes, pid_namespace
+        self._memory_bytes, self._pid_namespace, self._secret = memory_bytes, pid_namespace, secret
         self._output, self._errors = _Tail(_MAX_RESULT_BYTES), _Tail(_MAX_ERROR_BYTES)
         self._result = _ResultChannel()
         self.no_namespace = ""
@@ -127,12 +128,15 @@ class Program:
     @property
     def output(self) -> str:
         """End of its standard output."""
-        return self._output.text
+        return self._without_secret(self._output.text)
 
     @property
     def errors(self) -> str:
         """End of its standard error."""
-        return self._errors.text
+        return self._without_secret(self._errors.text)
+
+    def _without_secret(self, text: str) -> str:
+        return text.replace(self._secret, "***") if self._secret else text
 
     def read_result(self) -> Mapping[str, Any] | None:
         """The program's result, an object; None: it gave none.
