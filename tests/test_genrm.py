@@ -288,7 +288,8 @@ def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> 
     async def main() -> None:
         over, ended = Future[None](), asyncio.get_running_loop().create_future()
         client = SimpleNamespace(status=SimpleNamespace(over=lambda: over))
-        server = SimpleNamespace(session=SimpleNamespace(ended=ended), log="judge-0.log")
+        session = SimpleNamespace(ended=ended)
+        server = SimpleNamespace(session=session, log="judge-0.log", quoted_error=lambda: ": no memory")
         serving = asyncio.create_task(genrm._over(SimpleNamespace(client=client), [server]))
         await asyncio.sleep(0)
         (over if first == "run" else ended).set_result("sglang::scheduler (process 7) ended")
@@ -297,7 +298,7 @@ def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> 
     if first == "run":
         asyncio.run(main())
     else:
-        with pytest.raises(RelaxError, match=r"sglang::scheduler \(process 7\) ended; see judge-0\.log"):
+        with pytest.raises(RelaxError, match=r"sglang::scheduler \(process 7\) ended: no memory; see judge-0\.log"):
             asyncio.run(main())
 
 

@@ -70,6 +70,8 @@ class Cleaner:
             return self._section(hint, value, key)
         if type(None) in get_args(hint) and get_origin(hint) is not Literal:
             hint = next(choice for choice in get_args(hint) if choice is not type(None))
+            if value is None and hint in _KINDS:
+                return None
         origin = get_origin(hint)
         if origin is dict:
             return self._map(get_args(hint)[1], value, key)

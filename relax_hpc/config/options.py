@@ -135,7 +135,7 @@ class OptionError(ConfigError):
 
 def explain(message: str) -> NoReturn:
     """Raise the parser's complaint as a ConfigError of one line like those about files."""
-    if bad_value := re.search(r'Parser key "([^"]+)":.*Got value: (.*)', message, re.DOTALL):
+    if bad_value := re.search(r'Parser key "([^"]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL):
         raise OptionError(f"--{bad_value[1]}", _bad_value(bad_value[1], bad_value[2].strip()))
     if unknown := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
         word = next((part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0])

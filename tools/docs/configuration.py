@@ -58,9 +58,14 @@ def _kind(hint: Any) -> str:
         return " or ".join(map(_kind, inner))
     if dataclasses.is_dataclass(hint):
         return "section"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Any": "anything"}.get(
-        hint.__name__, hint.__name__
-    )
+    return {
+        "str": "text",
+        "int": "integer",
+        "float": "number",
+        "bool": "true or false",
+        "Any": "anything",
+        "NoneType": "null",
+    }.get(hint.__name__, hint.__name__)
 
 
 def _shown(value: Any) -> str:
