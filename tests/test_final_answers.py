@@ -359,6 +359,15 @@ CHOSEN += [
     "Answer:\n\n{}",
     "So the answer: option ({})",
 ]
+CHOSEN += [
+    "Option {} is correct.",
+    "A is too small.\nTherefore ({}) is the correct answer, not C",
+    "**{}** is clearly the best choice.",
+    "I choose {}.",
+    "I'd go with option {} because A is wrong",
+    "正确答案是{}。",
+    "C不对, 故选{}。",
+]
 
 
 @pytest.mark.parametrize("form", CHOSEN)
@@ -397,6 +406,8 @@ HEDGES += [
     "{0} | {1}",
     "{0}, {1}, or C",
     "{0}. {1}.",
+    "{0} or {1} is correct",
+    "I choose {0} or {1}",
 ]
 
 
@@ -412,6 +423,20 @@ def test_several_letters_are_no_choice(form: str) -> None:
         ):
             assert total("multiple_choice", text, "A") == 0.0, text
             assert total("multiple_choice", text, "B") == 0.0, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "If B is correct, then so is C.",
+        "Neither A nor B is correct.",
+        "Is it that B is correct?",
+        "B is correct only if x",
+        "选项B错误",
+    ],
+)
+def test_a_letter_that_may_be_right_is_no_choice(text: str) -> None:
+    assert total("multiple_choice", text, "B") == 0.0
 
 
 @pytest.mark.parametrize("answer", ["A or B", "A, C", "AB", "A big house", "", "5"])

@@ -1,14 +1,15 @@
 r"""Reward of multiple-choice questions: whether a response chooses the answer's letter, and no
 other one.
 
-The choice of a response is, in this order, the content of its last `\boxed{...}`, the letter behind
-its last "answer is", "answer:" or "####", or its last line if that is a letter. A response that
-offers several letters there has not chosen.
+The choice of a response is, in this order, the content of its last `\boxed{...}`, the letter of its
+last statement ("answer is B", "answer: B", "#### B", "B is correct", "I choose B", "答案是B"), or its
+last line if that is a letter. A response that offers several letters there has not chosen.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from relax_hpc.rewards.final_answer import BOX, answer_end, boxed
@@ -31,6 +32,18 @@ _STATEMENT = re.compile(
     r"(?P<refuses>(?i:not|neither|either|both|between|one of)\b\s*)?"
     r"(?i:(?:the|option|choice|letter|answer|clearly|definitely"
     r"|therefore|thus|probably|most likely)\b[\s:]*+)*+" + _LETTER
+)
+_VERDICT = re.compile(
+    r"(?:^|[.!?:;]\s+|\b(?i:so|thus|therefore|hence|clearly)[ ,]+)"
+    rf"(?i:(?:the )?(?:option|choice|answer|letter) )?{_LETTER}"
+    r" (?i:(?:is|must be|would be)(?: (?:the|clearly|therefore|thus|most|likely))* (?:correct|right|best)\b"
+    r"(?! (?:only|if|unless|when|for)\b))",
+    re.MULTILINE,
+)
+"""Statement that an option is right, at the beginning of a sentence: behind "if" it is none."""
+_DECISION = re.compile(
+    r"(?:\bI(?:'ll|\u2019ll| will| would|'d)? (?i:choose|pick|select|go with)(?i: (?:option|choice|answer|letter))?"
+    r"|答案(?:是|为|為)?|选项(?:是|为)|故?[选選](?:择|擇)?)[:\uff1a\s]*" + _LETTER
 )
 _SECOND_LETTER = re.compile(
     r"[ )\]}(\[{]*(?:(?:[,;/&+|]|[-\u2013](?=[A-Z]))[ (\[{]*"
@@ -74,9 +87,14 @@ def choice_of(text: str) -> str:
     if BOX in text:
         return _chosen_in(_plain(boxed(text)))
     plain = _plain(text)
-    statements = [match for match in _STATEMENT.finditer(plain) if not _is_article(match)]
+    statements = [
+        match
+        for match in chain(*(pattern.finditer(plain) for pattern in (_STATEMENT, _VERDICT, _DECISION)))
+        if not _is_article(match)
+    ]
     if statements:
-        return "" if statements[-1]["refuses"] else _unless_second(statements[-1])
+        last_statement = max(statements, key=re.Match.start)
+        return "" if last_statement.groupdict().get("refuses") else _unless_second(last_statement)
     *earlier, last = plain.splitlines() or [""]
     letter = _chosen_in(last.strip())
     # The last line of several may be the last option of a list that the response repeats.
