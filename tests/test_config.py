@@ -252,6 +252,15 @@ def test_overrides_nested_and_dotted_agree() -> None:
         load([], {"rollout": 1, "rollout.top_p": 0.5})
 
 
+@pytest.mark.parametrize("value", [None, True, False])
+def test_a_setting_may_be_unset_by_null(tmp_path: Path, value: bool | None) -> None:
+    config = load([], {"data.enable_thinking": value})
+    dump(config, tmp_path / "config.yaml")
+    assert load([tmp_path / "config.yaml"]).data.enable_thinking is value
+    with pytest.raises(ConfigError, match="steps: found None, allowed: an integer"):
+        load([], {"steps": None})
+
+
 def test_dump_and_load_give_the_same(tmp_path: Path) -> None:
     flags = {"text": "1e-3", "yes": "yes", "many": ["a\nb", "", " x", "é\x07"], "deep": {"a": [1, 2.5, None, True]}}
     overrides = {
