@@ -34,6 +34,7 @@ bound = functools.partial(any_name, strict=True)
 
 def two(sample, extra): return 1.0
 def nothing(): return 1.0
+def by_name(*, sample): return 1.0
 def needs_keyword(sample, *, threshold): return 1.0
 def lazily(sample): yield 1.0
 
@@ -45,6 +46,19 @@ def trl(prompts, completions, answer, **kwargs):
     return [float(a in c) for a, c in zip(answer, completions)]
 def trl_completions(completions, **kwargs):
     return [float("4" in c) for c in completions]
+def trl_columns(completions, ground_truth, step=None):
+    return [float(a in c) for a, c in zip(ground_truth, completions)]
+async def verl_soon(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+class Verl:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return float(ground_truth in solution_str)
+    def score(self, completions, answer):
+        return [float(a in c) for a, c in zip(answer, completions)]
+verl_object = Verl()
+verl_bound = functools.partial(compute_score, extra_info=None)
+trl_lambda = lambda completions, answer, **_: [float(a in c) for a, c in zip(answer, completions)]
+def trl_by_name(*, completions, answer): return trl_columns(completions, answer)
 def openrlhf(queries, prompts, labels):
     return [float(b in a) for a, b in zip(queries, labels)]
 
@@ -75,6 +89,8 @@ BAD = {
     "two": "takes (sample, extra)",
     "nothing": "takes ()",
     "needs_keyword": "takes (sample, *, threshold)",
+    "by_name": "takes (*, sample); a reward gets one parameter: `sample`, or `samples` for all "
+    "samples of a prompt, given by position",
     "lazily": "found a generator; return a number",
     "compute_score": "as verl calls it",
     "compute_scores": "as verl's batches calls it",
@@ -132,7 +148,23 @@ def test_a_reward_that_cannot_be_called_is_one_finding(
         assert f"'{reward}'" in finding and text in finding and "\n" not in finding
 
 
-@pytest.mark.parametrize("name", ["compute_score", "compute_scores", "trl", "openrlhf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "compute_score",
+        "compute_scores",
+        "verl_soon",
+        "verl_object",
+        "verl_bound",
+        "Verl",
+        "Verl.score",
+        "trl",
+        "trl_columns",
+        "trl_lambda",
+        "trl_by_name",
+        "openrlhf",
+    ],
+)
 def test_the_adapter_that_a_message_gives_is_right(
     write_module: Callable[[str], Path], name: str
 ) -> None:
@@ -147,7 +179,7 @@ def test_the_adapter_that_a_message_gives_is_right(
 
 
 def test_an_unusual_function_is_left_alone() -> None:
-    assert list(function_misfits(max, "builtins:max")) == []
+    assert list(function_misfits(max, "builtins:max", "max")) == []
 
 
 @pytest.mark.parametrize(

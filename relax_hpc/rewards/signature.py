@@ -7,33 +7,39 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from relax_hpc.rewards import find_reward
+from relax_hpc.rewards.ask import is_async
 from relax_hpc.signatures import method_of, misfit, parameters_of
 
 _RULE = "a reward gets one parameter: `sample`, or `samples` for all samples of a prompt"
-_ADAPTERS = {
-    "verl": (
-        {"data_source", "solution_str", "ground_truth"},
-        "def score(sample): return {name}(sample.metadata.get('data_source'), "
-        "sample.response_text, sample.answer, sample.metadata)",
-    ),
-    "verl's batches": (
-        {"data_sources", "solution_strs", "ground_truths"},
-        "def score(samples): return {name}([s.metadata.get('data_source') for s in samples], "
-        "[s.response_text for s in samples], [s.answer for s in samples], "
-        "[s.metadata for s in samples])",
-    ),
-    "TRL": (
-        {"completions"},
-        "def score(samples): return {name}(prompts=[s.prompt for s in samples], "
-        "completions=[s.response_text for s in samples], answer=[s.answer for s in samples])",
-    ),
-    "OpenRLHF": (
-        {"queries"},
-        "def score(samples): return {name}([s.prompt + s.response_text for s in samples], "
-        "[s.prompt for s in samples], [s.answer for s in samples])",
-    ),
+_TRAINERS = {
+    "verl": {"data_source", "solution_str", "ground_truth"},
+    "verl's batches": {"data_sources", "solution_strs", "ground_truths"},
+    "TRL": {"completions"},
+    "OpenRLHF": {"queries"},
 }
-"""Trainer -> names of parameters by which its rewards are known, and a function that calls one."""
+"""Trainer -> names of parameters by which its rewards are known."""
+_PER_SAMPLE = {
+    "data_source": "sample.metadata.get('data_source')",
+    "solution_str": "sample.response_text",
+    "ground_truth": "sample.answer",
+    "extra_info": "sample.metadata",
+}
+"""Arguments of verl's rewards of one sample."""
+_PER_GROUP = {
+    "data_sources": "s.metadata.get('data_source')",
+    "solution_strs": "s.response_text",
+    "ground_truths": "s.answer",
+    "extra_infos": "s.metadata",
+    "prompts": "s.prompt",
+    "completions": "s.response_text",
+    "queries": "s.prompt + s.response_text",
+    **dict.fromkeys(("answer", "answers", "ground_truth", "solution", "target"), "s.answer"),
+    **dict.fromkeys(("label", "labels"), "s.answer"),
+}
+"""Arguments of rewards of several samples: what stands there for each of them. Other names are
+columns of the rows."""
+_ALWAYS = {"TRL": ("prompts", "completions", "answer")}
+"""Trainer -> arguments for a reward that takes all (`**kwargs`)."""
 
 
 def reward_misfits(name: str) -> Iterator[str]:
@@ -43,8 +49,9 @@ def reward_misfits(name: str) -> Iterator[str]:
     Nothing of it is called, and of a class no object is made.
     """
     reward, method = find_reward(name)
+    code = name.partition(":")[2]
     if not isinstance(reward, type):
-        yield from function_misfits(getattr(reward, method) if method else reward, name)
+        yield from function_misfits(getattr(reward, method) if method else reward, name, code)
         return
     text = misfit(reward)
     if text:
@@ -53,22 +60,52 @@ def reward_misfits(name: str) -> Iterator[str]:
     if called is None:
         yield f"{name!r}: found a class without `__call__`; define `def __call__(self, sample)`"
     else:
-        yield from function_misfits(called, name)
+        class_name, dot, _ = code.partition(".")
+        yield from function_misfits(called, name, f"{class_name}(){dot}{method}")
 
 
-def function_misfits(reward: Callable[..., Any], name: str) -> Iterator[str]:
-    """The same of a function, which messages call ``name``."""
+def function_misfits(reward: Callable[..., Any], name: str, code: str) -> Iterator[str]:
+    """The same of a function, which messages call ``name``, and Python in its module ``code``."""
     signature = parameters_of(reward)
     if signature is None:
         return
-    parameters = set(signature.parameters)
-    for trainer, (names, adapter) in _ADAPTERS.items():
-        if names <= parameters:
-            called = getattr(reward, "__name__", name)
-            text = adapter.format(name=called)
-            yield f"{name!r} takes {signature}, as {trainer} calls it; {_RULE}; name this: {text}"
-            return
-    if misfit(reward, "sample"):
-        yield f"{name!r} takes {signature}; {_RULE}"
+    trainers = [key for key, names in _TRAINERS.items() if names <= set(signature.parameters)]
+    if trainers:
+        adapter = _adapter(trainers[0], signature, code, is_async(reward))
+        text = f"takes {signature}, as {trainers[0]} calls it; {_RULE}; name this: {adapter}"
+        yield f"{name!r} {text}"
+    elif misfit(reward, "sample"):
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        by_name = inspect.Parameter.KEYWORD_ONLY in kinds
+        yield f"{name!r} takes {signature}; {_RULE}{', given by position' if by_name else ''}"
     elif inspect.isgeneratorfunction(reward) or inspect.isasyncgenfunction(reward):
         yield f"{name!r}: found a generator; return a number (of `samples`: a list of numbers)"
+
+
+def _adapter(trainer: str, signature: inspect.Signature, code: str, awaits: bool) -> str:
+    """A reward of ours, in one line, that calls ``code``, a reward for ``trainer``."""
+    names = _argument_names(trainer, signature)
+    if trainer == "verl":
+        sources = {name: _PER_SAMPLE.get(name, f"sample.metadata[{name!r}]") for name in names}
+        parameter = "sample"
+    else:
+        items = {name: _PER_GROUP.get(name, f"s.metadata[{name!r}]") for name in names}
+        sources = {name: f"[{item} for s in samples]" for name, item in items.items()}
+        parameter = "samples"
+    arguments = ", ".join(f"{name}={source}" for name, source in sources.items())
+    start, call = ("async def", f"await {code}") if awaits else ("def", code)
+    return f"{start} score({parameter}): return {call}({arguments})"
+
+
+def _argument_names(trainer: str, signature: inspect.Signature) -> list[str]:
+    """Parameters that a reward for ``trainer`` must get, and those that are known here."""
+    known = _PER_SAMPLE if trainer == "verl" else _PER_GROUP
+    names = list[str]()
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            names += [name for name in _ALWAYS.get(trainer, ()) if name not in names]
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        elif parameter.name in known or parameter.default is parameter.empty:
+            names.append(parameter.name)
+    return names

@@ -72,7 +72,7 @@ def misfits(task: Task) -> Iterator[str]:
     if not callable(task.reward):
         yield f"reward: found {task.reward!r}, allowed: a method"
     elif task.makes("reward"):
-        yield from function_misfits(task.reward, "reward")
+        yield from function_misfits(task.reward, "reward", "reward")
     for method, names in _CALLED_WITH.items():
         text = task.makes(method) and misfit(getattr(task, method), *names)
         if text:
