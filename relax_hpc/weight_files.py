@@ -20,6 +20,8 @@ MAX_HEADER_BYTES = 100_000_000
 _OTHER_FORMATS = ("consolidated",)
 """Beginnings of names of files that hold the same weights in a publisher's own format, such as
 Mistral's. transformers and SGLang do not read them where there is an index."""
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Files of weights that only Python's pickle reads."""
 _COMPARED_BYTES = 1 << 24
 
 
@@ -44,6 +46,17 @@ class Header:
     tensors: dict[str, Stored]
 
 
+def _other_weights(directory: Path) -> str:
+    """What to do about a directory without weights that can be read."""
+    pickled = [path.name for pattern in _PICKLED for path in directory.glob(pattern)]
+    if not pickled:
+        return "its weights are missing: download it again, whole"
+    return (
+        f"found {pickled[0]}, which is pickled and may run code when it is read; convert it with "
+        "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER)"
+    )
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The *.safetensors files that hold the model in ``directory``: those that its index names, or all
     if it has no index. ConfigError: there are none, one is missing, or another one may be read in
@@ -52,7 +65,7 @@ def weight_files(directory: Path) -> list[Path]:
     files = [path for path in sorted(directory.glob("*.safetensors")) if path.is_file()]
     if not (directory / INDEX).is_file():
         if not files:
-            raise ConfigError(f"found no *.safetensors in {directory}; convert the weights, pickled ones are not read")
+            raise ConfigError(f"found no *.safetensors in {directory}; {_other_weights(directory)}")
         return files
     names = _indexed(directory / INDEX)
     missing = [name for name in names if not (directory / name).is_file()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -283,6 +285,43 @@ def test_exit_codes(
     replace(monkeypatch, "relax_hpc.observe.status_view", main=fail)
     assert main(["status", "a"]) == code
     assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "status RUN",
+        "report RUN",
+        "stop RUN",
+        "logs RUN",
+        "samples RUN",
+        "list RUN",
+        "plot RUN",
+        "queue audit RUN",
+        "resume RUN",
+        "resubmit RUN --group actor",
+        "scale RUN --replicas 2",
+    ],
+)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG])
+def test_a_path_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    number: int,
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, **settings: Any) -> os.stat_result:
+        if not isinstance(path, int) and os.fsdecode(path).startswith("/closed/"):
+            raise OSError(number, os.strerror(number), os.fsdecode(path))
+        return stat(path, **settings)
+
+    # Root may enter any folder.
+    monkeypatch.setattr(os, "stat", refuse)
+    assert main(words.replace("RUN", "/closed/run").split()) == EXIT_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith("relax-hpc: error: /closed/") and error.count("\n") == 1
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -29,6 +31,7 @@ from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.tasks import Task
+from relax_hpc.weight_files import weight_files
 from tests.model_files import model_directory
 from tests.requirements import requires
 from tests.run_helpers import QUICKSTART
@@ -303,7 +306,7 @@ FINDINGS = [
     ),
     ({"rollout.top_k": 1}, ["rollout.top_k: found 1, which leaves one token"]),
     ({"eval.responses": 4}, ["eval.responses: found 4 with eval.temperature 0, allowed: 1"]),
-    ({"eval.pass_at": [1, 2]}, ["eval.pass_at: found 2, allowed: 1 to 1 (eval.responses)"]),
+    ({"eval.pass_at": [1, 2]}, ["allowed: 1 to eval.responses, 1; set eval.responses to 2"]),
     ({"eval.max_new_tokens": 300}, ["eval.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
@@ -470,6 +473,58 @@ def test_the_flags_that_are_read_of_sglang_are_sglangs_own() -> None:
     assert count > 300
     usual = {"attention_backend": "fa3", "mem_fraction_static": 0.8, "max_total_tokens": 4096}
     assert not [name for name, value in usual.items() if arguments[name].misfit(value)]
+
+
+def test_a_name_on_the_hub_says_how_to_download_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hint = "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"
+    finding = check(load([QUICKSTART], {"model.path": "Qwen/Qwen3-0.6B"}))[0]
+    assert finding.startswith("model.path: found ") and hint in finding
+    (tmp_path / "Qwen").mkdir()
+    finding = check(load([QUICKSTART], {"model.path": "Qwen/Qwen3-0.6B"}))[0]
+    assert finding.startswith("model.path: found ")
+    assert hint not in finding, "a folder of the user's own"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("", "its weights are missing"), ("a.bin", "found a.bin, which is pickled")]
+)
+def test_a_model_without_readable_weights_says_why(tmp_path: Path, file: str, text: str) -> None:
+    if file:
+        (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("model.path", "closed/m"),
+        ("model.reference_path", "closed/m"),
+        ("data.train", "closed/rows.jsonl"),
+        ("data.eval.test", "closed/rows"),
+        ("run_dir", "closed/run"),
+        ("run_dir", "n" * 300),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, **settings: Any) -> os.stat_result:
+        if "/closed/" in os.fsdecode(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+        return stat(path, **settings)
+
+    # Root may enter any folder.
+    monkeypatch.setattr(os, "stat", refuse)
+    path = tmp_path / name
+    findings = check(load([QUICKSTART], {key: str(path)}))
+    [finding] = [text for text in findings if "found '" in text and " but /" in text]
+    assert finding.startswith(f"{key}: found '{path}', but {path}: ")
 
 
 def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None:

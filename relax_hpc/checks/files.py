@@ -132,10 +132,12 @@ def notes(config: Config) -> Iterator[str]:
     if missing := unread():
         yield f"model.path: the tokenizer was not read, for want of {', '.join(missing)} here"
     yield from _stale_denominator(config)
-    tokenizer = find_model(config.model).tokenizer if config.model.path else None
+    tokenizer = None
+    with suppress(OSError):
+        tokenizer = find_model(config.model).tokenizer if config.model.path else None
     for rows in data_sets(config.data):
         # A set that cannot be read is a mistake, which `check_files` reports.
-        with suppress(ConfigError):
+        with suppress(ConfigError, OSError):
             if is_there(rows.path):
                 yield from _prompt_notes(rows.setting, read_prompts(rows, tokenizer, config), config.data)
 

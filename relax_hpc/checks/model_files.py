@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ from relax_hpc.weight_files import Stored, check_tied, stored_tensors, weight_fi
 if TYPE_CHECKING:
     from relax_hpc.data.tokenizer import Tokenizer
 
+_HUB_NAME = r"[\w.-]+/[\w.-]+"
+"""Name of a model on Hugging Face's hub: an owner and a model."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
 
 
@@ -50,12 +53,27 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
         return Model(problems=[str(error)])
     path = Path(name)
     if not path.is_dir():
-        return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
+        return Model(problems=[f"{key}: found {name!r}, which is not a directory; {_remedy(name)}"])
     if other := _of_a_run(path):
         return Model(problems=[f"{key}: {other}"])
     found = _look(path, config)
     found.problems = [f"{key}: {problem}" for problem in found.problems]
     return found
+
+
+def _remedy(name: str) -> str:
+    """What to do about ``name`` of a model, where no directory is."""
+    # A name on the hub has two parts; `resolve` has made relative paths absolute.
+    path = Path(name).absolute()
+    is_below = path.is_relative_to(Path.cwd())
+    hub_name = path.relative_to(Path.cwd()).as_posix() if is_below else ""
+    if not re.fullmatch(_HUB_NAME, hub_name) or path.parent.is_dir():
+        return "name a Hugging Face directory"
+    folder = f"models/{path.name}"
+    return (
+        "name a Hugging Face directory; a model on the hub is not downloaded: "
+        f"hf download {hub_name} --local-dir {folder}, and set {folder}"
+    )
 
 
 def _of_a_run(path: Path) -> str:

@@ -69,6 +69,8 @@ def _evaluation(settings: EvalConfig) -> Iterator[str]:
         )
     for k in settings.pass_at:
         if not 1 <= k <= settings.responses:
-            yield f"eval.pass_at: found {k}, allowed: 1 to {settings.responses} (eval.responses)"
+            remedy = f"; set eval.responses to {k} or more" if k > settings.responses else ""
+            allowed = f"1 to eval.responses, {settings.responses}"
+            yield f"eval.pass_at: found {k}, allowed: {allowed}{remedy}"
     if settings.top_p == 0:
         yield "eval.top_p: found 0.0, allowed: more; eval.temperature 0 takes the most probable token"

@@ -5,6 +5,7 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from relax_hpc.checks.data import check_data
 from relax_hpc.checks.environment import check_environment
+from relax_hpc.config.differences import leaves
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
 from relax_hpc.config.roles import ON_CPUS, ROLES
 from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
@@ -22,6 +24,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, fields_by
 from relax_hpc.models import megatron_settings
 from relax_hpc.multimodal.medium import Kind
+from relax_hpc.path_errors import explain_path_error
 from relax_hpc.protocol import misfit
 from relax_hpc.tasks import environment_of, get_task, misfits
 
@@ -60,7 +63,31 @@ def check(config: Config) -> list[str]:
         _weights,
         _memory,
     )
-    return [finding for function in checks for finding in function(config)]
+    findings = list[str]()
+    for function in checks:
+        try:
+            findings += function(config)
+        except OSError as error:
+            # What follows in this function is not checked before the path is corrected.
+            findings.append(_unreadable(config, error))
+    return list(dict.fromkeys(findings))
+
+
+def _unreadable(config: Config, error: OSError) -> str:
+    """Finding about a path that cannot be looked at, with the setting that names it."""
+    sentence = explain_path_error(error)
+    if not sentence:
+        raise error
+    path = Path(os.fsdecode(error.filename or "")).absolute()
+    settings = [
+        (key, value)
+        for key, value in leaves(dataclasses.asdict(config))
+        if isinstance(value, str) and value and path.is_relative_to(Path(value).absolute())
+    ]
+    if not settings:
+        return sentence
+    key, value = max(settings, key=lambda setting: len(setting[1]))
+    return f"{key}: found {value!r}, but {sentence}"
 
 
 def check_request(config: Config) -> list[str]:

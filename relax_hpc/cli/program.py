@@ -412,7 +412,8 @@ def _check_run_dir(run: RunDir, resume: bool) -> None:
         raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run")
     if resume:
         check_owner(run.root, "resume")
-    if not resume and run.config.exists():
+    # A path that cannot be looked at is a finding of `check`.
+    if not resume and os.path.exists(run.config):  # noqa: PTH110 - Path.exists raises then
         raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
 
 

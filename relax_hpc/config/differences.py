@@ -1,4 +1,4 @@
-"""Settings in which two configurations differ, one by one."""
+"""Settings of a configuration one by one, and those in which two differ."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any
 
 _MAX_CHARS = 200
 _NOTHING = object()
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each setting in ``tree``, nested mappings.
+
+    >>> list(leaves({"steps": 1, "model": {"path": "/m"}}))
+    [('steps', 1), ('model.path', '/m')]
+    """
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def differences(value: Any, other: Any, key: str) -> Iterator[tuple[str, str, str]]:

@@ -324,7 +324,7 @@ def explain_other_name(key: str) -> str:
         return ""
     setting, trainer, name = entry
     if not setting.ours:
-        return f"of {trainer}; {setting.note}"
+        return f"{trainer}'s {name} does not exist here: {setting.note}"
     note = f" ({setting.note})" if setting.note else ""
     return f"{trainer}'s {name} is {setting.ours} here{note}"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from relax_hpc.config.differences import leaves
 from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import Config
 from relax_hpc.error_origin import ErrorOrigin
@@ -157,10 +157,10 @@ def settings_of(config: Config) -> dict[str, bool | float | str]:
     >>> "queue.max_rows" in settings_of(Config())
     False
     """
-    defaults = dict(_leaves(asdict(Config())))
+    defaults = dict(leaves(asdict(Config())))
     settings = {
         key: value
-        for key, value in _leaves(asdict(config))
+        for key, value in leaves(asdict(config))
         if key in _COMPARED or value != defaults.get(key, _NO_DEFAULT)
     }
     return {
@@ -168,11 +168,3 @@ def settings_of(config: Config) -> dict[str, bool | float | str]:
         for key, value in settings.items()
         if key.partition(".")[0] not in _ELSEWHERE and isinstance(value, bool | int | float | str)
     }
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
