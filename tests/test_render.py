@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import venv
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, load, resolve
 from relax_hpc.config.read import dump_yaml, parse_yaml
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.slurm.layout import components, gpu_hours
 from relax_hpc.slurm.render import directive, render, render_group, templates
 from tests.effort import effort
@@ -484,3 +485,20 @@ def test_a_missing_module_ends_the_job_as_a_mistake_of_the_configuration(tmp_pat
     (tmp_path / "script").write_text(render(config)["run.sbatch"])
     env = {"PATH": os.environ["PATH"], **module("return 1")}
     assert subprocess.run(["bash", tmp_path / "script"], env=env, timeout=10).returncode == 78
+
+
+def test_a_size_by_hand_needs_an_interpreter_with_the_packages(tmp_path: Path) -> None:
+    script = ROOT / "slurm" / "1-nodes.sbatch"
+    interpreter = f"{tmp_path}/python"
+    venv.create(interpreter, with_pip=False)
+    settings = {"RELAX_CONFIG": "run.yaml", "RELAX_PYTHON": f"{interpreter}/bin/python"}
+    done = subprocess.run(
+        ["bash", script],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]} | settings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == EXIT_CONFIG
+    assert done.stderr.endswith("activate its environment before sbatch, or set RELAX_PYTHON\n")
