@@ -33,6 +33,14 @@ _CONSEQUENCES = (
 """Exceptions of processes whose peer has failed; the peer's own says why."""
 
 
+_TRANSIENT = re.compile(
+    r"(?i)address already in use|connection (?:refused|reset|timed out|aborted)|\btimed out|\btime-?out"
+    r"|temporarily unavailable|stale file handle|input/output error|no space left|quota exceeded"
+    r"|too many open files|host is unreachable|name resolution"
+)
+"""Words of errors that another process, the network or a disk has caused, and that may pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class LastError:
     """The error that ended a program."""
@@ -41,6 +49,17 @@ class LastError:
     """Type and text of the exception, in one line; empty: the log has none."""
     files: tuple[str, ...] = ()
     """Files in its traceback, the outermost first."""
+
+
+def may_pass(text: str) -> bool:
+    """Whether the error ``text`` may not come again, although nothing was changed.
+
+    >>> may_pass("OSError: [Errno 98] Address already in use")
+    True
+    >>> may_pass("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+    False
+    """
+    return _TRANSIENT.search(text) is not None
 
 
 def read_last_error(log: Path, start: int = 0) -> LastError:

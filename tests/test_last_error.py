@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.last_error import find_last_error, read_last_error, without_numbers
+from relax_hpc.last_error import find_last_error, may_pass, read_last_error, without_numbers
 
 SGLANG = """\
 /x/awq.py:53: UserWarning: Only CUDA, HIP and XPU support AWQ currently.
@@ -103,3 +103,20 @@ def test_sizes_and_folders_make_no_other_error() -> None:
         f"needs {size} MiB of /logs/inc-{number:06d}" for size, number in ((1.5, 1), (20, 2))
     )
     assert without_numbers(first) == without_numbers(second) != without_numbers("needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("OSError: [Errno 98] Address already in use", True),
+        ("torch.distributed.DistNetworkError: The client socket has timed out after 60s", True),
+        ("OSError: [Errno 116] Stale file handle: '/lustre/model/config.json'", True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("ValueError: Loaded weights leave no GPU memory for the KV cache", False),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'model.safetensors'", False),
+        ("ValueError: watchdog_timeout must be positive", False),
+    ],
+)
+def test_errors_of_networks_and_disks_may_pass(text: str, passes: bool) -> None:
+    assert may_pass(text) is passes

@@ -271,11 +271,13 @@ def test_memory_that_a_server_took_late_is_known_when_it_has_died() -> None:
         path.unlink(missing_ok=True)
 
 
-def test_a_busy_port_is_the_users_to_change(place: Path) -> None:
+def test_a_busy_port_is_tried_again(place: Path) -> None:
+    """The server of the incarnation before may have it for a moment."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"rollout\.engine\.port: {port} is in use"):
+        with pytest.raises(EngineFault, match=rf"rollout\.engine\.port: {port} is in use") as caught:
             start(make_engine(place, port=port - 2))
+    assert start_error_of(caught.value) == ""
 
 
 def test_a_missing_model_is_named(place: Path) -> None:
@@ -383,6 +385,16 @@ def test_the_last_error_of_a_server_is_quoted(
     role_error = RelaxError("the role")
     role_error.__cause__ = caught.value
     assert start_error_of(role_error) == quote
+
+
+def test_an_error_that_may_pass_is_quoted_and_tried_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_process, "_SERVER", "tests.engine_failing_server")
+    log = SGLANG.replace(find_last_error(SGLANG).text, "OSError: [Errno 98] Address already in use")
+    with pytest.raises(EngineFault, match="Address already in use") as caught:
+        start(make_engine(place, flags={"prints": log}))
+    assert start_error_of(caught.value) == ""
 
 
 def test_server_arguments_that_sglang_refuses_are_a_mistake_of_the_configuration(

@@ -23,7 +23,7 @@ from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
 from relax_hpc.engines.sglang.toolchain import toolkit_variables
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.last_error import read_last_error, read_last_line
+from relax_hpc.last_error import may_pass, read_last_error, read_last_line
 from relax_hpc.local_dir import Scratch, compile_caches
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 
@@ -188,7 +188,7 @@ class ServerProcess:
             raise ConfigError(f"{text}; see {self.log}")
         ended = f"{self.session.ended.result()} while starting{self.quoted_error()}"
         fault = EngineFault("dead", f"{ended}; see {self.log}")
-        fault.start_error = error.text
+        fault.start_error = "" if may_pass(error.text) else error.text
         raise fault
 
     def quoted_error(self) -> str:
@@ -225,7 +225,8 @@ def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dic
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: a free one) of `host`. ConfigError if the port is taken.
+    """A socket that listens on `port` (0: a free one) of `host`. EngineFault if the port is taken, maybe
+    by a server that is about to end; ConfigError if it can never be taken.
 
     One that is bound and does not listen could be taken over by any user of the node, who only has to set SO_REUSEADDR.
     """
@@ -234,4 +235,5 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"rollout.engine.port: cannot listen on {port}: {error}") from error
-        raise ConfigError(f"rollout.engine.port: {port} is in use; choose another, or 0") from error
+        text = f"rollout.engine.port: {port} is in use on this node; choose another, or 0"
+        raise EngineFault("dead", text) from error
