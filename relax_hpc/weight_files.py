@@ -47,7 +47,7 @@ class Header:
 
 
 def _other_weights(directory: Path) -> str:
-    """What to do about a directory without weights that can be read."""
+    """Remedy for a directory without weights that can be read."""
     pickled = [path.name for pattern in _PICKLED for path in directory.glob(pattern)]
     if not pickled:
         return "its weights are missing: download it again, whole"

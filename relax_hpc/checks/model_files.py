@@ -62,7 +62,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
 
 
 def _remedy(name: str) -> str:
-    """What to do about ``name`` of a model, where no directory is."""
+    """Remedy for ``name`` of a model, where no directory is."""
     # A name on the hub has two parts; `resolve` has made relative paths absolute.
     path = Path(name).absolute()
     is_below = path.is_relative_to(Path.cwd())

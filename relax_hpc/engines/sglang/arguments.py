@@ -35,7 +35,7 @@ _DISTANT_CHOICES = {
 }
 """Arguments whose choices SGLang 0.5.21 adds when it builds its parser -> the file and the list."""
 _AUTO_PARSERS = ("tool_call_parser", "reasoning_parser")
-"""Of these, the arguments that also take `auto`."""
+"""Arguments of these that also take `auto`."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _POSITIVE = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "context_length", "page_size"),
