@@ -207,7 +207,7 @@ def test_a_group_of_a_het_run_in_a_job_of_its_own_comes_back_by_itself() -> None
     text = render_group(compose(FOUR, "het"), "rollout-2")
     assert (lines(text, "requeue"), lines(text, "no-kill")) == (["--requeue"], [])
     assert lines(text, "nodes") == ["--nodes=3"] and "hetjob" not in text
-    assert lines(text, "job-name") == ["--job-name=demo-rollout-2"]
+    assert lines(text, "job-name") == ["--job-name=rollout-2-demo"]
     assert text.endswith("--run_dir /scratch/demo --group rollout-2\n")
 
 

@@ -72,7 +72,7 @@ def config_of(size: Path, layout: str = "het", **overrides: Any) -> Config:
 
 def check(found: dict[str, str], part: Component) -> None:
     """A component is exactly what the layout says: nothing less, and nothing of another's."""
-    assert found["JobName"] == f"demo-{part.name}"
+    assert found["JobName"] == f"{part.name}-demo"
     assert found["NumNodes"] in (f"{part.nodes}", f"{part.nodes}-{part.nodes}")
     assert int(found["NumTasks"]) == part.nodes * part.tasks_per_node
     assert int(found["CPUs/Task"]) == part.cpus_per_task

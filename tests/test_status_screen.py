@@ -259,9 +259,9 @@ def test_while_a_run_is_queued_each_group_shows_its_own_component(
     run, slurm = make_run(tmp_path / "run", "het"), FakeSlurm(tmp_path / "slurm", monkeypatch)
     Ledger(run).add(Entry("11", "run", attempt=1))
     jobs = {
-        "11": {"state": "RUNNING", "name": "run-hub", "het": "11+0", "node_list": "cpu[1-2]"},
-        "12": {"state": "RUNNING", "name": "run-rollout", "het": "11+1", "node_list": "gpu[1-2]"},
-        "13": {"state": "RUNNING", "name": "run-actor", "het": "11+2", "node_list": "gpu3"},
+        "11": {"state": "RUNNING", "name": "hub-run", "het": "11+0", "node_list": "cpu[1-2]"},
+        "12": {"state": "RUNNING", "name": "rollout-run", "het": "11+1", "node_list": "gpu[1-2]"},
+        "13": {"state": "RUNNING", "name": "actor-run", "het": "11+2", "node_list": "gpu3"},
     }
     slurm.set(jobs=jobs)
     groups = status(RunDir(run.root), 0.05, Slurm(30.0, 1))["groups"]

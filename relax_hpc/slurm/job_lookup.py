@@ -10,7 +10,7 @@ from relax_hpc.path_errors import check_may_change
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Job, Slurm
-from relax_hpc.slurm.layout import components
+from relax_hpc.slurm.layout import components, job_name
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import members_of, read_launch
 from relax_hpc.supervise.requests import asked_to_stop
@@ -83,9 +83,7 @@ def queued_component(run: RunDir, config: Config, group: str, jobs: Mapping[str,
         return ""
     leader = whole_job(run)
     names = [
-        f"{config.name}-{component.name}"
-        for component in components(config)
-        if group in component.groups
+        job_name(config, component) for component in components(config) if group in component.groups
     ]
     ids = (job.id for job in jobs.values() if job.het_leader == leader and job.name in names)
     return next(ids, "")

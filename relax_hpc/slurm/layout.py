@@ -48,6 +48,12 @@ class Component:
         return seconds(self.time, "time") / 3600
 
 
+def job_name(config: Config, part: Component) -> str:
+    """Name of the job, or component, of ``part``. The part comes first, because squeue shows 8
+    characters of a name."""
+    return config.name if config.layout == "local" else f"{part.name}-{config.name}"
+
+
 def components(config: Config) -> list[Component]:
     """The allocations of ``config.layout``, in the order of their het numbers; ConfigError, with every mistake, if they
     cannot be had."""

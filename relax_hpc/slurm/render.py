@@ -17,7 +17,7 @@ from relax_hpc.errors import ConfigError, Mistakes
 from relax_hpc.local_dir import CACHES
 from relax_hpc.slurm.container import check_container
 from relax_hpc.slurm.inherited import undone
-from relax_hpc.slurm.layout import Component, component, components
+from relax_hpc.slurm.layout import Component, component, components, job_name
 from relax_hpc.slurm.srun import srun_options
 
 OWN_OPTIONS = {
@@ -232,7 +232,7 @@ def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
 def _job_name(config: Config, part: Component) -> str:
     # The run's own is judged, so that what is wrong with it is one mistake.
     _quote(config.name, "name")
-    return _quote(config.name if config.layout == "local" else f"{config.name}-{part.name}", "name")
+    return _quote(job_name(config, part), "name")
 
 
 def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, str]:
