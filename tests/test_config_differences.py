@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,15 @@ def test_a_resume_with_another_fixed_setting_says_which(
         check_resumable(run, load([], shape | settings))
     mistakes = sorted(line.removeprefix(f"{run.config}: ") for line in caught.value.mistakes)
     assert mistakes == [f"{text}; start a new run_dir" for text in texts]
+
+
+@pytest.mark.parametrize("value", ["text", [1], {"unknown": 1}])
+def test_a_section_that_is_something_else_is_not_printed(value: Any) -> None:
+    """Errors name the section; none shows how Python prints its class."""
+    sections = {option.key.rpartition(".")[0] for option in options()} - {""}
+    for section in sections:
+        with pytest.raises(ConfigError) as caught:
+            load([], {section: value})
+        text = str(caught.value)
+        assert section in text
+        assert not re.search(r"[A-Za-z]\(\w+=|<\w+ object|<class", text), text
