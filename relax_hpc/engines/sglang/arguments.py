@@ -63,14 +63,14 @@ class ServerArgument:
         if value is None:
             return ""
         if not self.is_list:
-            return self._misfit_of_one(value)
+            return self._value_misfit(value)
         text = f"a list of {_PLURALS.get(self.type_name, 'values')}"
         if not isinstance(value, list):
             return text
-        misfits = [misfit for misfit in map(self._misfit_of_one, value) if misfit]
+        misfits = [misfit for misfit in map(self._value_misfit, value) if misfit]
         return f"{text}, each {misfits[0]}" if misfits else ""
 
-    def _misfit_of_one(self, value: Any) -> str:
+    def _value_misfit(self, value: Any) -> str:
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), map(str, self.choices), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
