@@ -127,11 +127,11 @@ def pid_of(scores: Scores) -> int:
 def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(pool: Callable[..., Pool]) -> None:
     texts = "1", "exit", "2", "segfault", "killed", "base", "3"
     before, ended, after, hit, killed, raised, last = one_after_the_other(pool(), *texts)
-    assert ended == RewardError("reward_died", "the worker that computed it ended by exit code 7")
-    assert hit == RewardError("reward_died", "the worker that computed it was ended by SIGSEGV")
-    want = "the worker that computed it was ended by SIGKILL, perhaps for want of memory"
+    assert ended == RewardError("reward_died", "the process that computed own_rewards:word ended by exit code 7")
+    assert hit == RewardError("reward_died", "the process that computed own_rewards:word was ended by SIGSEGV")
+    want = "the process that computed own_rewards:word was ended by SIGKILL, perhaps for want of memory"
     assert killed == RewardError("reward_died", want)
-    assert raised == RewardError("reward_died", "the worker that computed it ended by exit code 1")
+    assert raised == RewardError("reward_died", "the process that computed own_rewards:word ended by exit code 1")
     assert [before[0].total, after[0].total, last[0].total] == [1.0, 2.0, 3.0]
     assert len({pid_of(before), pid_of(after), pid_of(last)}) == 3
 

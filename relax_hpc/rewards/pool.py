@@ -52,7 +52,7 @@ class RewardWork:
         return RewardError("reward_timeout", f"stopped after {took}", origin)
 
     def died(self, how: str) -> Scores:
-        return RewardError("reward_died", f"the worker that computed it {how}")
+        return RewardError("reward_died", f"the process that computed {self.reward} {how}")
 
     def is_late(self, answer: Scores) -> bool:
         return isinstance(answer, RewardError) and answer.reason == "reward_timeout"

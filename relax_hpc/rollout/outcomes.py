@@ -32,8 +32,9 @@ class Failure:
 
     @property
     def detail_with_location(self) -> str:
-        """`detail`, and the file and line that failed."""
-        return f"{self.detail} at {self.origin.location}" if self.origin.location else self.detail
+        """`detail` in one line, and the file and line that failed."""
+        detail = " ".join(self.detail.split())
+        return f"{detail} at {self.origin.location}" if self.origin.location else detail
 
 
 def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
