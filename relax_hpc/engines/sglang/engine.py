@@ -33,8 +33,10 @@ _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    # Left alone, SGLang takes most of the memory for keys and values.
-    "mem_fraction_static": 0.1,
+    # Without max_total_tokens SGLang takes most of the memory for keys and values. It does not start
+    # if other processes take more than mem_fraction_static of the memory while it loads weights
+    # (seen with 0.1 in SGLang 0.5.21).
+    "mem_fraction_static": 0.4,
     "max_total_tokens": 16384,
     # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third (measured).
     "disable_overlap_schedule": True,
