@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from relax_hpc.environments.base import Context, Environment, MediaPart, Observation, Response, Step
 from relax_hpc.errors import ConfigError
+from tests.signalled import count_calls, signal_first_calls
 
 BAD_STEPS: dict[str, Any] = {
     "no step": "text",
@@ -72,6 +73,11 @@ class Hostile(Environment):
 
     def exit(self) -> None:
         os._exit(7)
+
+    def signal(self, rest: str) -> str:
+        number, calls, log = rest.split()
+        signal_first_calls(int(number), int(calls), log)
+        return f"call {count_calls(log)}"
 
     def quit(self) -> None:
         raise SystemExit(3)

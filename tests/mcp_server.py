@@ -6,7 +6,11 @@ import base64
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.signalled import count_calls, signal_first_calls
 
 PAGES = {"": (["echo"], "more"), "more": (["sum", "picture"], "")}
 
@@ -22,6 +26,8 @@ def text(said: str) -> dict[str, Any]:
 def call(number: int, name: str, arguments: dict[str, Any]) -> None:
     if name == "exit":
         os._exit(3)
+    if name == "signal":
+        signal_first_calls(**arguments)
     if name == "silent":
         return
     if name == "fails":
@@ -34,6 +40,8 @@ def call(number: int, name: str, arguments: dict[str, Any]) -> None:
         answer(number, result=arguments)
     elif name == "environment":
         answer(number, result={"content": [text(" ".join(sorted(os.environ)))]})
+    elif name == "signal":
+        answer(number, result={"content": [text(f"call {count_calls(arguments['log'])}")]})
     elif name in ("echo", "sum"):
         said = os.environ["WORD"] if name == "echo" else str(sum(arguments["numbers"]))
         answer(number, result={"content": [text(f"{said} {os.getpid()}")]})
@@ -59,6 +67,8 @@ def main() -> None:
                 names, after = PAGES[about.get("cursor", "")]
                 tools = [{"name": name, "inputSchema": {"type": "object"}} for name in names]
                 answer(number, result={"tools": tools, "nextCursor": after})
+            case {"method": "ping", "id": number}:
+                answer(number, result={})
             case {"method": "tools/call", "id": number, "params": {"name": name, "arguments": arguments}} if ready:
                 call(number, name, arguments)
             case _:

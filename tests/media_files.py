@@ -79,11 +79,13 @@ def clip(count: int, height: int, width: int) -> list[Image.Image]:
     return [Image.fromarray(whole[:, 4 * at : 4 * at + width]) for at in range(count)]
 
 
-HANGS, CRASHES, SWELLS = 33, 34, 35
-"""Widths of pictures of 32 lines over which the Pillow of `have_own_pillow` hangs, crashes and takes a gigabyte."""
+HANGS, CRASHES, SWELLS, KILLED_TWICE = 33, 34, 35, 36
+"""Widths of pictures of 32 lines over which the Pillow of `have_own_pillow` hangs, crashes, takes a gigabyte, and
+is killed the first two times."""
 _OWN_PILLOW = f"""
 import os, signal, time
 from PIL import Image as pillow
+from tests.signalled import signal_first_calls
 real = pillow.open
 def opened(file, *args, **settings):
     found = real(file, *args, **settings)
@@ -93,6 +95,8 @@ def opened(file, *args, **settings):
         os.kill(os.getpid(), signal.SIGSEGV)
     if found.size == ({SWELLS}, 32):
         bytearray(1 << 30)
+    if found.size == ({KILLED_TWICE}, 32):
+        signal_first_calls(signal.SIGKILL, 2, __file__ + ".log")
     return found
 pillow.open = opened
 """

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from relax_hpc.errors import ConfigError
 from tests import hostile_environments
 from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
+from tests.signalled import count_calls
 
 SLEEPS = "sleep 1000"
 SAID = Observation("x")
@@ -115,6 +118,25 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
     heard, is_same = with_host(work, step_timeout_s=2.0)
     assert heard == [["1 a 1", "2 None 1", "3 b 1"], [fault], ["1 None 3", "2 b 3"]]
     assert not is_same
+
+
+@pytest.mark.parametrize(
+    ("number", "deaths", "calls", "answer"),
+    [
+        (signal.SIGKILL, 2, 3, "1 call 3 0"),
+        (signal.SIGKILL, 9, 3, "environment_died: its process was ended by SIGKILL, perhaps for want of memory"),
+        (signal.SIGSTOP, 1, 2, "1 call 2 0"),
+    ],
+)
+def test_an_episode_whose_process_dies_or_is_suspended_is_played_again(
+    number: int, deaths: int, calls: int, answer: str, tmp_path: Path
+) -> None:
+    async def work(host: Environments) -> Any:
+        return await play(host, f"signal {int(number)} {deaths} {tmp_path / 'log'}"), await play(host, "a")
+
+    answers, following = with_host(work, step_timeout_s=0.5 if number == signal.SIGSTOP else LIMIT_S)
+    assert answers == [answer] and count_calls(str(tmp_path / "log")) == calls
+    assert following == ["1 a 0"]
 
 
 def test_calls_of_an_event_loop_are_many_at_a_time_and_end_in_time() -> None:
@@ -238,9 +260,7 @@ def test_a_value_that_is_no_number_is_still_refused_by_name(step: Step) -> None:
     ("response", "reason", "function"),
     [("sleep x", "environment_raised", "sleep"), (SLEEPS, "environment_timeout", "sleep")],
 )
-def test_a_fault_says_where_in_the_environment_it_was(
-    response: str, reason: str, function: str
-) -> None:
+def test_a_fault_says_where_in_the_environment_it_was(response: str, reason: str, function: str) -> None:
     async def work(host: Environments) -> EnvironmentFault:
         session = await host.open(beginning())
         with pytest.raises(EnvironmentFault) as caught:

@@ -17,7 +17,7 @@ from relax_hpc.multimodal.loading import load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.multimodal.pool import MediaPool
 from relax_hpc.multimodal.rules import Rules
-from tests.media_files import CRASHES, HANGS, SWELLS, avi, clip, encoded, have_own_pillow, picture
+from tests.media_files import CRASHES, HANGS, KILLED_TWICE, SWELLS, avi, clip, encoded, have_own_pillow, picture
 
 RULES = Rules(rate=16000)
 PNG = encoded(picture(64, 96))
@@ -58,7 +58,7 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
 
 def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(with_pool: Callable[..., Any]) -> None:
     async def work(pool: MediaPool) -> list[str]:
-        files = [encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, 32)]
+        files = [encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, KILLED_TWICE)]
         found = await asyncio.gather(*(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True)
         return [one.reason if isinstance(one, BadMedium) else type(one).__name__ for one in found]
 

@@ -21,11 +21,13 @@ from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.pool import Pool
 from relax_hpc.rewards.where import InThread
 from relax_hpc.workers import pool as pool_module
+from tests.signalled import count_calls
 
 LIMIT_S = 60.0
 REWARDS = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
+from tests.signalled import signal_first_calls
 
 def word(sample):
     """By the response: crash, hang, or tell of this process."""
@@ -38,6 +40,9 @@ def word(sample):
         ctypes.string_at(0)
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "signal":
+        signal_first_calls(int(rest[0]), int(rest[1]), rest[2])
+        return 1.0
     if what == "hang":
         # In C, with the interpreter's lock, where no signal handler of Python's runs; beside it a child.
         child = subprocess.Popen(["sleep", "1000"])
@@ -75,6 +80,9 @@ async def soon(samples):
     what = samples[0].response_text
     if what == "block":
         time.sleep(1000)
+    if what.startswith("signal"):
+        _, number, calls, log = what.split()
+        signal_first_calls(int(number), int(calls), log)
     if what == "exit":
         os._exit(7)
     await asyncio.sleep(1000 if what == "late" else 0.05 if what == "wait" else 0)
@@ -134,6 +142,35 @@ def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(pool: Calla
     assert raised == RewardError("reward_died", "the process that computed own_rewards:word ended by exit code 1")
     assert [before[0].total, after[0].total, last[0].total] == [1.0, 2.0, 3.0]
     assert len({pid_of(before), pid_of(after), pid_of(last)}) == 3
+
+
+@pytest.mark.parametrize("name", ["word", "soon"])
+@pytest.mark.parametrize(
+    ("number", "deaths", "calls", "reason"),
+    [
+        (signal.SIGKILL, 2, 3, ""),
+        (signal.SIGKILL, 9, 3, "reward_died"),
+        (signal.SIGSTOP, 1, 2, ""),
+    ],
+)
+def test_a_worker_that_dies_or_is_suspended_is_replaced_and_its_request_repeated(
+    name: str,
+    number: int,
+    deaths: int,
+    calls: int,
+    reason: str,
+    pool: Callable[..., Pool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The pool waits for a suspended worker.
+    monkeypatch.setattr(pool_module, "_GRACE_S", 0.2)
+    limit_s = 0.5 if number == signal.SIGSTOP else LIMIT_S
+    text = f"signal {int(number)} {deaths} {tmp_path / 'log'}"
+    scores, following = one_after_the_other(pool(name, limit_s=limit_s), text, "1")
+    assert count_calls(str(tmp_path / "log")) == calls
+    assert (scores.reason if isinstance(scores, RewardError) else "") == reason
+    assert isinstance(following, list) and following[0].total == 1.0
 
 
 def test_a_worker_that_has_ended_is_not_killed_again(
@@ -283,12 +320,9 @@ def test_a_worker_ends_with_its_role_also_while_it_hangs(pool: Callable[..., Poo
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_a_failing_reward_says_where_in_its_own_file(
-    pool: Callable[..., Pool], tmp_path: Path
-) -> None:
+def test_a_failing_reward_says_where_in_its_own_file(pool: Callable[..., Pool], tmp_path: Path) -> None:
     (tmp_path / "bad_rewards.py").write_text(
-        "def inner(sample):\n    return sample.metadata['solution']\n\n\n"
-        "def score(sample):\n    return inner(sample)\n"
+        "def inner(sample):\n    return sample.metadata['solution']\n\n\ndef score(sample):\n    return inner(sample)\n"
     )
     bad = Pool("bad_rewards:score", 1, LIMIT_S)
     [failure] = one_after_the_other(bad, "1")

@@ -7,7 +7,9 @@ import base64
 import contextlib
 import io
 import json
+import os
 import re
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +29,14 @@ from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of, rea
 from relax_hpc.environments.tools import corpus, pictures, tools_of
 from relax_hpc.environments.tools.calculator import value_of
 from relax_hpc.environments.tools.corpus import Corpus, write_corpus
+from relax_hpc.environments.tools.mcp import Connection, NoAnswer, ServerDied
 from relax_hpc.environments.tools.pictures import box_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from tests.environment_helpers import LIMIT_S, play, with_host
 from tests.media_files import encoded, picture
+from tests.signalled import count_calls
 
 TOOLS = {"calculator": {}, "python": {"timeout_s": 20.0, "processes": 4}}
 
@@ -400,19 +404,18 @@ def served(*tools: str, **about: Any) -> dict[str, Any]:
     return {"mcp": {"servers": {"one": one}}}
 
 
-def test_tools_of_a_server_are_called_by_many_episodes_and_after_its_end() -> None:
+def test_tools_of_a_server_are_called_by_many_episodes() -> None:
     async def work(host: Environments) -> Any:
         sums = [play(host, call("sum", numbers=[number, 1])) for number in range(20)]
-        return await asyncio.gather(*sums), await play(host, *map(call, ("fails", "none", "exit", "echo")))
+        return await asyncio.gather(*sums), await play(host, *map(call, ("fails", "none", "echo")))
 
-    tools = served("sum", "echo", "fails", "exit", "none")
-    sums, [failed, unknown, ended, echo] = with_host(work, "tools", options={"tools": tools})
+    tools = served("sum", "echo", "fails", "none")
+    sums, [failed, unknown, echo] = with_host(work, "tools", options={"tools": tools})
     assert [told.split()[0] for [told] in sums] == [str(number + 1) for number in range(20)]
     assert failed == "Error: nothing there" and unknown == "Error: Unknown tool: none"
-    assert ended == "Error: the tool's server has ended; call it again"
     word, last = echo.split()
     pids = {told.split()[1] for [told] in sums}
-    assert word == "word" and len(pids) == 1 and last not in pids
+    assert word == "word" and pids == {last}
     # It was started by a process of environments, and ends with it.
     with contextlib.suppress(psutil.NoSuchProcess):
         server, deadline = psutil.Process(int(last)), time.monotonic() + LIMIT_S
@@ -449,6 +452,57 @@ def test_a_server_that_cannot_start_is_quoted(program: str, quote: str) -> None:
     text = f"environment.options.tools.mcp: a: the tool's server cannot be started: {quote}"
     with pytest.raises(ConfigError, match=f"{re.escape(text)}$"):
         _ = tool.signature
+
+
+@pytest.mark.parametrize(
+    ("number", "calls", "answers"),
+    [
+        (signal.SIGKILL, 2, ["call 3"]),
+        (signal.SIGKILL, 9, ["environment_died: the tool's server has ended, 3 times"]),
+        (signal.SIGSTOP, 1, ["call 2"]),
+        (signal.SIGSTOP, 9, ["environment_timeout: no answer in 0.5 s, nor to a ping, 3 times"]),
+    ],
+)
+def test_a_server_that_dies_or_hangs_is_started_again_and_asked_again(
+    number: int, calls: int, answers: list[str], tmp_path: Path
+) -> None:
+    arguments = {"signal": int(number), "calls": calls, "log": str(tmp_path / "log")}
+
+    async def work(host: Environments) -> Any:
+        return await play(host, call("signal", **arguments)), await play(host, call("sum", numbers=[1, 2]))
+
+    tools = served("signal", "sum", timeout_s=0.5 if number == signal.SIGSTOP else LIMIT_S)
+    signalled, [total] = with_host(work, "tools", options={"tools": tools})
+    assert signalled == answers and count_calls(arguments["log"]) == min(3, calls + 1)
+    # Episodes that follow have a server.
+    assert total.split()[0] == "3"
+
+
+def test_a_server_that_does_not_read_is_ended() -> None:
+    connection = Connection(["sleep", "1000"], {"PATH": os.environ["PATH"]})
+    try:
+        with pytest.raises(NoAnswer, match="does not read its input"):
+            connection.ask("tools/call", {"text": "x" * (1 << 20)}, 0.2)
+        with pytest.raises(ServerDied, match="the tool's server has ended"):
+            connection.ask("tools/call", {}, LIMIT_S)
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(("end", "kind"), [("exit(3)", ConfigError), ("os.kill(os.getpid(), 9)", RelaxError)])
+def test_a_server_that_never_starts_fails_the_episode_by_name(end: str, kind: type) -> None:
+    command = [sys.executable, "-c", f"import os; {end}"]
+    tools = {"mcp": {"servers": {"broken": {"command": command, "tools": ["sum"]}}}}
+
+    async def work(host: Environments) -> Any:
+        return await play(host, call("sum", numbers=[1, 2]))
+
+    died = "the tool's server cannot be started: the tool's server has ended"
+    assert with_host(work, "tools", options={"tools": tools}) == [f"environment_died: {died}, 3 times"]
+    [tool] = tools_of(tools).values()
+    with pytest.raises(RelaxError, match=died) as failure:
+        _ = tool.signature
+    assert failure.type is kind
 
 
 BLOB = base64.b64encode(b"pixels").decode()

@@ -144,9 +144,7 @@ class Environment(abc.ABC):
 class EnvironmentFault(Exception):
     """Error of an environment, which ends its episode. `reason` is what callers count."""
 
-    def __init__(
-        self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN
-    ) -> None:
+    def __init__(self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN) -> None:
         """``origin``: place in the environment's code that failed, if one did."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.origin = reason, detail, origin

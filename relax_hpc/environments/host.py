@@ -16,6 +16,7 @@ from relax_hpc.environments.process import Lost, Process
 from relax_hpc.environments.wire import Wire, beginning_to_wire, step_from_wire
 from relax_hpc.error_origin import ErrorOrigin
 from relax_hpc.errors import ConfigError
+from relax_hpc.workers.process import ATTEMPTS
 from relax_hpc.workers.starter import Starter
 
 Turn = tuple[Step, tuple[Message, ...]]
@@ -151,7 +152,7 @@ class Session:
             self._host.leave(process)
 
     async def _play(self, response: Wire | None) -> Turn:
-        is_suspect, history = False, self._process is None
+        is_suspect, history, deaths = False, self._process is None, 0
         while True:
             if self._process is None or self._process.has_ended:
                 self._process, history = self._host.place(is_suspect), True
@@ -162,6 +163,10 @@ class Session:
                 answer = await self._ask(self._process, about, len(self._played) + 2 if history else 1)
             except Lost as lost:
                 is_suspect = is_suspect or lost.was_under_way
+                # Its process may have been killed from outside: it is played again, twice at most.
+                deaths += lost.fault is not None
+                if lost.fault and deaths == ATTEMPTS:
+                    raise lost.fault from lost
             else:
                 self._digests.append(answer["digest"])
                 return step_from_wire(answer["step"])

@@ -19,10 +19,12 @@ _GRACE_S = 2.0
 class Lost(Exception):
     """Signal that a process has ended, maybe because of another environment."""
 
-    def __init__(self, was_under_way: bool) -> None:
+    def __init__(self, was_under_way: bool, fault: EnvironmentFault | None = None) -> None:
         super().__init__()
         self.was_under_way = was_under_way
         """Whether it ended over this call, or over one beside it."""
+        self.fault = fault
+        """Failure of this call, if no other call can have ended the process; None: another one can."""
 
 
 class Process:
@@ -49,8 +51,8 @@ class Process:
         return await asyncio.shield(self._starting)
 
     async def ask(self, message: Wire, calls: int) -> dict[str, Any]:
-        """Answer to ``message``, for which it calls an environment ``calls`` times. EnvironmentFault: it has ended over
-        that. Lost: it has ended, maybe over something else."""
+        """Answer to ``message``, for which it calls an environment ``calls`` times. EnvironmentFault: that took too
+        long. Lost: it has ended."""
         async with self._turn:
             worker = await self.begun()
             if worker.has_ended:
@@ -60,8 +62,10 @@ class Process:
                 async with asyncio.timeout(calls * self._limit_s + _GRACE_S):
                     return await worker.ask(next(self._numbers), message)
             except TimeoutError:
+                is_suspended = worker.is_suspended
                 fault = EnvironmentFault("environment_timeout", f"its process did not answer in {self._limit_s:g} s")
-                raise await self._end_over(worker, fault) from None
+                lost = await self._end_over(worker, fault)
+                raise (lost.fault if lost.fault and not is_suspended else lost) from None
             except WorkerEnded as ended:
                 fault = EnvironmentFault("environment_died", f"its process {ended}")
                 raise await self._end_over(worker, fault if ended.by_itself else None) from ended
@@ -81,9 +85,9 @@ class Process:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await (await self._starting).end()
 
-    async def _end_over(self, worker: Worker, fault: EnvironmentFault | None) -> Exception:
-        """End it; what the call under way is told: ``fault``, if no other call can have been the reason."""
+    async def _end_over(self, worker: Worker, fault: EnvironmentFault | None) -> Lost:
+        """End it; returns the error of a call in flight, with ``fault`` if no other call can have been the reason."""
         # Of those that are told one after the other the last is not alone, either.
         self._at_its_end = self._at_its_end or self._under_way
         await worker.end()
-        return fault if fault and self._at_its_end == 1 else Lost(was_under_way=True)
+        return Lost(was_under_way=True, fault=fault if self._at_its_end == 1 else None)

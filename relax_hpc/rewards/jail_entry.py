@@ -45,7 +45,8 @@ _DEVICES = ("null", "zero", "random", "urandom")
 _WRITABLE = ("box", "tmp", "dev/shm")
 """Folders that the program may write to. They are in one file system of `disk_mb`."""
 OWN_PROCESSES = 2
-"""This process and init: the kernel counts them as processes of the program's user, if no root started them."""
+"""Number of our own processes: this one and init. If no root has started them, the kernel counts them as processes of
+the program's user."""
 _COUNTS_ANEW = (5, 14)
 """Linux from which on a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
 
@@ -183,7 +184,7 @@ def _enter_namespaces() -> None:
 
 
 def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
-    """If root, become a user who owns nothing but ``files``, and whose processes are counted alone."""
+    """Become a user who owns nothing but ``files``, and whose processes are counted alone, if this is root."""
     if os.geteuid() != 0:
         return
     try:

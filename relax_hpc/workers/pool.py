@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from relax_hpc.workers.process import Message, Worker, WorkerEnded
+from relax_hpc.workers.process import ATTEMPTS, Message, Worker, WorkerEnded
 from relax_hpc.workers.starter import Starter
 
 Q = TypeVar("Q", contravariant=True)
@@ -74,29 +73,47 @@ class Pool(Generic[Q, A]):
         self._leave(await self._place())
 
     async def of(self, asked: Q) -> A:
-        """The answer to what is asked, or how a worker failed at it. RelaxError: no worker can be started."""
-        worker = await self._place()
-        try:
-            return await self._asked(worker, asked, alone=worker.places == 1)
-        except WorkerEnded:
-            pass
-        finally:
-            self._leave(worker)
-        # Whose fault it was shows when each of those that it had is asked for by itself.
-        async with self._suspects:
-            while True:
-                if self._for_suspects is None or self._for_suspects.has_ended:
-                    self._for_suspects = await self._starter.start()
-                with contextlib.suppress(WorkerEnded):
-                    return await self._asked(self._for_suspects, asked, alone=True)
+        """The answer to what is asked, or how a worker failed at it.
+
+        If the worker dies, another one is asked, twice at most. RelaxError: no worker can be started.
+        """
+        deaths = 0
+        while True:
+            worker = await self._place()
+            try:
+                return await self._asked(worker, asked, alone=worker.places == 1)
+            except WorkerEnded as ended:
+                deaths += ended.by_itself
+                if deaths == ATTEMPTS:
+                    return self.work.died(str(ended))
+                if worker.places > 1:
+                    break
+            finally:
+                self._leave(worker)
+        return await self._retry_alone(asked, deaths)
 
     async def close(self) -> None:
         """End all workers."""
         workers = [*self.workers, *([self._for_suspects] if self._for_suspects else [])]
         await asyncio.gather(*(worker.end() for worker in workers))
 
+    async def _retry_alone(self, asked: Q, deaths: int) -> A:
+        """Answer to a request whose worker died with several requests in flight, of which one may
+        have killed it. ``deaths``: times that the request's worker has died."""
+        async with self._suspects:
+            while True:
+                if self._for_suspects is None or self._for_suspects.has_ended:
+                    self._for_suspects = await self._starter.start()
+                try:
+                    return await self._asked(self._for_suspects, asked, alone=True)
+                except WorkerEnded as ended:
+                    deaths += ended.by_itself
+                    if deaths == ATTEMPTS:
+                        return self.work.died(str(ended))
+
     async def _asked(self, worker: Worker, asked: Q, alone: bool) -> A:
-        """Answer of a worker, or how it failed at this. WorkerEnded: that may be the fault of others."""
+        """Answer of a worker, or how it failed at this. WorkerEnded: it died, or was suspended, which
+        may be the fault of others."""
         begun = time.monotonic()
         watches_limit = worker.places > 1 or self.work.watches_limit
         limit_s = self.work.limit_s + (_GRACE_S if watches_limit else 0.0)
@@ -104,14 +121,13 @@ class Pool(Generic[Q, A]):
             async with asyncio.timeout(limit_s):
                 answer = await worker.ask(next(self._numbers), self.work.request(asked))
         except TimeoutError:
+            is_suspended = worker.is_suspended
             await worker.end()
+            if is_suspended:
+                raise WorkerEnded("was suspended by a signal", True) from None
             if not alone:
                 raise WorkerEnded("did not answer", False) from None
             return self.work.late(time.monotonic() - begun, None)
-        except WorkerEnded as ended:
-            if not (alone and ended.by_itself):
-                raise
-            return self.work.died(str(ended))
         except asyncio.CancelledError:
             if alone:
                 # It is at what nobody waits for any more.

@@ -9,12 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.workers import frames
 
+ATTEMPTS = 3
+"""Times that a request is sent: a worker that dies, or that somebody suspends, may not be at fault."""
 START_S = 300.0
 """Seconds for a worker to import what its work needs, from a shared filesystem too."""
 
@@ -87,6 +90,11 @@ class Worker:
         finally:
             self._asked.pop(number, None)
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its process was stopped by a signal, so that it cannot answer in time."""
+        return not self.has_ended and is_suspended(self._process.pid)
+
     def kill(self) -> None:
         """End it, with all that it has started; what was asked of it was not at fault."""
         if self.has_ended:
@@ -116,6 +124,16 @@ class Worker:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(WorkerEnded(how, by_itself))
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger."""
+    try:
+        # The name, in parentheses, may contain some itself.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
 
 
 async def _message(reader: asyncio.StreamReader) -> Any:

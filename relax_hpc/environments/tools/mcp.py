@@ -1,7 +1,8 @@
 """Tools of servers that speak the Model Context Protocol by their standard input and output, each a process of its own.
 
-A server is started at its first call, in each process of environments, whose episodes share it; one that has ended is
-started again. https://modelcontextprotocol.io/specification, revision 2025-06-18.
+A server is started at its first call, in each process of environments, whose episodes share it. If it dies or hangs, it
+is started again and the request is sent again, twice at most; then the episode fails. A server hangs if it does not
+answer a ping either. https://modelcontextprotocol.io/specification, revision 2025-06-18.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import itertools
 import json
 import os
 import re
+import select
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import IO, Any
 
-from relax_hpc.environments.base import MediaPart, Observation
+from relax_hpc.environments.base import EnvironmentFault, MediaPart, Observation
 from relax_hpc.environments.plain import clean_texts
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Tool
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.last_error import find_last_error
+from relax_hpc.workers.process import ATTEMPTS
 
 REVISION = "2025-06-18"
 _MOST_LINE = 1 << 26
@@ -33,6 +37,12 @@ _ERRORS_BYTES, _ERRORS_S = 1 << 14, 1.0
 """Bytes of standard error that are kept, and seconds for its end after that of the server."""
 _MOST_PAGES = 1000
 """Pages of a list of tools at most; a server could go on for ever."""
+_START_S = 60.0
+"""Seconds for a server to start, which may be read from a shared filesystem."""
+_PING_S = 5.0
+"""Seconds for the answer to a ping."""
+_END_S = 5.0
+"""Seconds for the output of a killed server to end. A process that it has started may keep it open."""
 _NO_SUCH_METHOD = -32601
 _INHERITED = re.compile(
     "HOME|LOGNAME|PATH|SHELL|TERM|USER|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
@@ -40,7 +50,24 @@ _INHERITED = re.compile(
 )
 """Environment variables that a server gets: those of the protocol's own SDKs, and those by which programs of a site are
 found. Others may be secrets of the user."""
+_HAS_ENDED = "the tool's server has ended"
 Json = dict[str, Any]
+
+
+class ServerDied(ToolError):
+    """The server's process has ended."""
+
+
+class ServerBroken(ServerDied):
+    """The server's process has exited while it started, and no signal has killed it."""
+
+
+class NoAnswer(ToolError):
+    """The server has not answered in time."""
+
+
+class ServerHung(ToolError):
+    """The server has answered neither a request nor a ping."""
 
 
 class McpTool(Tool):
@@ -50,7 +77,8 @@ class McpTool(Tool):
         self.name, self._server = name, server
 
     def called(self, arguments: Mapping[str, Any]) -> Observation:
-        """Answer of the server. ToolError: it says that the call failed, or does not answer."""
+        """Answer of the server. ToolError: it says that the call failed, or takes too long for it.
+        EnvironmentFault: as `Server.ask`."""
         result = self._server.ask("tools/call", {"name": self.name, "arguments": dict(arguments)})
         pieces = [_read_content(item) for item in result.get("content") or []]
         if not pieces and result.get("structuredContent") is not None:
@@ -66,11 +94,15 @@ class McpTool(Tool):
 
     @property
     def signature(self) -> Json:
-        """The tool as the server describes it. ConfigError: it does not."""
+        """The tool as the server describes it. ConfigError: it does not, or cannot be started. RelaxError:
+        it has died."""
         try:
             return self._described()
         except ToolError as error:
             raise ConfigError(f"environment.options.tools.mcp: {self.name}: {error}") from error
+        except EnvironmentFault as fault:
+            kind = ConfigError if isinstance(fault.__cause__, ServerBroken) else RelaxError
+            raise kind(f"environment.options.tools.mcp: {self.name}: {fault.__cause__}") from fault
 
     def _described(self) -> Json:
         for tool in self._server.tools():
@@ -116,11 +148,32 @@ class Server:
         self._connection: Connection | None = None
 
     def ask(self, method: str, parameters: Json) -> Json:
-        """The result of a request. ToolError: there is none."""
-        return self._connected().ask(method, parameters, self._timeout_s)
+        """The result of a request. ToolError: there is none. EnvironmentFault: the server has died, or
+        hung, each time that the request was sent."""
+        for _ in range(ATTEMPTS):
+            try:
+                return self._ask_once(method, parameters)
+            except (ServerDied, ServerHung) as error:
+                failure = error
+        reason = "environment_timeout" if isinstance(failure, ServerHung) else "environment_died"
+        raise EnvironmentFault(reason, f"{failure}, {ATTEMPTS} times") from failure
+
+    def _ask_once(self, method: str, parameters: Json) -> Json:
+        """The result of a request. ToolError: there is none. ServerDied, ServerHung: the process is gone."""
+        connection = self._connected()
+        try:
+            return connection.ask(method, parameters, self._timeout_s)
+        except ServerDied:
+            connection.close()
+            raise
+        except NoAnswer as error:
+            if connection.answers_ping(min(_PING_S, self._timeout_s)):
+                raise
+            connection.close()
+            raise ServerHung(f"{error}, nor to a ping") from error
 
     def tools(self) -> list[Json]:
-        """Descriptions of all its tools. ToolError: it gives none."""
+        """Descriptions of all its tools. ToolError: it gives none. EnvironmentFault: as `ask`."""
         tools, cursor = [], Json()
         for _ in range(_MOST_PAGES):
             page = self.ask("tools/list", cursor)
@@ -143,11 +196,13 @@ class Server:
                 client = {"name": "relax_hpc", "version": "1"}
                 about = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": client}
                 try:
-                    self._connection.ask("initialize", about, self._timeout_s)
+                    self._connection.ask("initialize", about, max(_START_S, self._timeout_s))
                     self._connection.tell({"method": "notifications/initialized"})
-                except ToolError as error:
+                except (NoAnswer, ServerDied) as error:
+                    self._connection.close()
                     text = self._connection.read_error() or str(error)
-                    raise ToolError(f"the tool's server cannot be started: {text}") from error
+                    kind = ServerBroken if self._connection.has_exited else ServerDied
+                    raise kind(f"the tool's server cannot be started: {text}") from error
             return self._connection
 
 
@@ -163,6 +218,7 @@ class Connection:
         except OSError as error:
             raise ToolError(f"the tool's server cannot be started: {error}") from error
         assert self._process.stdin and self._process.stdout and self._process.stderr
+        os.set_blocking(self._process.stdin.fileno(), False)
         self._numbers = itertools.count(1)
         self._asked: dict[int, Future[Json]] = {}
         self._writing = threading.Lock()
@@ -170,9 +226,7 @@ class Connection:
         self._reading = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reading.start()
         self._errors = bytearray()
-        self._copying = threading.Thread(
-            target=self._copy_errors, args=(self._process.stderr,), daemon=True
-        )
+        self._copying = threading.Thread(target=self._copy_errors, args=(self._process.stderr,), daemon=True)
         self._copying.start()
 
     def read_error(self) -> str:
@@ -185,32 +239,71 @@ class Connection:
         return find_last_error(text).text or text.rpartition("\n")[2]
 
     def ask(self, method: str, parameters: Json, limit_s: float) -> Json:
-        """The result of a request. ToolError: there is none."""
+        """The result of a request. NoAnswer: not within ``limit_s``. ServerDied: the process has ended.
+        ToolError: the server refuses."""
         number, answer = next(self._numbers), Future[Json]()
         self._asked[number] = answer
+        if self.has_ended:
+            self._fail_requests()
         try:
-            self.tell({"id": number, "method": method, "params": parameters})
+            self.tell({"id": number, "method": method, "params": parameters}, limit_s)
             return answer.result(limit_s)
         except Late:
-            raise ToolError(f"no answer in {limit_s:g} s") from None
+            raise NoAnswer(f"no answer in {limit_s:g} s") from None
         finally:
             self._asked.pop(number, None)
 
-    def tell(self, message: Json) -> None:
-        """Send a message. ToolError: nobody is there."""
-        line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process has exited, and no signal has killed it."""
+        code = self._process.poll()
+        return code is not None and code >= 0
+
+    def answers_ping(self, limit_s: float) -> bool:
+        """Whether the server answers a ping, be it by an error."""
         try:
-            with self._writing:
-                assert self._process.stdin
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
+            self.ask("ping", {}, limit_s)
+        except (NoAnswer, ServerDied):
+            return False
+        except ToolError:
+            pass
+        return True
+
+    def tell(self, message: Json, limit_s: float = _PING_S) -> None:
+        """Send a message. NoAnswer: the server did not read it in ``limit_s``. ServerDied: the process has ended."""
+        line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
+        if not self._writing.acquire(timeout=limit_s):
+            raise NoAnswer(f"not read in {limit_s:g} s")
+        try:
+            self._write(line, time.monotonic() + limit_s)
         except OSError:
-            raise ToolError("the tool's server has ended; call it again") from None
+            raise ServerDied(_HAS_ENDED) from None
+        finally:
+            self._writing.release()
+
+    def _write(self, line: bytes, deadline_s: float) -> None:
+        """Write ``line`` to the server's standard input, which does not block. OSError: it has ended."""
+        assert self._process.stdin
+        while line:
+            try:
+                line = line[os.write(self._process.stdin.fileno(), line) :]
+            except BlockingIOError:
+                left_ms = 1000 * (deadline_s - time.monotonic())
+                poll = select.poll()
+                poll.register(self._process.stdin, select.POLLOUT)
+                if left_ms <= 0 or not poll.poll(left_ms):
+                    # It may have a part of the line, so it cannot be sent another one.
+                    self._process.kill()
+                    raise NoAnswer("the tool's server does not read its input") from None
 
     def close(self) -> None:
         """End the process, and wait until it is gone."""
+        self.has_ended = True
         self._process.kill()
-        self._reading.join()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._reading.join(_END_S)
+        self._fail_requests()
 
     def _read(self, lines: IO[bytes]) -> None:
         while line := lines.readline(_MOST_LINE):
@@ -222,9 +315,12 @@ class Connection:
         self.has_ended = True
         self._process.kill()
         self._process.wait()
-        while self._asked:
-            _, answer = self._asked.popitem()
-            answer.set_exception(ToolError("the tool's server has ended; call it again"))
+        self._fail_requests()
+
+    def _fail_requests(self) -> None:
+        for number in list(self._asked):
+            if answer := self._asked.pop(number, None):
+                answer.set_exception(ServerDied(_HAS_ENDED))
 
     def _copy_errors(self, errors: IO[bytes]) -> None:
         """Copy the server's standard error to that of this process, and keep its end."""
