@@ -3,6 +3,8 @@ expressions, letters."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -503,6 +505,42 @@ def test_an_expression_that_takes_too_long_costs_only_its_response(
     judged = scores(get_reward("math"), samples)
     right, unjudged = Score(1.0, {"unjudged": 0.0}), Score(0.0, {"unjudged": 1.0})
     assert judged == [right, *[unjudged] * (len(texts) - 2), right]
+
+
+@pytest.mark.parametrize(
+    ("signals", "deaths", "starts", "total"),
+    [
+        ([signal.SIGSTOP, signal.SIGKILL], 2, 3, 1.0),
+        ([signal.SIGSTOP, signal.SIGKILL], 9, 4, 0.0),
+        ([signal.SIGSTOP], 1, 2, 1.0),
+    ],
+)
+def test_a_process_that_is_killed_or_suspended_is_replaced(
+    signals: list[int], deaths: int, starts: int, total: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requires("math_verify")
+    from relax_hpc.rewards import symbolic, symbolic_process
+
+    symbolic.close()
+    # The process is stopped before it reads a request, so that it cannot answer before its death.
+    write, pids = symbolic_process._write_all, list[int]()
+
+    def write_and_signal(fd: int, data: bytes) -> None:
+        is_response = b"null" not in data
+        pids.append(symbolic._process._pid)
+        for number in signals if is_response and len(set(pids)) <= deaths else ():
+            os.kill(pids[-1], number)
+        write(fd, data)
+
+    monkeypatch.setattr(symbolic_process, "_write_all", write_and_signal)
+    if signals == [signal.SIGSTOP]:
+        monkeypatch.setattr(symbolic, "MATH_LIMIT_S", 0.5)
+    samples = [RewardInput("?", "9", text, "stop") for text in (r"\boxed{9}", r"\boxed{3}")]
+    judged = scores(get_reward("math"), samples[:1])
+    assert judged == [Score(total, {"unjudged": 1.0 - total})]
+    monkeypatch.setattr(symbolic_process, "_write_all", write)
+    assert scores(get_reward("math"), samples)[1] == Score(0.0, {"unjudged": 0.0})
+    assert len({*pids, symbolic._process._pid}) == starts
 
 
 def test_a_right_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput, jail, jail_cgroup, jail_entry
 from relax_hpc.rewards.code import Code
@@ -277,6 +278,24 @@ def test_tests_whose_process_is_killed_run_again(
     killer.kills, killer.deaths = 0, 3
     with pytest.raises(OSError, match="killed"):
         code(sample)
+
+
+def test_a_shortage_of_the_moment_is_no_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "_PAUSE_S", 0.0)
+    with monkeypatch.context() as patch:
+        Killer(patch, deaths=3, depth=0)
+        with pytest.raises(RelaxError, match=r"no program could be run on .*SIGKILL") as failure:
+            Jail(SETTINGS)
+    assert failure.type is RelaxError
+    for number, kind in ((errno.EAGAIN, RelaxError), (errno.EPERM, ConfigError)):
+
+        def fail(*_: object, number: int = number) -> None:
+            raise jail.NotStarted(number, os.strerror(number))
+
+        monkeypatch.setattr(Jail, "_start", fail)
+        with pytest.raises(RelaxError, match=os.strerror(number)) as failure:
+            Jail(SETTINGS)
+        assert failure.type is kind
 
 
 def test_a_program_that_kills_itself_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relax_hpc.config.schema import Config
 from relax_hpc.environments.tools import options_of, python
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rewards.jail import Jail
@@ -27,7 +27,7 @@ def check_programs(config: Config) -> Iterator[str]:
     for key, settings in programs.items():
         try:
             Jail(settings, key)
-        except ConfigError as error:
+        except RelaxError as error:
             yield str(error)
 
 

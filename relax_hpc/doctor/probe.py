@@ -20,7 +20,7 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.doctor.gpus import node_report
 from relax_hpc.doctor.planes import PlaneProbe
-from relax_hpc.errors import ConfigError, Mistakes
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
 from relax_hpc.reward_settings import CodeSettings, rebuilt
 from relax_hpc.rewards.jail import Jail
@@ -119,11 +119,13 @@ def _missing(paths: list[str]) -> list[str]:
 
 
 def _programs(jails: str) -> list[str]:
-    problems = Mistakes()
+    problems = []
     for key, settings in json.loads(jails).items():
-        with problems:
+        try:
             Jail(rebuilt(CodeSettings, settings), key)
-    return problems.found
+        except RelaxError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _answer(listener: socket.socket) -> None:

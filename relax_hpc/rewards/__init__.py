@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin, describe_with_location
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.named import named
 from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards.answers import answer_exact, answer_partial
@@ -116,7 +116,7 @@ def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     given = () if ":" in name else (settings or RewardSettings(),)
     try:
         made = found(*given) if isinstance(found, type) else found
-    except ConfigError:
+    except RelaxError:
         raise
     except Exception as error:  # a user's class may raise anything
         text = f"reward: {name!r}: cannot be made: {describe_with_location(error)}"

@@ -8,6 +8,7 @@ What bounds its memory is in docs/reference/rewards.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rewards import jail_entry
 from relax_hpc.rewards.jail_cgroup import limited_group
 from relax_hpc.rewards.jail_filter import ARCHITECTURES, filter_program
@@ -46,6 +47,8 @@ _ATTEMPTS = 3
 """Attempts at a program that does not start, or that somebody outside of its jail kills."""
 _PAUSE_S = 0.2
 """Seconds before the second attempt; twice as long before the third. The process table or the disk may be full."""
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a system that is short of processes, memory or files at the moment."""
 Files = Mapping[str, str]
 """Text of each file of a program by its name, which may be in one folder; `main.py` is run."""
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
@@ -68,7 +71,8 @@ class Jail:
     """Jail that runs one program after the other."""
 
     def __init__(self, settings: CodeSettings, key: str = "reward.code") -> None:
-        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this machine."""
+        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this machine.
+        RelaxError: no program can be run now; its processes were killed, or memory is short."""
         self._settings, self._key = settings, key
         if settings.image and not shutil.which(settings.apptainer):
             raise ConfigError(f"{key}.apptainer: found {settings.apptainer!r}, which is no program on this node")
@@ -164,7 +168,8 @@ class Jail:
             finally:
                 started.kill()
             if failure := failures.read():
-                raise OSError(failure)
+                number, _, text = failure.partition(" ")
+                raise NotStarted(int(number), text)
 
     def _words(self, folder: str, failure_fd: int, cgroup_fd: int, timeout_s: float) -> list[str]:
         """Words of the command that starts a program, see `jail_entry`."""
@@ -198,24 +203,33 @@ class Jail:
         }
 
     def _probe(self) -> None:
-        problem = ""
+        """Run a program. ConfigError: this machine runs none. RelaxError: it may run one later."""
         try:
-            for _ in range(_ATTEMPTS):
-                ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
-                if ran.in_time:
-                    break
-            if not ran.in_time:
-                problem = f"a program that prints did not end within {_PROBE_S:g} s"
-            elif ran.output.strip() != _PROBED:
-                problem = f"a program that prints was ended by code {ran.code}"
+            problem = self._try_program()
         except OSError as error:
-            problem = str(error)
+            problem = error.strerror or str(error)
+            if not isinstance(error, NotStarted) or error.errno in _PASSING:
+                raise RelaxError(
+                    f"{self._key}: no program could be run on {os.uname().nodename}: {problem[:_MAX_REASON]}"
+                ) from error
         if problem:
             raise ConfigError(
                 f"{self._key}: no program can be kept apart on {os.uname().nodename}: {problem[:_MAX_REASON]}; the "
                 "site has to allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or "
                 f"set {self._key}.image, or {self._key}.weak: true"
             )
+
+    def _try_program(self) -> str:
+        """Why a program that prints does not do that here; empty: it does. OSError: as `run`, or it was too slow."""
+        for _ in range(_ATTEMPTS):
+            ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
+            if ran.in_time:
+                return "" if ran.output.strip() == _PROBED else f"a program that prints was ended by code {ran.code}"
+        raise OSError(f"a program that prints did not end within {_PROBE_S:g} s")
+
+
+class NotStarted(OSError):
+    """A program could not be started in its jail."""
 
 
 class _Started:

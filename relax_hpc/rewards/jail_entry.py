@@ -364,9 +364,10 @@ def _release(order: dict) -> None:
 
 
 def _fail(order: dict, error: Exception) -> NoReturn:
-    text = f"{type(error).__name__}: {error}"
+    """Write the error's number, 0 if it has none, and its text, and exit."""
+    text = f"0 {type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
-        text = f"{error.strerror}: {error.filename or ''}"
+        text = f"{error.errno} {error.strerror}: {error.filename or ''}"
     os.write(order["failure_fd"] if order["failure_fd"] >= 0 else 2, text.encode(errors="replace"))
     os._exit(1)
 

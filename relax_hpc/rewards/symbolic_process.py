@@ -23,6 +23,7 @@ from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rewards.expression_text import contradicts_itself
 from relax_hpc.rewards.maths import GSM8K_MARK
 from relax_hpc.rewards.number_text import read_number
+from relax_hpc.workers.process import ATTEMPTS, is_suspended
 from relax_hpc.workers.serving import bound_memory
 
 RIGHT, WRONG, UNJUDGED, NO_EXPRESSION = "1", "0", "?", "!"
@@ -33,7 +34,7 @@ _WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
 
 
 class SymbolicProcess:
-    """Process that compares expressions. The first use starts it, and the next one after a kill."""
+    """Process that compares expressions. The first use starts it, and so does the next one if it has died."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -46,21 +47,30 @@ class SymbolicProcess:
         ``response``: the expression that it ends at, and its text, of which a right answer of
         several values may take more; None asks whether the right answer can be read. NO_EXPRESSION:
         it is no expression. UNJUDGED: the comparison took longer than ``limit_s``, or too much
-        memory.
+        memory, or the process died, or was suspended, each time that it was asked.
         """
-        self._ensure_started()
         line = json.dumps([answer, response]).encode() + b"\n"
-        verdict = ""
+        for _ in range(ATTEMPTS):
+            self._ensure_started()
+            verdict = self._exchange(line, limit_s)
+            if verdict in (RIGHT, WRONG, NO_EXPRESSION):
+                return verdict
+            may_retry = not verdict or is_suspended(self._pid)
+            self.close()
+            if not may_retry:
+                break
+        return UNJUDGED
+
+    def _exchange(self, line: bytes, limit_s: float) -> str:
+        """Verdict on a request. UNJUDGED: not within ``limit_s``. Empty: the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             _write_all(self._requests_fd, line)
             poll = select.poll()
             poll.register(self._verdicts_fd, select.POLLIN)
-            if poll.poll(1000 * max(0.0, limit_s)):
-                verdict = os.read(self._verdicts_fd, 1).decode()
-        if verdict in (RIGHT, WRONG, NO_EXPRESSION):
-            return verdict
-        self.close()
-        return UNJUDGED
+            if not poll.poll(1000 * max(0.0, limit_s)):
+                return UNJUDGED
+            return os.read(self._verdicts_fd, 1).decode()
+        return ""
 
     def close(self) -> None:
         """Kill the process, if there is one."""
