@@ -12,10 +12,14 @@ import json
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
 
 from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.jail import Jail
 from relax_hpc.rewards.jail_filter import ARCHITECTURES
+from relax_hpc.rewards.jail_interpreter import find_interpreter
 
 SETTINGS = CodeSettings(memory_mb=512, disk_mb=16, processes=8)
 LIMIT_S, ENDLESS_S = 60.0, 1.5
@@ -257,6 +261,9 @@ def main(names: list[str]) -> None:
         ran = jail.run(PROGRAMS[name], "desserts", limit_s)
         return json.dumps({"name": name, **dataclasses.asdict(ran), "output": ran.output[:1000]})
 
+    # Of an interpreter that lies in another folder than its packages, a program does not see them.
+    parts = find_interpreter("", "").parts
+    print(json.dumps({"name": "packages", "are_shown": any(map(Path(numpy.__file__).is_relative_to, parts))}))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in pool.map(run, names or PROGRAMS):
             print(line, flush=True)

@@ -32,11 +32,9 @@ WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 """Root who may nothing, as in many containers: there are no namespaces."""
 
 
-@pytest.fixture(scope="module", params=["ourselves", "a plain user"])
+@pytest.fixture(scope="module", params=["ourselves", "a plain user"] if os.getuid() == 0 else ["ourselves"])
 def ran(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
     """What became of each program, by whom it was started."""
-    if request.param == "a plain user" and os.getuid():
-        pytest.skip("we are one")
     before = {process.pid for process in psutil.process_iter()}
     words = "-m", "tests.hostile_programs"
     if request.param == "ourselves":
@@ -46,7 +44,7 @@ def ran(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
             done = user.run(user.python, *words, timeout=300)
     assert done.returncode == 0, done.stderr
     results = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert len(results) == len(PROGRAMS)
+    assert results.keys() == {*PROGRAMS, "packages"}
     remaining = [process for process in psutil.process_iter(["cmdline", "pid"]) if process.pid not in before]
     results["left"] = {
         "programs": [process.info for process in remaining if "main.py" in (process.info["cmdline"] or ())]
@@ -109,7 +107,7 @@ def test_usual_programs_work(ran: dict) -> None:
     assert outputs == {
         "speaks": ["stressed"],
         "multiprocessing": ["1048576", "0", "1", "4", "9", "spawned"],
-        "numpy": ["300"],
+        "numpy": ["300"] if ran["packages"]["are_shown"] else [],
         "asyncio": ["child"],
     }
 
