@@ -142,16 +142,19 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_an_interpreter_in_a_home_shows_nothing_else_of_it(prefix: str, tmp_path: Path) -> None:
+def test_an_interpreter_in_a_home_shows_nothing_else_of_it(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["sh", "-ec", PREFIXES[prefix].format(system=Path(sys.executable).resolve())]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=60)
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id").write_text("PRIVATE-KEY")
     (tmp_path / "notes").write_text("PRIVATE")
-    program = f"""
-import os, sys
-print(sys.version_info[0], [name for name in ('.ssh', 'notes') if os.path.exists({str(tmp_path)!r} + '/' + name)])
-"""
+    (tmp_path / "lib").mkdir(exist_ok=True)
+    (tmp_path / "lib" / "notes").write_text("PRIVATE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    secrets = [str(tmp_path / name) for name in (".ssh", "notes", "lib/notes")]
+    program = f"import os, sys; print(sys.version_info[0], [path for path in {secrets} if os.path.exists(path)])"
     python = str(tmp_path / "bin" / "python3")
     assert Jail(CodeSettings(python=python)).run(program, "", 60.0).output == "3 []\n"
 

@@ -19,6 +19,8 @@ from relax_hpc.errors import ConfigError
 
 _PARTS = ("pyvenv.cfg", "lib", "lib64", "share/zoneinfo")
 """Files and folders of a prefix: packages, shared libraries, and time zones of conda's interpreters."""
+_PARTS_OF_HOME = ("pyvenv.cfg", "lib*/python3*", "lib*/lib*.so*")
+"""The same if the prefix is the user's home, whose `lib` may have other files of the user."""
 _QUESTION = """
 import json, sys
 prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
@@ -64,6 +66,8 @@ def find_interpreter(python: str, key: str) -> Interpreter:
 def _interpreter(executable: str, prefixes: Sequence[str]) -> Interpreter:
     real = Path(executable).resolve()
     parts = [Path(executable), *sorted(real.parent.glob("lib*.so*"))]
-    for prefix in dict.fromkeys(prefixes):
-        parts += [Path(prefix, name) for name in _PARTS]
+    for prefix in dict.fromkeys(map(Path, prefixes)):
+        is_home = prefix.resolve() == Path.home().resolve()
+        for pattern in _PARTS_OF_HOME if is_home else _PARTS:
+            parts += sorted(prefix.glob(pattern))
     return Interpreter(executable, tuple(str(path) for path in parts if path.exists()))
