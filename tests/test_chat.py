@@ -14,6 +14,7 @@ from relax_hpc import tasks
 from relax_hpc.checks.settings import check
 from relax_hpc.config.load import load
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
+from relax_hpc.data import chat
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import PromptRules
@@ -158,6 +159,28 @@ def test_a_template_process_that_was_killed_is_started_again() -> None:
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
         os.kill(template._child.pid, signal.SIGKILL)
         assert template.render([{"role": "user", "content": "again"}]) == "again"
+
+
+def test_a_template_process_that_is_killed_over_each_text_is_no_wrong_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kills, max_kills, exchange = 0, 3 * chat.ATTEMPTS, ChatTemplate._exchange
+
+    def kill_and_exchange(self: ChatTemplate, line: dict, seconds: float) -> dict:
+        nonlocal kills
+        if "messages" in line and kills < max_kills:
+            kills += 1
+            os.kill(self._child.pid, signal.SIGKILL)
+        return exchange(self, line, seconds)
+
+    monkeypatch.setattr(ChatTemplate, "_exchange", kill_and_exchange)
+    text = [{"role": "user", "content": "hi"}]
+    with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        for _ in range(3):
+            with pytest.raises(TemplateError, match="the template's process ended by signal 9"):
+                template.render(text)
+        max_kills += 2
+        assert template.render(text) == "hi" and kills == max_kills
 
 
 def _limit_cpu_time(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -41,6 +41,10 @@ UNUSABLE_TEXTS = 3
 """Texts on which a template may exceed its limits before it has rendered any. It is refused then."""
 _OVER_LIMIT = -signal.SIGPROF
 """Exit code of a child that took more CPU time than allowed."""
+_NO_ANSWER = 0
+"""Exit code of a child that did not answer within ANSWER_S, in `_ChildDied`."""
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, _NO_ANSWER)
+"""Exit codes of a child that somebody killed or suspended. They say nothing about the template."""
 
 
 class TemplateError(Exception):
@@ -124,7 +128,7 @@ class ChatTemplate:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer of the child. TemplateError: this text exceeds its limits, or the child was killed
-        each time. ConfigError: so did the first texts of all."""
+        each time. ConfigError: the first texts of all exceed them."""
         for _ in range(ATTEMPTS):
             try:
                 if self._child is None:
@@ -136,7 +140,7 @@ class ChatTemplate:
                 died = error
                 if error.code == _OVER_LIMIT:
                     break
-        self._failed_texts += 1
+        self._failed_texts += died.code not in _FROM_OUTSIDE
         limits = f"{RENDER_CPU_S} s of CPU time and {MEMORY_BYTES >> 20} MiB a text"
         reason = f"the template's process {died}; allowed: {limits}"
         if not self._has_rendered and self._failed_texts >= UNUSABLE_TEXTS:
@@ -163,7 +167,7 @@ class ChatTemplate:
             ready, _, _ = select.select([child.stdout], [], [], seconds)
             if not ready:
                 self._end_child()
-                raise _ChildDied(f"did not answer within {seconds:g} s", 0)
+                raise _ChildDied(f"did not answer within {seconds:g} s", _NO_ANSWER)
             return json.loads(child.stdout.readline())
         except (OSError, ValueError):
             code = self._end_child()
