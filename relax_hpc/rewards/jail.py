@@ -45,6 +45,8 @@ _MAX_REASON = 500
 _MAIN = "main.py"
 _ATTEMPTS = 3
 """Attempts at a program that does not start, or that somebody outside of its jail kills."""
+_EXIT_S = 0.5
+"""Seconds for a program to exit after the judge, with which its input ends."""
 _PAUSE_S = 0.2
 """Seconds before the second attempt; twice as long before the third. The process table or the disk may be full."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -120,7 +122,9 @@ class Jail:
                 for end in (to_program, from_judge, to_judge, from_program):
                     end.close()
                 code = judging.wait(timeout_s)
-                running.check()
+                if code is not None:
+                    # A program that was killed may have ended the judge before its own exit is known.
+                    running.check(_EXIT_S)
                 if code == 128 + signal.SIGKILL:
                     raise OSError("the process of the tests was killed")
                 return Ran(code or 0, _text_of(verdict), code is not None)
@@ -250,8 +254,11 @@ class _Started:
         self.check()
         return code if code >= 0 else 128 - code
 
-    def check(self) -> None:
-        """OSError: somebody outside of its jail has killed it, and not for its memory."""
+    def check(self, wait_s: float = 0.0) -> None:
+        """OSError: somebody outside of its jail has killed it, and not for its memory. ``wait_s``: seconds for its
+        exit."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
         code = self._process.poll()
         if self.memory.has_killed:
             return
