@@ -74,8 +74,8 @@ class Hostile(Environment):
     def exit(self) -> None:
         os._exit(7)
 
-    def signal(self, rest: str) -> str:
-        number, calls, log = rest.split()
+    def signal(self, arguments: str) -> str:
+        number, calls, log = arguments.split()
         signal_first_calls(int(number), int(calls), log)
         return f"call {count_calls(log)}"
 

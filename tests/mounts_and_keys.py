@@ -1,6 +1,6 @@
 """Mounts below /usr, and a key of the user's: what a program in a jail gets of them, as JSON.
 
-`python -m tests.mounts_and_keys [--old-kernel]`, in a mount namespace of its own. ``--old-kernel``: without
+`python -m tests.mounts_and_keys [--old-kernel]`, in a new mount namespace. ``--old-kernel``: without
 mount_setattr(2), as before Linux 5.12, and without the filter of system calls.
 """
 
@@ -29,7 +29,7 @@ CALLS = jail_filter.ARCHITECTURES[platform.machine()]
 PROGRAM = """
 import ctypes, json, sys
 attempts = {{}}
-for path, mode in (({secret!r}, "r"), ({file!r}, "r"), ({outside!r}, "w"), ({beside!r}, "w")):
+for path, mode in (({secret!r}, "r"), ({file!r}, "r"), ({outside!r}, "w"), ({sibling!r}, "w")):
     try:
         with open(path, mode) as file:
             attempts[path] = file.read() if mode == "r" else "written"
@@ -50,13 +50,13 @@ def main(is_old: bool) -> None:
     mount(str(FOLDER / "secret"), file, "--bind")
     # What programs need may be mounted as well.
     mount("/usr/lib", Path("/usr/lib"), "--bind")
-    # A keyring of its own, which ends with this process.
+    # A new keyring, which ends with this process.
     LIBC.syscall(CALLS.keyctl, 1, None)
     has_key = LIBC.syscall(CALLS.keyctl - 2, b"user", b"relax-test", b"SECRET", 6, KEYRING) > 0
     if is_old:
         refuse_mount_setattr()
         jail.ARCHITECTURES = {platform.machine(): dataclasses.replace(CALLS, refused=())}
-    paths = {"secret": FOLDER / "secret", "file": file, "outside": FOLDER / "new", "beside": "/usr/new"}
+    paths = {"secret": FOLDER / "secret", "file": file, "outside": FOLDER / "new", "sibling": "/usr/new"}
     program = PROGRAM.format(**{name: str(path) for name, path in paths.items()}, keyctl=CALLS.keyctl, keyring=KEYRING)
     environment = FOLDER / "within" / "environment"
     runs = [

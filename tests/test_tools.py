@@ -242,7 +242,7 @@ def test_programs_are_run_apart_and_side_by_side() -> None:
         "x = 1\nprint(y)",
         "print('a' * 10000)",
         "pass",
-        # As many processes as it may have. The processes that run it are none of them, whoever starts it.
+        # As many processes as it may have. The processes that run it are not among them, for any user.
         "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(3)]; print('all')",
         "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(4)]",
     ]

@@ -224,7 +224,7 @@ class Jail:
             )
 
     def _try_program(self) -> str:
-        """Why a program that prints does not do that here; empty: it does. OSError: as `run`, or it was too slow."""
+        """Reason why a program that prints does not do that here; empty: it does. OSError: as `run`, or too slow."""
         for _ in range(_ATTEMPTS):
             ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
             if ran.in_time:

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _count_others() -> int:
-    """Processes and threads, beside the program's, that its limit of processes counts."""
+    """Processes and threads, without those of the program, that its limit of processes counts."""
     if os.geteuid() == 0:
         # The program is another user's.
         return 0

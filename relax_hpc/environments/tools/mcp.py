@@ -148,8 +148,8 @@ class Server:
         self._connection: Connection | None = None
 
     def ask(self, method: str, parameters: Json) -> Json:
-        """The result of a request. ToolError: there is none. EnvironmentFault: the server has died, or
-        hung, each time that the request was sent."""
+        """The result of a request. ToolError: the server refuses it, or is slow. EnvironmentFault: the
+        server has died, or hung, each time that the request was sent."""
         for _ in range(ATTEMPTS):
             try:
                 return self._ask_once(method, parameters)
@@ -159,7 +159,7 @@ class Server:
         raise EnvironmentFault(reason, f"{failure}, {ATTEMPTS} times") from failure
 
     def _ask_once(self, method: str, parameters: Json) -> Json:
-        """The result of a request. ToolError: there is none. ServerDied, ServerHung: the process is gone."""
+        """The result of a request. ToolError: as `ask`. ServerDied, ServerHung: its process has ended."""
         connection = self._connected()
         try:
             return connection.ask(method, parameters, self._timeout_s)
