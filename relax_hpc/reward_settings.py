@@ -43,7 +43,8 @@ class CodeSettings:
     timeout_s: float = bounded(5.0, 0.1)
     """Seconds by the clock for all tests of a response together."""
     memory_mb: int = bounded(1024, 64)
-    """Megabytes of address space of each of its processes."""
+    """Megabytes of address space of each of its processes. All of them together may have as much memory, and twice
+    disk_mb."""
     disk_mb: int = bounded(64, 1)
     """Megabytes of all files that it writes, which are in memory, and of what it prints to each test."""
     processes: int = bounded(16, 1)
