@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
@@ -65,6 +66,12 @@ def read_in_run(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
     """As `read_regular`, of a file in a run directory, see `open_in_run`."""
     check_link(path)
     return read_regular(path, most_bytes)
+
+
+def copy_regular(source: Path, target: Path) -> None:
+    """Copy the content of a regular file. ForeignFileError, OSError: see `open_regular`."""
+    with open_regular(source) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy, _BLOCK_BYTES)
 
 
 def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:

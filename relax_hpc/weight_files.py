@@ -159,7 +159,7 @@ def _are_equal(first: tuple[Path, Stored], second: tuple[Path, Stored]) -> bool:
 
 def _pieces(path: Path, stored: Stored) -> Iterator[bytes]:
     """Bytes of a tensor, in pieces."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(stored.start)
         for start in range(0, stored.bytes, _COMPARED_BYTES):
             size = min(_COMPARED_BYTES, stored.bytes - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.checks.model_files import find_model
+from relax_hpc.cli import main
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig
+from relax_hpc.convert.verify import prompt_ids
 from relax_hpc.data.examples import ExampleRules
 from relax_hpc.data.prompts import PromptRules, prompts_of
 from relax_hpc.data.rows import BadLine
+from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import EXIT_RETRY, ConfigError
 from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.models.tiny_tokenizer import write_tokenizer
@@ -127,6 +131,27 @@ def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(model: Path, tmp_
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     assert find_model(ModelConfig(path=str(tmp_path))).problems
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.timeout(30)
+def test_what_is_no_regular_file_is_no_template_and_is_not_converted(model: Path, tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (source / "additional_chat_templates").mkdir()
+    for path in (source / "additional_chat_templates" / "tool_use.jinja", source / "merges.txt"):
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"a {'FIFO' if kind == 'pipe' else 'device'}, expected a regular file"):
+        find_templates("model", source)
+    assert main(["convert", str(source), str(tmp_path / "target")]) == EXIT_RETRY
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(panicking: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="--prompt: the tokenizer has failed"):
+        prompt_ids("x" * 34, panicking.directory, 100)
+    with pytest.raises(TokenizerError):
+        panicking.encode_after("12", "x" * 34)
 
 
 @pytest.mark.parametrize("layers", [10**6, 10**9, 1025])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Collection, Sequence
@@ -21,6 +20,7 @@ import xxhash
 
 from relax_hpc.checkpoint.random_state import load_random_state
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.foreign_files import open_regular, read_json
 from relax_hpc.rundir import sync_directory
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
     """The marker, or {"error": why not}, so that rank 0 can tell the others."""
     path = directory / MARKER
     try:
-        marker = json.loads(path.read_bytes())
+        marker = read_json(path)
     except FileNotFoundError:
         return {"error": f"{path}: missing, so saving did not come to its end; take an older checkpoint"}
     except (OSError, ValueError) as error:
@@ -146,7 +146,7 @@ def joined(found: Sequence[dict[str, str]] | None) -> dict[str, str]:
 def checksum(path: Path) -> str:
     """XXH3, 128 bits in hex, of the file's bytes; "" if it is missing or cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = xxhash.xxh3_128()
             while piece := file.read(_PIECE_BYTES):
                 found.update(piece)

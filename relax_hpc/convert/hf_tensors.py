@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import open_regular
 from relax_hpc.models.hf_mapping import Forms, Piece, StoredForm, all_pieces, form_of, stored_forms
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weight_files import Stored, check_tied, read_header, stored_tensors, weight_files
@@ -120,7 +121,7 @@ def _places(path: Path, stored: Stored, form: StoredForm) -> Iterator[tuple[Piec
 
 def _read(path: Path, stored: Stored) -> Tensor:
     room = torch.empty(stored.bytes, dtype=torch.uint8)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(stored.start)
         _fill(file, memoryview(room.numpy()), path)
     return room.view(DTYPES[stored.dtype]).view(stored.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import copy_regular
 from relax_hpc.models.hf_mapping import (
     Forms,
     Piece,
@@ -189,7 +189,7 @@ class ToHf:
         for pattern in SMALL_FILES:
             for file in self.small_files.glob(pattern):
                 if file.name not in (INDEX, HEADERS):
-                    shutil.copyfile(file, path / file.name)
+                    copy_regular(file, path / file.name)
         self._write_index(path, plans)
         types = {str(self.dtype_of(name)).removeprefix("torch.") for name in all_pieces(self.spec)}
         key = "dtype" if "dtype" in self.hf_config else "torch_dtype"
@@ -201,7 +201,7 @@ class ToHf:
         there = self.small_files / INDEX
         if self.headers == {plan.name: plan.header for plan in plans}:
             if there.exists():
-                shutil.copyfile(there, path / INDEX)
+                copy_regular(there, path / INDEX)
         elif len(plans) > 1:
             names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
             where = {name: file for file, found in names.items() for name in found}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.torch_dist import Shard, shards_from_json, shards_to_json, write_description, write_shards
 from relax_hpc.convert.workspace import HashedFile, Workspace, in_files
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import copy_regular
 from relax_hpc.models.hf_mapping import fuse
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.rundir import write_json
@@ -103,7 +103,7 @@ class ToMegatron:
         folder.mkdir(exist_ok=True)
         for pattern in SMALL_FILES:
             for file in self.source.directory.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+                copy_regular(file, folder / file.name)
         passengers = Passengers.of(self.source.directory, self.spec)
         if list(passengers):
             with (folder / FILE).open("wb") as target:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from relax_hpc.checkpoint.store import MARKER, checksum
 from relax_hpc.convert.metadata import UnknownEntryError, read_metadata
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import open_regular, read_json
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"
@@ -58,7 +59,7 @@ class StoredState:
         try:
             if METADATA in recorded and checksum(path) not in ("", recorded[METADATA]):
                 raise ValueError("its checksum differs from the marker's")
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.tensors, self._stored = read_metadata(file)
         except FileNotFoundError as error:
             raise ConfigError(f"{path}: missing, so saving did not come to its end; take another checkpoint") from error
@@ -89,7 +90,7 @@ class StoredState:
         try:
             about = self._stored[key, tuple(chunk.offsets)]
             path = self.directory / Path(about.relative_path).name
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(about.offset)
                 archive = io.BytesIO(file.read(about.length))
             # torch checks no checksums; its archives have them.
@@ -110,7 +111,7 @@ class StoredState:
 def _recorded(marker: Path) -> dict[str, str]:
     """Checksums that a marker has; none without a marker."""
     try:
-        return dict(json.loads(marker.read_bytes())["files"]) if marker.exists() else {}
+        return dict(read_json(marker)["files"]) if marker.exists() else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{marker}: {_DAMAGED} ({_brief(error)})") from error
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.hf_tensors import bytes_of
+from relax_hpc.data.tokenizer import TokenizerError, load_backend, without_panics
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import FAMILIES
 from relax_hpc.models.hf_files import read_config
@@ -81,14 +82,12 @@ def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:
 
 
 def _tokenize(text: str, directory: Path) -> list[int]:
-    from tokenizers import Tokenizer
-
     path = directory / "tokenizer.json"
-    # tokenizers raises plain Exception.
     try:
-        return Tokenizer.from_file(str(path)).encode(text).ids
-    except Exception as error:
-        raise ConfigError(f"--prompt: {path}: {error}; give token ids with commas between") from error
+        with without_panics():
+            return load_backend(path).encode(text).ids
+    except (ConfigError, TokenizerError) as error:
+        raise ConfigError(f"--prompt: {error}; give token ids with commas between") from error
 
 
 @torch.no_grad()

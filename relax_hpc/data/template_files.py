@@ -8,6 +8,7 @@ from typing import Any
 
 from relax_hpc.data.tokenizer_settings import read_object
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_regular
 
 MAX_CHARS = 1 << 20
 """Characters of a template, and of the text that it renders, at most."""
@@ -79,7 +80,7 @@ def _templates_in(value: Any, path: Path) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
-        return _check_length(path.read_text("utf-8"), path)
+        return _check_length(read_regular(path).decode(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.chat_template: {path}: cannot be read: {error}; allowed: a Jinja file in UTF-8 that you may read"

@@ -32,7 +32,7 @@ class TokenizerError(ValueError):
 
 
 @contextlib.contextmanager
-def _without_panics() -> Iterator[None]:
+def without_panics() -> Iterator[None]:
     """Raise TokenizerError where `tokenizers` panics within the block, or gets a text that is no Unicode.
 
     A panic of Rust is a pyo3_runtime.PanicException (pyo3 0.26), which derives from BaseException: it would pass every
@@ -84,7 +84,7 @@ class Tokenizer:
         TokenizerError: the tokenizer cannot process the text.
         """
         backend = self._reading_special if special_tokens else self._backend
-        with _without_panics():
+        with without_panics():
             ids = backend.encode(text, add_special_tokens=special).ids
         if special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -103,7 +103,7 @@ class Tokenizer:
         names = [re.escape(token.content) for token in added if special_tokens or not token.special]
         token = re.search("|".join(names) or "(?!)", text)
         end = token.start() if token else len(text)
-        with _without_panics():
+        with without_panics():
             ids = bare.encode(text[:end], add_special_tokens=False).ids
         # What begins with a token is no beginning of a text.
         return ids + self.encode(text[end:], special=False, special_tokens=special_tokens)
@@ -112,10 +112,11 @@ class Tokenizer:
     def _without_prefix(self) -> tuple[Any, bool]:
         """A backend that puts no blank before a text, and whether the usual one puts it behind added tokens
         too; None: the usual one puts none."""
-        changed = without_prefix(json.loads(self._backend.to_str()))
-        if changed is None:
-            return None, False
-        backend = type(self._backend).from_str(json.dumps(changed[0]))
+        with without_panics():
+            changed = without_prefix(json.loads(self._backend.to_str()))
+            if changed is None:
+                return None, False
+            backend = type(self._backend).from_str(json.dumps(changed[0]))
         backend.encode_special_tokens = True
         return backend, changed[1]
 
@@ -148,7 +149,8 @@ class Tokenizer:
     @functools.cached_property
     def _reading_special(self) -> Any:
         """A second backend: the choice is a state of the whole object, which threads share."""
-        return type(self._backend).from_str(self._backend.to_str())
+        with without_panics():
+            return type(self._backend).from_str(self._backend.to_str())
 
     def name_of(self, number: int) -> str:
         """Text of token ``number``, as `<|im_end|>`."""
@@ -156,7 +158,7 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens. TokenizerError: the tokenizer cannot process them."""
-        with _without_panics():
+        with without_panics():
             return self._backend.decode(ids, skip_special_tokens=True)
 
 
@@ -170,10 +172,10 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is not usable."""
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
-    backend = _load_backend(path)
+    backend = load_backend(path)
     try:
         settings = read_settings(directory)
-        with _without_panics():
+        with without_panics():
             if settings.has_no_prefix and (changed := without_prefix(json.loads(backend.to_str()))):
                 backend = type(backend).from_str(json.dumps(changed[0]))
             add_tokens(backend, settings, path)
@@ -201,7 +203,7 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def _load_backend(path: Path) -> Any:
+def load_backend(path: Path) -> Any:
     """The `tokenizers.Tokenizer` in the file ``path``. ConfigError: it is none."""
     from tokenizers import Tokenizer as Backend
 
@@ -219,7 +221,7 @@ def _load_backend(path: Path) -> Any:
     if mistakes:
         raise ConfigError(f"{path}: {'; '.join(mistakes[:_FEW])}; download it again")
     try:
-        with _without_panics():
+        with without_panics():
             backend = Backend.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path}: not a tokenizer: {error}; download it again") from error

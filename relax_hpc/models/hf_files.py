@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import copy_regular, read_json
 from relax_hpc.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def write_directory(
     partial.mkdir()
     for pattern in (*_COPIED, *_COPIED_CONFIGS) if source else ():
         for path in source.glob(pattern):
-            shutil.copyfile(path, partial / path.name)
+            copy_regular(path, partial / path.name)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     key = "dtype" if "dtype" in hf_config else "torch_dtype"
     (partial / "config.json").write_text(json.dumps(hf_config | {key: dtype}, indent=2) + "\n")
