@@ -19,6 +19,7 @@ from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import TokenizerError
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.rewards.of_environment import environment
@@ -341,6 +342,24 @@ def test_half_a_surrogate_pair_is_replaced(chats: Chats, body: bytes) -> None:
         assert (await session.reply(COMPLETIONS, body, 0)).status == 200 and not session.error
         (row,) = rows(session)
         assert "\ufffd" in chats.tokenizer.decode(list(row.prompt)) or b"tools" in body
+
+    asyncio.run(play())
+
+
+def test_a_chat_that_the_tokenizer_cannot_process_is_refused(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of its library is no error of the episode: the program may ask for something else."""
+
+    def panic(*_: Any) -> list[int]:
+        raise TokenizerError("the tokenizer has failed: retry-limit-in-match over")
+
+    async def play() -> None:
+        session = session_of(chats, scripted(chats, "fine"))
+        body = json.dumps({"messages": [USER]}).encode()
+        with monkeypatch.context() as patched:
+            patched.setattr(session._renderer, "prompt", panic)
+            reply = await session.reply(COMPLETIONS, body, 0)
+        assert reply.status == 400 and b"retry-limit-in-match over" in reply.body and session.refused["tokenizer"] == 1
+        assert (await session.reply(COMPLETIONS, body, 0)).status == 200 and not session.error
 
     asyncio.run(play())
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relax_hpc.data.chat import TemplateError
-from relax_hpc.data.tokenizer import Tokenizer
+from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.engines.stops import with_stops
 from relax_hpc.gateway.front import Reply
@@ -252,6 +252,8 @@ class Session:
             return None, self._renderer.prompt(request.messages, request.tools)
         except TemplateError as error:
             raise Refused(400, "chat_template", str(error)) from None
+        except TokenizerError as error:
+            raise Refused(400, "tokenizer", str(error)) from None
 
     def _known(self, row: OpenRow, tokens: Sequence[int]) -> bool:
         """Have ``row`` go on to its first ``tokens``, and further as a log has it; whether that is a whole turn."""
