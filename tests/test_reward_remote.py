@@ -375,6 +375,13 @@ def test_what_a_service_says_begins_no_line_of_a_log_and_is_obeyed_by_no_termina
     assert "no\\n[  12.0s] actor: finished\\x0d\\x1b]0;title\\x07\\u2028\\u202e" in found.detail
 
 
+@pytest.mark.parametrize("answer", [with_body(b"no key Bearer secret-key", 401), with_body(b'{"key": "secret-key"}')])
+def test_a_token_that_a_service_repeats_is_in_no_error(tmp_path: Path, answer: Answer) -> None:
+    (tmp_path / "token").write_text("secret-key\n")
+    found = asked(answer, token_file=str(tmp_path / "token"), retries=0)
+    assert isinstance(found, RewardError) and "***" in found.detail and "secret" not in found.detail
+
+
 def test_further_lines_of_an_entry_of_a_log_are_indented(capfd: pytest.CaptureFixture[str]) -> None:
     say("one\ntwo\x1b[2J\r\nthree")
     assert capfd.readouterr().err == "one\n    two\\x1b[2J\\x0d\n    three\n"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards.final_answer import without_thoughts
 from relax_hpc.rewards.group_service import GroupService
-from relax_hpc.rewards.service import SHOWN, Service
+from relax_hpc.rewards.service import Service
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import RewardSettings
@@ -36,9 +36,7 @@ class Judge:
                 "reward.judge.url: found nothing, allowed: http://... or https://..., or a group with role genrm that "
                 "serves a judge (groups: {genrm: {}})"
             )
-        self.service = (
-            GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
-        )
+        self.service = GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
         self.at_once = max(1, judge.in_flight // _GROUP)
         self._turns = asyncio.Semaphore(judge.in_flight)
         try:
@@ -63,26 +61,25 @@ class Judge:
             "temperature": settings.temperature,
         }
         async with self._turns:
-            text = _text(await self.service.ask(body))
+            text = self._text(await self.service.ask(body))
         verdict = without_thoughts(text)
         scores = [match[1] for match in self._score.finditer(verdict)]
         if not scores:
-            raise ValueError(f"the judge gives no score: {text[-SHOWN:]!r}")
+            raise ValueError(f"the judge gives no score: {self.service.quote(text, from_end=True)}")
         return float(scores[-1]) * settings.scale
 
-
-def _text(answer: Any) -> str:
-    """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its end."""
-    try:
-        choice = answer["choices"][0]
-        text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
-    except (LookupError, TypeError, AttributeError):
-        text = finish_reason = None
-    if not isinstance(text, str):
-        raise ValueError(f"the judge answers {str(answer)[:SHOWN]!r}, expected choices with a message")
-    if finish_reason in _CUT_OFF:
-        raise ValueError(
-            f"the judge was cut off (finish_reason {finish_reason}) after {text[-SHOWN:]!r}; "
-            "raise reward.judge.max_new_tokens"
-        )
-    return text
+    def _text(self, answer: Any) -> str:
+        """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its end."""
+        try:
+            choice = answer["choices"][0]
+            text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            text = finish_reason = None
+        if not isinstance(text, str):
+            raise ValueError(f"the judge answers {self.service.quote(answer)}, expected choices with a message")
+        if finish_reason in _CUT_OFF:
+            raise ValueError(
+                f"the judge was cut off (finish_reason {finish_reason}) after "
+                f"{self.service.quote(text, from_end=True)}; raise reward.judge.max_new_tokens"
+            )
+        return text

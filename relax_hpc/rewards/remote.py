@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.rewards.service import SHOWN, Service
+from relax_hpc.rewards.service import Service
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import RewardSettings
@@ -25,5 +25,5 @@ class Remote:
         else."""
         found = await self.service.ask({"samples": [dataclasses.asdict(sample) for sample in samples]})
         if not isinstance(found, dict) or not isinstance(found.get("scores"), list):
-            raise ValueError(f'the service answers {str(found)[:SHOWN]!r}, expected {{"scores": [...]}}')
+            raise ValueError(f'the service answers {self.service.quote(found)}, expected {{"scores": [...]}}')
         return found["scores"]

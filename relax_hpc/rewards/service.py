@@ -25,6 +25,8 @@ MAX_ANSWER_BYTES = 4 << 20
 _AGAIN = {408, 425, 429}
 """Statuses by which a service asks for patience, beside 5xx."""
 _PIECE_BYTES = 1 << 16
+_AUTHORIZATION, _BEARER = "Authorization", "Bearer "
+"""Header that has a token, and what is before the token in it."""
 _COMPRESSED = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """Encodings of answers that are read, though none was asked for, and zlib's name for each."""
 
@@ -58,8 +60,16 @@ class Service:
             if status == 200:
                 return answer
             if status and status < 500 and status not in _AGAIN:
-                raise ValueError(f"the service refuses: {status} {shown(answer)}")
-        raise NoAnswer(f"asked {attempt + 1} times, the last time: {status or ''} {shown(answer)}")
+                raise ValueError(f"the service refuses: {status} {self.quote(answer)}")
+        raise NoAnswer(f"asked {attempt + 1} times, the last time: {status or ''} {self.quote(answer)}")
+
+    def quote(self, answer: Any, from_end: bool = False) -> str:
+        """Beginning of an answer, or its end, for an error, see `shown`; without the token, which some services repeat
+        when they refuse it."""
+        text = str(answer)
+        if token := self._headers.get(_AUTHORIZATION, "").removeprefix(_BEARER):
+            text = text.replace(token, "***")
+        return shown(text[-SHOWN:] if from_end else text)
 
     async def close(self) -> None:
         """Give its connections back."""
@@ -130,4 +140,4 @@ def _authorization(token_file: str, key: str) -> dict[str, str]:
         raise ConfigError(f"{key}.token_file: {token_file}: {error}") from error
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(f"{key}.token_file: {token_file}: found no token, allowed: one line of it")
-    return {"Authorization": f"Bearer {token}"}
+    return {_AUTHORIZATION: f"{_BEARER}{token}"}
