@@ -32,7 +32,7 @@ from relax_hpc.named import no_imports
 from relax_hpc.path_errors import exit_code_of, explain_path_error
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir, check_owner
-from relax_hpc.terminal_text import harmless_output
+from relax_hpc.terminal_text import harmless_output, log_entry
 
 _TITLE = "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
 _SETTINGS = (
@@ -310,7 +310,9 @@ def _check(given: dict[str, Any]) -> int:
         return EXIT_DONE
     config = resolve(build(Config, layers.tree))
     findings = findings_of(config, layers)
-    print("\n".join([*findings, *(f"note: {note}" for note in notes_of(config))] or ["no findings"]))
+    lines = [*findings, *(f"note: {note}" for note in notes_of(config))] or ["no findings"]
+    # A name of a model's file may hold newlines, which must not look like further findings.
+    print("\n".join(map(log_entry, lines)))
     return EXIT_CONFIG if findings else EXIT_DONE
 
 

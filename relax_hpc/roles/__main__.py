@@ -177,7 +177,7 @@ def work(args: argparse.Namespace) -> int:
         if stop.is_set() and (asked := asked_to_stop(error)):
             reason, stopped = str(asked), True
         else:
-            traceback.print_exc()
+            print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
     if reason:
         print(log_entry(f"{args.role}: {reason}"), file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).

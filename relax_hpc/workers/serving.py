@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.terminal_text import log_entry
 from relax_hpc.workers import frames
 
 _OOM_SCORE = 500
@@ -26,7 +27,7 @@ def serve(work: Callable[[BinaryIO, BinaryIO], None]) -> NoReturn:
         with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
             work(*_pipes())
     except BaseException:  # a user's function may raise what no `except Exception` catches
-        traceback.print_exc()
+        print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
         # While the pipe is open: the parent kills who has closed it, and would say that it was killed.
         _end(1)
     _end(0)
