@@ -120,13 +120,15 @@ def private_folder(path: Path) -> Path:
 
 
 def check_owner(run_dir: Path, what: str) -> None:
-    """ConfigError: the run, or its configuration, is another user's, so that ``what`` would run their programs."""
+    """ConfigError: the run, or its configuration, belongs to another user, so that the command ``what`` would run the
+    programs and end the jobs that this user has named in it."""
     for path in (run_dir, run_dir / "config.yaml"):
         owner = path.stat().st_uid
         if owner != os.geteuid():
             raise ConfigError(
-                f"{what}: {path} belongs to user {_user_name(owner)}; its configuration names programs "
-                "and modules, which would run as you: read it, and copy the run to a folder of yours first"
+                f"{what}: {path} belongs to user {_user_name(owner)}; its files name programs, "
+                "modules and jobs, on which this command would act as you: ask the owner, or read these files and copy "
+                "the run to a folder of yours first"
             )
 
 

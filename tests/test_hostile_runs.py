@@ -29,6 +29,7 @@ from relax_hpc.foreign_files import ForeignFileError, open_in_run, read_json, un
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.named import no_imports
 from relax_hpc.parts import lines_of
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rollout import sample_log
 from relax_hpc.rollout.sample_log import read_samples
 from relax_hpc.rundir import RunDir, read_map, write_json
@@ -190,6 +191,35 @@ def test_a_run_is_reached_through_a_link_and_links_inside_of_it_are_followed(run
     assert read_map(RunDir(link).stop, code=int)["reason"] == "enough"
     code, out, _ = printed(RunDir(link), "status")
     assert code == 93 and "enough" in out
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://[::1", "tcp://a..b:80", "tcp://127.0.0.1:99999", "\x1b:x", ""])
+def test_an_address_of_the_hub_that_is_none_ends_no_command(run: RunDir, endpoint: str) -> None:
+    claim_incarnation(run, "hub")
+    publish_card(run, Card("hub", 1, [], endpoint))
+    code, out, err = printed(run, "queue", "audit")
+    assert code == 0 and "nothing is wrong" in out and not err
+
+
+CHANGES = (
+    ("stop", "--now"),
+    ("resubmit", "--group", "rollout"),
+    ("scale", "--replicas", "2"),
+    ("scale", "--without", "1"),
+    ("resume",),
+)
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=" ".join)
+def test_commands_that_change_a_run_refuse_another_users(
+    run: RunDir, imported: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Its files name modules that would be imported, and jobs that would be ended, with the rights of the caller."""
+    run.config.write_text(json.dumps({"run_dir": str(run.root), "algorithm": {"name": "evil:Evil"}}))
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    code, _, err = printed(run, *words)
+    assert code == EXIT_CONFIG and f"{run.root} belongs to user" in err and len(err.splitlines()) == 1
+    assert not imported.exists() and not run.stop.exists()
 
 
 def bomb(size: int, text: bytes = b" ") -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -425,6 +426,15 @@ def test_a_damaged_shard_is_named(run, capsys):
     path.write_bytes(path.read_bytes()[:-64])
     assert call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl") == EXIT_CONFIG
     assert f"{path}: " in capsys.readouterr().err
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_a_shard_is_not_opened(run, capsys):
+    path = next(run.shards.iterdir())
+    path.unlink()
+    os.mkfifo(path)
+    assert call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl") == EXIT_CONFIG
+    assert f"{path}: [Errno 22] a FIFO, expected a regular file" in capsys.readouterr().err
 
 
 def test_rows_whose_shards_are_gone_are_counted(run, capsys):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from jsonargparse import ArgumentParser
 
@@ -137,13 +135,13 @@ def _answers(run: RunDir) -> bool:
     from relax_hpc.rendezvous.roster import latest_card
     from relax_hpc.transfer_queue.client import QueueClient
     from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
+    from relax_hpc.transport.sockets import dial
 
     if (card := latest_card(run, "hub")) is None:
         return False
-    place = urlsplit(card.endpoint)
     try:
         # Where nothing listens any more this fails at once; the question would wait for its deadline.
-        socket.create_connection((place.hostname, place.port), _ANSWER_S).close()
+        dial(card.endpoint, _ANSWER_S).close()
         with QueueClient(run, load_resolved(run.root), "observer", OBSERVER_INCARNATION) as client:
             client.status.get(timeout=_ANSWER_S).result()
     except (OSError, RelaxError):

@@ -16,7 +16,7 @@ from relax_hpc.config.roles import RANKED
 from relax_hpc.errors import EXIT_DONE, ConfigError, DeadlineError
 from relax_hpc.observe.status import last_checkpoint, status
 from relax_hpc.path_errors import check_may_change
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, check_owner
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.slurm.job_lookup import ENDED, known_jobs, resume_words
 from relax_hpc.slurm.submissions import Ledger
@@ -39,6 +39,8 @@ def main(root: str, now: bool) -> int:
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     check_may_change(run.root)
+    # Its records name the jobs and processes that would be ended, which might be others of this user.
+    check_owner(run.root, "stop")
     config = load_resolved(run.root)
     if run.finished.exists():
         tell(f"{run.root}: finished already")

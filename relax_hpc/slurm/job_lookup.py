@@ -8,7 +8,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError
 from relax_hpc.path_errors import check_may_change
 from relax_hpc.rendezvous.roster import latest_incarnation
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, check_owner
 from relax_hpc.slurm.commands import Job, Slurm
 from relax_hpc.slurm.layout import components, job_name
 from relax_hpc.slurm.submissions import Ledger
@@ -122,6 +122,7 @@ def living_run(root: RunDir) -> Config:
     if asked := asked_to_stop(root):
         raise ConfigError(f"{root.root}: the run has stopped ({asked['reason']}); go on with: {resume_words(root)}")
     check_may_change(root.root)
+    check_owner(root.root, "this command")
     return load_resolved(root.root)
 
 

@@ -150,7 +150,7 @@ class Knock:
 
     def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
         """Connect to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
-        self._socket = _dial(endpoint, seconds)
+        self._socket = dial(endpoint, seconds)
         self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
         self._end = time.monotonic() + PROOF_S
 
@@ -215,10 +215,11 @@ def endpoint_of(host: str, port: int) -> str:
 def wake(endpoint: str, seconds: float) -> None:
     """Wake whoever listens there, if anybody does."""
     with contextlib.suppress(OSError):
-        _dial(endpoint, seconds).close()
+        dial(endpoint, seconds).close()
 
 
-def _dial(endpoint: str, seconds: float) -> socket.socket:
+def dial(endpoint: str, seconds: float) -> socket.socket:
+    """A connection to whoever listens at ``endpoint``. OSError: nobody does, or it is no endpoint."""
     try:
         place = urlsplit(endpoint)
         return socket.create_connection((place.hostname or "", place.port or 0), seconds)

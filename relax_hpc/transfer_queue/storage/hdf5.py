@@ -19,6 +19,7 @@ import msgpack
 import numpy as np
 import xxhash
 
+from relax_hpc.foreign_files import open_in_run
 from relax_hpc.transfer_queue.row_schema import FORMAT_VERSION, Row
 from relax_hpc.transfer_queue.storage.shard import ShardError
 
@@ -30,7 +31,7 @@ _FIRST = re.compile(FIRST_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{
 def mapped(path: Path) -> memoryview:
     """A file, read-only, in memory as it is looked at. ShardError: it cannot be read, or is empty."""
     try:
-        with path.open("rb") as opened:
+        with open_in_run(path) as opened:
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
         raise ShardError(f"{path}: {error}") from error
