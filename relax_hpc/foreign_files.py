@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 JSON_BYTES = 16 << 20
 """Bytes of a JSON file, unless its reader has a bound of its own. Parsed, it takes up to 20 times as many."""
+INDEX_BYTES = 256 << 20
+"""Bytes of a JSON file that names all tensors of a model; mixtures of experts have hundreds of thousands."""
 LINE_BYTES = 4 << 20
 """Bytes of one line of a file of JSON lines."""
 MAX_DEPTH = 100

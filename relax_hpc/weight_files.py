@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular, parse_json, read_json
+from relax_hpc.foreign_files import INDEX_BYTES, open_regular, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,7 +83,7 @@ def weight_files(directory: Path) -> list[Path]:
 def _indexed(path: Path) -> list[str]:
     """Names of the files in an index. ConfigError: it is none."""
     try:
-        names = sorted(set(read_json(path)["weight_map"].values()))
+        names = sorted(set(read_json(path, INDEX_BYTES)["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]

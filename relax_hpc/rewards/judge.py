@@ -36,7 +36,9 @@ class Judge:
                 "reward.judge.url: found nothing, allowed: http://... or https://..., or a group with role genrm that "
                 "serves a judge (groups: {genrm: {}})"
             )
-        self.service = GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
+        self.service = (
+            GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
+        )
         self.at_once = max(1, judge.in_flight // _GROUP)
         self._turns = asyncio.Semaphore(judge.in_flight)
         try:
