@@ -104,6 +104,7 @@ def test_what_is_too_large_or_never_comes_costs_nobody_else_anything(tmp_path: P
         (b"x-stainless-retry-count: 1208925819614629174706176", 200, 0),
         (b"x-stainless-retry-count: \xb2", 200, 0),
         (b"Idempotency-Key: \xff" + b"k" * 1000, 200, None),
+        (b"Content-Encoding: gzip", 400, None),
     ],
 )
 def test_odd_headers_are_no_fault_of_the_gateway(
@@ -120,7 +121,7 @@ def test_odd_headers_are_no_fault_of_the_gateway(
             link, bearer = await there.opened("one", note)
             reader, writer = await asyncio.open_connection(*there.url.removeprefix("http://").split(":"))
             lines = [b"POST /v1/%FF HTTP/1.1", b"Host: x", b"Content-Length: 2", header]
-            if status == 200:
+            if status != 401:
                 lines.append(f"Authorization: Bearer {bearer}".encode())
             writer.write(b"\r\n".join([*lines, b"", b"{}"]))
             assert f" {status} ".encode() in await reader.readline()

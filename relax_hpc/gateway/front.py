@@ -163,6 +163,9 @@ class Front:
         except TimeoutError:
             self.refused["slow"] += 1
             return Reply.error(408, "slow", f"the body has not come within {_BODY_S:g} s", request.path)
+        except web.RequestPayloadError:
+            self.refused["malformed"] += 1
+            return Reply.error(400, "malformed", "the body is not encoded as its headers say", request.path)
         if body is None:
             return self._too_large(request.path)
         return await self._ask(Asked(key, request.path, body, _repeats(request), _idempotency(request)))
