@@ -78,10 +78,13 @@ def copy_regular(source: Path, target: Path) -> None:
 
 def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
     """What is left of ``file``. ForeignFileError: more than ``most_bytes``; ``path`` is its name."""
-    data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ForeignFileError(errno.EFBIG, f"more than {most_bytes} bytes, allowed: at most that", str(path))
-    return data
+    data = bytearray()
+    # In blocks: CPython 3.11 allocates as many bytes as `read` may return, before it reads any.
+    while block := file.read(_BLOCK_BYTES):
+        data += block
+        if len(data) > most_bytes:
+            raise ForeignFileError(errno.EFBIG, f"more than {most_bytes} bytes, allowed: at most that", str(path))
+    return bytes(data)
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:

@@ -112,6 +112,14 @@ def test_no_command_prints_a_character_that_a_terminal_obeys(tmp_path_factory: p
             assert obeyed <= {"\u200c", "\u200d"}, (words, printed_text)
 
 
+def test_a_newline_in_a_text_begins_no_line_of_a_command(run: RunDir) -> None:
+    write_texts(run, "text\nforged: line")
+    for words in COMMANDS:
+        lines = "".join(printed(run, *words)[1:]).split("\n")
+        # A log has lines of its own, each behind its name.
+        assert not [line for line in lines if line.startswith("forged")], words
+
+
 def leave_pipe(path: Path) -> None:
     os.mkfifo(path)
 

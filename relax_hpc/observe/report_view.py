@@ -12,6 +12,7 @@ from relax_hpc.observe.report import report
 from relax_hpc.observe.status_view import duration
 from relax_hpc.observe.text_table import Column, aligned
 from relax_hpc.rundir import RunDir
+from relax_hpc.terminal_text import one_line
 
 _WIDTH, _MIN_REASON_CHARS = 100, 40
 """Columns of the text, and columns that are left for a reason in any case."""
@@ -43,7 +44,7 @@ _HOURS = (
 def main(root: str, as_json: bool = False, first: int | None = None, last: int | None = None) -> int:
     """Print the report."""
     found = report(RunDir(root), first, last)
-    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    print(json.dumps(found) if as_json else "\n".join(map(one_line, lines(found))))
     return EXIT_DONE
 
 

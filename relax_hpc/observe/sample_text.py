@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from relax_hpc.rollout.sample_log import Sample
-from relax_hpc.terminal_text import harmless, unfiltered, wrapped
+from relax_hpc.terminal_text import harmless, one_line, unfiltered, wrapped
 
 _LABEL_WIDTH, _LEAST_WIDTH = 9, 20
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
@@ -48,7 +48,7 @@ def _head(sample: Sample, paint: Paint) -> str:
     place = f"{sample['eval']} at version {sample['step']}" if "eval" in sample else f"step {sample['step']}"
     told = [sample["finish_reason"], *known(sample), *sample.get("versions", []), sample["fate"]]
     about = "  ".join(map(str, [f"({parts})" if parts else "", *told, sample["id"], sample.get("prompt_id", "")]))
-    return f"{paint(harmless(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  {paint(harmless(about), _DIM)}"
+    return f"{paint(one_line(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  {paint(one_line(about), _DIM)}"
 
 
 def known(part: Sample) -> Iterator[str]:
@@ -60,7 +60,7 @@ def known(part: Sample) -> Iterator[str]:
 
 def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
     about = "  ".join(map(str, [*known(turn), *turn["versions"]]))
-    yield paint(harmless(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM)
+    yield paint(one_line(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM)
     yield from _media(turn, paint)
     yield from _text("", turn["text"].strip("\n"), width, paint)
     for call in turn.get("tool_calls", []):
@@ -70,8 +70,8 @@ def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
 
 def _media(part: Sample, paint: Paint) -> Iterator[str]:
     for one in part.get("media", []):
-        label = paint(f"{harmless(one['kind']):<{_LABEL_WIDTH}}", _DIM)
-        yield f"{label}{harmless(one['about'])}"
+        label = paint(f"{one_line(one['kind']):<{_LABEL_WIDTH}}", _DIM)
+        yield f"{label}{one_line(one['about'])}"
 
 
 def _text(name: str, text: str, width: int, paint: Paint) -> Iterator[str]:

@@ -19,7 +19,7 @@ from relax_hpc.observe.text_table import Column, aligned, fitted, shorten_line
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
-from relax_hpc.terminal_text import unfiltered
+from relax_hpc.terminal_text import log_entry, one_line, unfiltered
 
 MIN_WATCH_S = 2.0
 _SHOWN = 0.01
@@ -68,16 +68,16 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
 
 def lines(run_status: dict[str, Any]) -> Iterator[str]:
     """A status as text: what matters most first, then the groups, then details."""
-    yield f"{run_status['run_dir']}: {run_status['state']}{_why(run_status)}"
-    yield from _results(run_status)
+    yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{_why(run_status)}")
+    yield from map(one_line, _results(run_status))
     yield from aligned(_COLUMNS, _group_rows(run_status))
-    yield from _details(run_status)
+    yield from map(log_entry, _details(run_status))
 
 
 def fitted_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
     """The same in ``width`` columns and ``height`` lines: of what does not fit the details are left
     out, then groups that run. ``height`` None: any number of lines."""
-    results = [shorten_line(line, width) for line in _results(run_status)]
+    results = [shorten_line(one_line(line), width) for line in _results(run_status)]
     top = [*_state_lines(run_status, width), *results]
     table = fitted(_COLUMNS, _group_rows(run_status), width)
     details = list[str]()

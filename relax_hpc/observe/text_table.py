@@ -1,9 +1,15 @@
-"""Text tables: a column is as wide as its widest cell, so that cells stand under their titles."""
+"""Text tables: a column is as wide as its widest cell, so that cells stand under their titles.
+
+A cell may hold foreign text. Its control characters, newlines too, are spelled out before the width
+is measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from relax_hpc.terminal_text import one_line
 
 _ALWAYS = 9
 """Rank of columns that are never left out."""
@@ -30,6 +36,7 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str =
     >>> aligned([Column("GROUP"), Column("AGE", is_number=True)], [["rollout", "5s"]])
     ['GROUP    AGE', 'rollout   5s']
     """
+    rows = _harmless_cells(rows)
     widths = _widths(columns, rows)
     lines = [[column.title for column in columns], *rows]
     return [gap.join(_cells(columns, widths, line)).rstrip() for line in lines]
@@ -38,6 +45,7 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str =
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """The same in ``width`` characters: without columns that are empty, then without those that
     say least, and with the ends of lines cut that are still too long."""
+    rows = _harmless_cells(rows)
     shown = [number for number, column in enumerate(columns) if _is_needed(column, number, rows)]
     while _needed_width(columns, rows, shown) > width:
         candidate = min(shown, key=lambda number: columns[number].keep)
@@ -50,6 +58,10 @@ def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int)
     shown_rows = [[row[number] for number in shown] for row in rows]
     table = aligned([columns[number] for number in shown], shown_rows, gap=" ")
     return [shorten_line(line, width) for line in table]
+
+
+def _harmless_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(map(one_line, row)) for row in rows]
 
 
 def _cut_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
