@@ -183,7 +183,7 @@ def reads_again(config: Config) -> bool:
 
 
 def judge_arguments(config: Config, replica: int, host: str, place: int) -> dict[str, Any]:
-    """The same of a server of the role genrm, which others reach at ``host``."""
+    """The same of a server of the role genrm, which listens at ``host``."""
     settings = config.genrm
     refuse_own(settings.flags, "genrm.flags")
     return {
