@@ -78,6 +78,28 @@ REFUSED = {
     "decoder.stop: found 18446744073709551615": {
         "decoder": {"type": "Strip", "content": "x", "start": 0, "stop": 2**64 - 1}
     },
+    "prepends 1002 characters": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 501}] * 2}
+    },
+    "pre_tokenizer: found 1002 steps": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}] * 1001,
+        }
+    },
+    "puts 2000 tokens around a text": {
+        "post_processor": {
+            "type": "Sequence",
+            "processors": [
+                {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "s", "type_id": 0}}] * 2,
+                    "pair": [],
+                    "special_tokens": {"s": {"id": "s", "ids": [1] * 1000, "tokens": ["x"] * 1000}},
+                }
+            ],
+        }
+    },
     "the tokenizer has failed": {
         "post_processor": {
             "type": "TemplateProcessing",

@@ -16,6 +16,10 @@ MAX_NUMBER = 1 << 24
 """Largest integer outside of the vocabulary: a length, a count or the id of a token."""
 MAX_GROWTH = 1000.0
 """Factor by which all replacements of a normalizer, or of a decoder, may lengthen a text together."""
+MAX_STEPS = 1000
+"""Steps of a normalizer, pre-tokenizer, post-processor or decoder at most, because each one reads the whole text."""
+MAX_ADDED = 1000
+"""Characters that all steps of a normalizer, and tokens that all of a post-processor, may put around a text."""
 _TRIE_SIZE_BYTES = 4
 _MAX_DEPTH = 100
 
@@ -39,6 +43,15 @@ def problems(content: Any) -> Iterator[str]:
     for step in _steps(content.get("pre_tokenizer")):
         if step.get("type") == "FixedLength" and step.get("length") == 0:
             yield "pre_tokenizer: FixedLength.length: found 0, allowed: at least 1"
+    added_tokens = sum(map(_template_tokens, _steps(content.get("post_processor"))))
+    if added_tokens > MAX_ADDED:
+        yield f"post_processor: puts {added_tokens} tokens around a text, allowed: at most {MAX_ADDED}"
+    added_chars = sum(map(_prepended_chars, _steps(content.get("normalizer"))))
+    if added_chars > MAX_ADDED:
+        yield f"normalizer: prepends {added_chars} characters to a text, allowed: at most {MAX_ADDED}"
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (count := sum(1 for _ in _steps(content.get(name)))) > MAX_STEPS:
+            yield f"{name}: found {count} steps, allowed: at most {MAX_STEPS}"
 
 
 def _large_numbers(value: Any, place: str, depth: int = 0) -> Iterator[str]:
@@ -55,14 +68,39 @@ def _large_numbers(value: Any, place: str, depth: int = 0) -> Iterator[str]:
 
 
 def _steps(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Steps of a normalizer, pre-tokenizer or decoder; those of a `Sequence` one by one."""
+    """Steps of a normalizer, pre-tokenizer, post-processor or decoder; those of a `Sequence` one by one."""
     if not isinstance(part, dict) or depth > _MAX_DEPTH:
         return
     yield part
-    for inner in ("normalizers", "pretokenizers", "decoders"):
+    for inner in ("normalizers", "pretokenizers", "processors", "decoders"):
         entries = part.get(inner)
         for entry in entries if isinstance(entries, list) else ():
             yield from _steps(entry, depth + 1)
+
+
+def _template_tokens(step: dict[str, Any]) -> int:
+    """Tokens that a step `TemplateProcessing` puts around a text, or around two; 0 of another step."""
+    specials, templates = step.get("special_tokens"), [step.get("single"), step.get("pair")]
+    if not isinstance(specials, dict):
+        return 0
+    most = 0
+    for template in templates:
+        count = 0
+        for piece in template if isinstance(template, list) else ():
+            special = specials.get(str(_entry(_entry(piece, "SpecialToken"), "id")))
+            ids = _entry(special, "ids")
+            count += len(ids) if isinstance(ids, list) else 0
+        most = max(most, count)
+    return most
+
+
+def _prepended_chars(step: dict[str, Any]) -> int:
+    prefix = step.get("prepend")
+    return len(prefix) if isinstance(prefix, str) else 0
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def _step_problems(step: dict[str, Any]) -> Iterator[str]:
