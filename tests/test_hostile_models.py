@@ -155,6 +155,21 @@ def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(model: Path, tmp_
     assert find_model(ModelConfig(path=str(tmp_path))).problems
 
 
+def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    name = "a\x1b[2J\nerror: forged"
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: 1}))
+    problems_of_config = find_model(ModelConfig(path=str(tmp_path))).problems
+    assert problems_of_config and all(problem.isprintable() for problem in problems_of_config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    named = find_model(ModelConfig(path=str(tmp_path))).problems
+    assert named and all(problem.isprintable() for problem in named)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.timeout(30)
 def test_what_is_no_regular_file_is_no_template_and_is_not_converted(model: Path, tmp_path: Path, kind: str) -> None:

@@ -17,6 +17,7 @@ from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.hf_mapping import check_names
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stored_pieces import by_piece
+from relax_hpc.terminal_text import one_line
 from relax_hpc.weight_files import Stored, check_tied, stored_tensors, weight_files
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def _look(path: Path, config: ModelConfig) -> Model:
     except ConfigError as error:
         # End tokens are looked for in config.json too.
         wrong += [] if any(str(about) in one for one in wrong) and str(about) in str(error) else [str(error)]
-    model.problems = wrong
+    # Keys and names of tensors are foreign text.
+    model.problems = list(map(one_line, wrong))
     return model
 
 

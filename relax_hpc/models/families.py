@@ -23,6 +23,7 @@ from relax_hpc.models.qwen3_vl_moe import Qwen3VLMoe
 from relax_hpc.models.rules import ROPE, Section
 from relax_hpc.models.spec import ModelSpec, Use
 from relax_hpc.routes import RouteShape
+from relax_hpc.terminal_text import one_line
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ModelConfig
@@ -121,7 +122,8 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
         if found := _at(known, place):
             whole = _at(with_nulls, place)
             for line in (*_nulls(kind, whole), *_mistakes(section, kind, found, use), *_null_base(whole)):
-                yield f"{place}{line}"
+                # Keys are foreign text.
+                yield one_line(f"{place}{line}")
 
 
 def _at(mapping: Mapping[str, Any], place: str) -> Mapping[str, Any]:

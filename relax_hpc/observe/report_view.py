@@ -44,12 +44,16 @@ _HOURS = (
 def main(root: str, as_json: bool = False, first: int | None = None, last: int | None = None) -> int:
     """Print the report."""
     found = report(RunDir(root), first, last)
-    print(json.dumps(found) if as_json else "\n".join(map(one_line, lines(found))))
+    print(json.dumps(found) if as_json else "\n".join(lines(found)))
     return EXIT_DONE
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """A report as text, at most 100 columns."""
+    """A report as text, at most 100 columns; foreign text in it is neutralised."""
+    return map(one_line, _lines(found))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
     trained = "no step" if found["first_step"] is None else f"steps {found['first_step']} to {found['last_step']}"
     ended = "finished" if found["finished"] else "not finished"
     yield f"{found['run_dir']}: {ended}, {trained} in {duration(found['wall_s'])}"
