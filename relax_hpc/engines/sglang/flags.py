@@ -145,6 +145,7 @@ def _cut(config: Config) -> Iterator[str]:
 def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> Iterator[str]:
     """Mistakes in ``flags``, server arguments that a user gives in a ``section``, one line each."""
     arguments = server_arguments() if _is_here(config) else {}
+    mistaken = set()
     for flag, value in flags.items():
         name, key = _name_of(flag), f"{section}.{flag}"
         if name in OWN_FLAGS:
@@ -156,8 +157,9 @@ def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> It
         elif arguments:
             allowed = arguments[name].misfit(value) or range_misfit(name, value)
             if allowed:
+                mistaken.add(flag)
                 yield f"{key}: found {value!r}, allowed by SGLang: {allowed}"
-    yield from device_mistakes(section, flags)
+    yield from device_mistakes(section, {flag: flags[flag] for flag in flags if flag not in mistaken})
 
 
 def _nearest(name: str, arguments: Mapping[str, ServerArgument]) -> str:
