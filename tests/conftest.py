@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from hypothesis import settings
 
 from tests.budgets import Budgets
 from tests.effort import effort
+from tests.guardian import MARK, RUNS, Session, new_mark, register, session_processes
 from tests.requirements import DEVICE
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
@@ -38,8 +38,8 @@ settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=effort(30, 100))
 settings.load_profile("ci" if os.environ.get("CI") or os.environ.get("RELAX_REQUIRE") else "default")
 
-MARK = "RELAX_TEST_SESSION"
-"""Environment variable that every process a test starts inherits; it finds those that left our process tree too."""
+SESSION = pytest.StashKey[Session]()
+"""Of the controller alone: workers are parts of its session."""
 GRACE_S = 5.0
 """How long processes that were told to end have, after the last test, to be gone."""
 LEAKS = pytest.StashKey[list[str]]()
@@ -72,9 +72,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment before the first test starts a process."""
-    os.environ[MARK] = uuid.uuid4().hex
+    if hasattr(config, "workerinput"):
+        # A worker that is killed leaves its processes to the controller.
+        os.environ[MARK] = new_mark(os.environ[MARK])
+    else:
+        config.stash[SESSION] = Session()
     config.stash[LEAKS] = []
     config.pluginmanager.register(Budgets(config), "budgets")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Name the folder of this process's `tmp_path` for the guardian. pytest has no public name for its factory."""
+    register(RUNS, str(session.config._tmp_path_factory.getbasetemp()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,12 +138,13 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def left_processes() -> list[psutil.Process]:
+def left_processes(config: pytest.Config) -> list[psutil.Process]:
     """Living processes that this session's tests started, orphans included."""
-    mark = os.environ[MARK]
-    marked = (process for process in psutil.process_iter() if _environment(process).get(MARK) == mark)
-    found = {process.pid: process for process in (*psutil.Process().children(recursive=True), *marked)}
-    return [process for pid, process in sorted(found.items()) if pid != os.getpid() and _alive(process)]
+    own = psutil.Process().children(recursive=True)
+    processes = {process.pid: process for process in (*own, *session_processes(os.environ[MARK]))}
+    if SESSION in config.stash:
+        processes.pop(config.stash[SESSION].guardian.pid, None)
+    return [process for _, process in sorted(processes.items()) if _alive(process)]
 
 
 def _describe(process: psutil.Process) -> str:
@@ -148,14 +158,20 @@ def _describe(process: psutil.Process) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Name and end every process that a test left behind, and fail the session for it."""
-    psutil.wait_procs(left_processes(), timeout=GRACE_S)
-    for process in left_processes():
+    psutil.wait_procs(left_processes(session.config), timeout=GRACE_S)
+    for process in left_processes(session.config):
         session.config.stash[LEAKS].append(_describe(process))
         process.kill()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["leaks"] = session.config.stash[LEAKS]
     if session.config.stash[LEAKS]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the session leaves on the machine."""
+    if SESSION in config.stash:
+        config.stash[SESSION].end()
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,6 +17,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from tests.guardian import USERS, register, session_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEM_PYTHON = "/usr/bin/python3"
 
@@ -62,6 +64,7 @@ def plain_user(small: bool = False) -> Iterator[PlainUser]:
             yield PlainUser(pwd.getpwuid(os.getuid()), home, Path(sys.executable))
         return
     name = f"relax-test-{os.getpid()}"
+    register(USERS, name)
     subprocess.run(["useradd", "--no-create-home", "--system", name], check=True, capture_output=True, timeout=30)
     try:
         entry = pwd.getpwnam(name)
@@ -76,8 +79,7 @@ def plain_user(small: bool = False) -> Iterator[PlainUser]:
 
 @contextmanager
 def _home() -> Iterator[Path]:
-    # Short: there will be unix sockets in it.
-    home = Path(tempfile.mkdtemp(prefix="relax-user-", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="user-", dir=session_folder()))
     try:
         yield home
     finally:

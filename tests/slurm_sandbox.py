@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from relax_hpc.sandbox import Options, Sandbox, cluster, machine
+from tests.guardian import session_folder
 from tests.requirements import requires
 
 QUICK = {"slurmd_timeout": 10, "kill_wait": 3, "cred_expire": 6}
@@ -35,7 +36,7 @@ def private_sandbox(**changes: Any) -> Iterator[Sandbox]:
     """A sandbox of two nodes, or as `changes` to Options say, in a folder of its own; all of it goes at the end."""
     requires_sandbox()
     # Not pytest's folder: its path is too long for unix sockets.
-    folder = Path(tempfile.mkdtemp(prefix="relax-", dir="/tmp")).resolve()
+    folder = Path(tempfile.mkdtemp(dir=session_folder())).resolve()
     try:
         yield cluster.up(folder, Options(**QUICK | {"nodes": 2} | changes))
     finally:

@@ -1,4 +1,4 @@
-"""A file system of a few MiB that a test can fill, or have read-only: a real tmpfs, of root's or of a user's own."""
+"""A file system of a few MiB that a test can fill, or make read-only: a real tmpfs in a mount namespace."""
 
 from __future__ import annotations
 
@@ -58,17 +58,16 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(folder: Path, size: str = "8m") -> Iterator[SmallDisk]:
-    """Mounted on ``folder``, or in a namespace of its own where this user may mount nothing."""
+    """A disk mounted on ``folder`` in a mount namespace, which ends with the process that holds it."""
     folder.mkdir()
     words = ["sh", "-c", _MOUNT, "sh", size, str(folder)]
-    words = words if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount", *words]
+    rights = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    words = ["unshare", *rights, "--mount", *words]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         if holder.stdout.readline() != b"mounted\n":
             pytest.skip(f"no tmpfs can be mounted here: {holder.stderr.read().decode().strip()}")
-        # Through the eyes of the process that has mounted it.
-        yield SmallDisk(folder if os.getuid() == 0 else Path(f"/proc/{holder.pid}/root{folder}"), holder)
+        # Only in the namespace of its holder is it on ``folder``.
+        yield SmallDisk(Path(f"/proc/{holder.pid}/root{folder}"), holder)
     finally:
         holder.communicate(timeout=10)
-        if os.getuid() == 0:
-            subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.guardian import MEMORY, memory_prefix
+
 pytestmark = pytest.mark.run
 
 QUEUE = Path(__file__).parents[1] / "tools/bench/queue"
@@ -33,7 +35,7 @@ def table() -> ModuleType:
 @pytest.fixture
 def memory() -> Iterator[str]:
     """A folder whose syncs cost nothing: what a disk takes is not asked here."""
-    with tempfile.TemporaryDirectory(prefix="relax-bench-", dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(prefix=memory_prefix(), dir=MEMORY) as folder:
         yield folder
 
 
