@@ -3,6 +3,7 @@
 # it returns at once and touches no network; what an interrupted call left half done, the next one repairs.
 #
 #   env/setup.sh [cpu|gpu] [dev] [rdma]     (default: cpu, or gpu where gpu was installed before)
+#   env/setup.sh system                     (as root: only the Debian packages that other users cannot install)
 #
 # RELAX_VENV: the environment's folder (default .venv).  RELAX_PYTHON: the Python 3.11 or 3.12 to make it from.
 # RELAX_UNHASHED=1: take builds that no lock lists, such as a site's own wheels.
@@ -278,12 +279,18 @@ take_lock() {  # a symbolic link names the holder and is made or refused in one 
 
 main() {
     local base=cpu parts=() arg
+    if [[ $* == system ]]; then
+        take_lock
+        find_python >/dev/null || apt_python || true
+        install_system_packages
+        return
+    fi
     [[ ! -f $VENV/.stamp-gpu ]] || base=gpu
     for arg in "$@"; do
         case $arg in
             cpu | gpu) base=$arg ;;
             dev | rdma) parts+=("$arg") ;;
-            *) die "unknown argument '$arg' (cpu, gpu, dev, rdma)" ;;
+            *) die "unknown argument '$arg' (cpu, gpu, dev, rdma; system alone)" ;;
         esac
     done
     parts=("$base" "${parts[@]}" package)

@@ -17,6 +17,8 @@ from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rundir import RunDir
 from tests.plain_user import PlainUser, plain_user
 
+pytestmark = pytest.mark.root
+
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 PROGRAM = """
 import contextlib, io, json, sys

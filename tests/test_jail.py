@@ -25,8 +25,12 @@ from relax_hpc.rewards import RewardInput, jail, jail_cgroup, jail_entry
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail
 from relax_hpc.rewards.jail_interpreter import find_interpreter
+from tests.guardian import MEMORY, memory_prefix, session_folder
 from tests.hostile_programs import ARCHITECTURE, PROGRAMS, SETTINGS
 from tests.plain_user import plain_user
+
+# Root's programs get their namespaces, users and limits of memory in other ways.
+pytestmark = pytest.mark.root
 
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 """Root who may nothing, as in many containers: there are no namespaces."""
@@ -209,9 +213,9 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
     assert apart == {"both": both, "weak": [], "on other machines": []}
 
 
-@pytest.mark.parametrize("below", ["/tmp", "/dev/shm"])
-def test_an_interpreter_may_lie_where_programs_have_folders_of_their_own(below: str) -> None:
-    with tempfile.TemporaryDirectory(dir=below) as folder:
+@pytest.mark.parametrize("below", [session_folder(), MEMORY], ids=["/tmp", "/dev/shm"])
+def test_an_interpreter_may_lie_where_programs_have_folders_of_their_own(below: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=memory_prefix(), dir=below) as folder:
         Path(folder).chmod(0o755)
         venv.create(folder, symlinks=True)
         own = dataclasses.replace(SETTINGS, python=f"{folder}/bin/python")

@@ -290,7 +290,7 @@ sys.stdin.read()
 NOBODY = 65534
 
 
-@pytest.mark.parametrize("how", ["listens", "is silent"])
+@pytest.mark.parametrize("how", [pytest.param("listens", marks=pytest.mark.root), "is silent"])
 def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) -> None:
     """Its name is in /proc/net/unix for all to see; with it a run could be kept without a standby."""
     if how == "listens" and os.getuid():

@@ -122,6 +122,7 @@ def test_a_full_board_is_said(monkeypatch):
         assert bytes(plane.read(plane.publish("d", memoryview(b"d")), READ_S)) == b"d"
 
 
+@pytest.mark.root
 def test_another_user_is_refused():
     with plain_user() as user, plane_here("shm") as maker:
         if os.getuid() == user.entry.pw_uid:

@@ -302,6 +302,7 @@ def test_a_user_without_rights_can_do_it():
     assert done.stdout.split()[-2:] == [digest(pattern(10, 0)), "cma"]
 
 
+@pytest.mark.root
 def test_memory_of_another_user_is_not_there():
     if os.getuid():
         pytest.skip("needs processes of two users: run as root")

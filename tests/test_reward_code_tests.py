@@ -83,6 +83,7 @@ def test_what_never_ends_gets_nothing(name: str) -> None:
     assert judged(ENDLESS[name], ADD, timeout_s=0.6)["total"] == 0.0
 
 
+@pytest.mark.root
 def test_a_plain_users_programs_are_judged_alike() -> None:
     if os.getuid():
         pytest.skip("we are one")

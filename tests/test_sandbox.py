@@ -20,6 +20,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.sandbox import Options, Sandbox, cluster, config_files, machine, processes
 from relax_hpc.sandbox.processes import until
+from tests.guardian import session_folder
 from tests.plain_user import plain_user
 from tests.requirements import requires
 from tests.slurm_sandbox import left_behind, private_sandbox, requires_sandbox
@@ -49,7 +50,7 @@ print(os.environ["SLURMD_NODENAME"], ranks.sum())
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """pytest's own names are too long for the sockets of a sandbox."""
-    with tempfile.TemporaryDirectory(prefix="relax-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(dir=session_folder()) as name:
         yield Path(name)
 
 
@@ -179,6 +180,7 @@ def test_two_side_by_side(sandbox: Sandbox, tmp_path: Path) -> None:
     assert sandbox.is_up()
 
 
+@pytest.mark.root
 def test_plain_user() -> None:
     requires_sandbox()
     with plain_user() as user:

@@ -191,6 +191,7 @@ with socket.socket() as taken:
 """
 
 
+@pytest.mark.root
 def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: None) -> None:
     """As any user could who sets SO_REUSEADDR, while it was bound and did not listen; then he was sent the key.
 
