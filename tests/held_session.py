@@ -36,8 +36,10 @@ def hold(name: str, **held: str) -> None:
 
 def test_holds_daemons_a_user_and_memory(tmp_path: Path) -> None:
     with private_sandbox(nodes=1) as sandbox, plain_user() as user:
-        # Neither the job nor the user's process has anything of this environment.
-        sandbox.client("sbatch", "--export=NIL", "--output=/dev/null", "--wrap", "tail -f /dev/null")
+        # Neither the job nor the user's process has the session's mark.
+        bare = {"PATH": os.environ["PATH"], "SLURM_CONF": str(sandbox.conf)}
+        job = ["sbatch", "--output=/dev/null", "--wrap", "tail -f /dev/null"]
+        subprocess.run(job, env=bare, stdout=subprocess.DEVNULL, check=True, timeout=START_S)
         subprocess.Popen(["sleep", "1000"], user=user.entry.pw_uid, env={})
         memory = SharedMemory(create=True, size=4096)
         staging = staging_root(RunDir(tmp_path / "run"))

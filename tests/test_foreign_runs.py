@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from relax_hpc.cli.program import main
 from relax_hpc.config import dump, load
 from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rundir import RunDir
+from tests.guardian import remove_folder
 from tests.plain_user import PlainUser, plain_user
 
 pytestmark = pytest.mark.root
@@ -69,9 +69,7 @@ def shared() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="relax-shared-"))
     folder.chmod(0o755)
     yield folder
-    for path in [folder, *(path for path in folder.iterdir() if not path.is_symlink())]:
-        path.chmod(0o700)
-    shutil.rmtree(folder)
+    remove_folder(folder)
 
 
 def make_run(path: Path) -> Path:
