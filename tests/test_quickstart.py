@@ -144,11 +144,11 @@ def assert_what_was_written_is_kept(live: Running) -> None:
 
 
 def assert_last_lines_name_what_is_there(live: Running) -> None:
-    """The run directory, a checkpoint that verifies, the TensorBoard folder and the plot."""
+    """The run directory, a checkpoint that verifies, the folder of runs for TensorBoard, and the plot."""
     last = [line.split() for line in live.output.read_text().splitlines()[-4:]]
     assert [words[0] for words in last] == ["run", "checkpoint", "TensorBoard", "reward"]
     run, checkpoint, board, plot = (Path(words[-1]) for words in last)
-    assert run == live.run.root and board == live.run.tensorboard and any(board.iterdir())
+    assert run == live.run.root and board == run.parent and any(live.run.tensorboard.iterdir())
     assert plot.read_bytes().startswith(b"\x89PNG")
     point = queue_state(live.run).progress.parts("actor")[-1]
     assert checkpoint.name == point["name"]
