@@ -370,7 +370,8 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
 def test_a_server_that_becomes_busy_between_the_question_and_the_update_lives_on(sglang: Served) -> None:
     """Asked to flush its cache with the update, its scheduler would end itself."""
     client = sglang.engine._client
-    call, body = client._call, {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 200}, "stream": True}
+    sampling = {"max_new_tokens": 200, "ignore_eos": True}
+    call, body = client._call, {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True}
     running = client._stream("/generate", body)
 
     async def crossed(path: str, body: dict | None, timeout_s: float) -> object:
