@@ -138,6 +138,7 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     assert it.told() == ["ref_logprobs"] and it.ask("actor", "trained", step=0, leases=[4]) == {
         "staleness": [0, 0],
         "lag": 0,
+        "save_next": False,
     }
     it.check()
 

@@ -242,7 +242,7 @@ def _signals(config: Config, cluster: Cluster) -> Iterator[Finding]:
     if kill_wait and int(kill_wait[0]) < MIN_KILL_WAIT_S:
         yield warning(
             f"KillWait: found {kill_wait[0]} s, recommended: {MIN_KILL_WAIT_S} or more, as a preempted run saves "
-            "between SIGTERM and SIGKILL; lower checkpoint.every"
+            "between SIGTERM and SIGKILL; lower checkpoint.every and checkpoint.every_s"
         )
     mode = cluster.config.get("PreemptMode", "OFF").upper()
     if "SUSPEND" in mode:
@@ -253,7 +253,8 @@ def _signals(config: Config, cluster: Cluster) -> Iterator[Finding]:
     if ("REQUEUE" in mode or "CANCEL" in mode) and not sends:
         yield warning(
             f"PreemptMode: found {mode} without SlurmctldParameters=preempt_send_user_signal, so preemption comes "
-            f"without the {config.slurm.signal_s} s of slurm.signal_s; lower checkpoint.every, or ask the site for it"
+            f"without the {config.slurm.signal_s} s of slurm.signal_s; lower checkpoint.every and "
+            "checkpoint.every_s, or ask the site for it"
         )
 
 

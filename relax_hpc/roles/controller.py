@@ -13,6 +13,7 @@ from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import Card, publish_card
 from relax_hpc.roles.board import Board
 from relax_hpc.rundir import RunDir, sync_directory, write_json
+from relax_hpc.transfer_queue.controller.save_clock import SaveClock
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
 
@@ -48,6 +49,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     controller.service.on_show = board.show
     controller.service.on_first_failure = board.note_first_failure
     controller.service.on_resume = board.rolled_back
+    controller.service.save_clock = SaveClock(config.checkpoint)
     publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:

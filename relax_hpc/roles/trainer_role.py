@@ -97,7 +97,8 @@ class TrainerRole:
         self.alone = len(trainers_of(self.config.groups)) == 1
         """Whether no other role of the run trains."""
         self.told: Future | None = None
-        """Answer to the leader: {} when the queue has taken the last step for trained, and it is reported."""
+        """Answer to the leader when the queue has taken the last step for trained, and it is reported: {"save_next":
+        whether the next step ends with a checkpoint because `checkpoint.every_s` is over}."""
 
     def run(self) -> None:
         """Train to the last step; asked to stop, or out of time, save at a step's edge."""
@@ -159,10 +160,11 @@ class TrainerRole:
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []
         updates: list[dict[str, float]] = []
+        is_timed_save = False
         self.beside.begin_step(step)
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
-            self.await_told(step)
+            is_timed_save = self.await_told(step)
             self.beside.before_update(step)
             with self.context.spans("train", step=step):
                 updates.append(self.trainer.step(lr))
@@ -180,7 +182,8 @@ class TrainerRole:
             result = StepResult(updates, minis, tally, lr, time.monotonic() - started)
             answer = self.context.client.training.trained(step, leases, self.context.role)
             self.told = then(answer, partial(self._report, step, result))
-        due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
+        is_step_save = (step + 1) % self.config.checkpoint.every == 0
+        due = is_timed_save or is_step_save or step + 1 == self.config.steps
         if due:
             self.await_told(step)
             self.checkpoints.save(step + 1)
@@ -189,16 +192,18 @@ class TrainerRole:
     def _report(self, step: int, result: StepResult, answer: StepTrained) -> dict[str, Any]:
         values = self.beside.values(result, answer) | self.checkpoints.values(step)
         self.context.report(step, values | self.ranks.reader.ways.since_last())
-        return {}
+        return {"save_next": answer.save_next}
 
-    def await_told(self, step: int) -> None:
-        """Wait, in every rank: nothing more is changed or saved before the queue knows of the step before ``step``.
+    def await_told(self, step: int) -> bool:
+        """Wait, in every rank: nothing more is changed or saved before the queue knows of the last step that was
+        trained; whether the step after that ends with a checkpoint because time requires one.
 
         Ranks that went on alone would wait in a collective of the next work, whose deadline no full disk and no hub
         that is away puts off.
         """
         with self.context.spans("wait", step=step, cause=DISK):
-            self.ranks.tell((self.told or {}) if self.ranks.leader else None)
+            answer = self.ranks.tell((self.told or {}) if self.ranks.leader else None)
+        return answer.get("save_next", False)
 
     def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
         """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.

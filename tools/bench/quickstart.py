@@ -155,6 +155,7 @@ def measure(config_file: Path, run_dir: Path, steps: int) -> tuple[list[Figure],
     load_before = os.getloadavg()[0]
     words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config_file), "--run_dir", str(run_dir)]
     words += ["--steps", str(WARM_UP_STEPS + steps), "--eval.every", "0", "--checkpoint.every", "1000000"]
+    words += ["--checkpoint.every_s", "0"]
     with Program(words, step_of_run, environment) as run:
         plain = take_turns(run, run_dir, steps, environment)
         if code := run.returncode(60.0):

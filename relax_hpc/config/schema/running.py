@@ -92,6 +92,9 @@ class CheckpointConfig:
 
     every: int = bounded(50, 1)
     """Steps between checkpoints; the last step always has one."""
+    every_s: float = bounded(600.0, 0.0)
+    """Seconds after which a checkpoint is made at the end of the step, before `checkpoint.every` steps are done.
+    0: only steps count."""
     keep_last: int = bounded(2, 1)
     keep_every: int = bounded(0, 0)
     """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""

@@ -157,10 +157,17 @@ class StepTrained:
     """Staleness of each prompt group: the version trained minus the oldest version of its tokens."""
     lag: int
     """Publish lag: the version trained minus the oldest that anybody generates or scores with."""
+    save_next: bool = False
+    """Whether a checkpoint is due after the next step because `checkpoint.every_s` is over."""
 
     @classmethod
     def of(cls, answer: Message) -> StepTrained:
-        return cls(staleness=answer["staleness"], lag=answer["lag"])
+        return cls(
+            staleness=answer["staleness"],
+            lag=answer["lag"],
+            # A hub of older code knows steps alone.
+            save_next=answer.get("save_next", False),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.errors import RelaxError
 from relax_hpc.transfer_queue.controller import handlers
 from relax_hpc.transfer_queue.controller.beats import Beats
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, Schema
 from relax_hpc.transfer_queue.controller.relays import Relays
+from relax_hpc.transfer_queue.controller.save_clock import SaveClock
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
 from relax_hpc.transfer_queue.plan import Plan
@@ -45,6 +47,7 @@ class QueueService:
         self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats = Beats()
         self.relays = Relays()
+        self.save_clock = SaveClock(CheckpointConfig())
         self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None

@@ -24,7 +24,7 @@ from relax_hpc.transfer_queue.controller.journal import Position
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 
-FORMAT = 10
+FORMAT = 11
 """Format of snapshots: one of another format is not used, and the journal is replayed instead."""
 RECORDS = 50_000
 """Records between two snapshots: about a second of replay."""

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 @applies("trained")
-def train(state: QueueState, task: str, step: int, leases: list[int]) -> None:
+def train(state: QueueState, task: str, step: int, leases: list[int], save_at: int = 0) -> None:
+    """``save_at``: step of a checkpoint that is due by time; 0: none. See `SaveClock`."""
+    if save_at:
+        state.progress.timed_saves.append(save_at)
     for lease in leases:
         consume(state, lease)
     for done in state.progress.train(task, step):

@@ -53,8 +53,28 @@ def trained(service: QueueService, request: Request, step: int, leases: list[int
         _check_trained(state, task, request.owner, step, leases)
         if not is_safe(state, state.tickets_of(step), state.tasks[task].needs):
             raise NotYet(DISK, f"rows of step {step} are not saved yet")
-        service.record(op="trained", task=task, step=step, leases=leases)
-    return {"staleness": staleness(state, step), "lag": state.weights.publish_lag(step)}
+        save_at = _next_timed_save(service, step)
+        due = {"save_at": save_at} if save_at else {}
+        service.record(op="trained", task=task, step=step, leases=leases, **due)
+    return {
+        "staleness": staleness(state, step),
+        "lag": state.weights.publish_lag(step),
+        "save_next": step + 2 in state.progress.timed_saves,
+    }
+
+
+def _next_timed_save(service: QueueService, step: int) -> int:
+    """Step of the checkpoint that is due by time at the end of the step after ``step``; 0: none.
+
+    Decided for the first trainer that has trained ``step``; the others are told the same.
+    """
+    progress = service.state.progress
+    if step < progress.furthest:
+        return 0
+    saves_now = step + 1 in progress.timed_saves
+    is_due = service.save_clock.is_next_due(step + 1, saves_now)
+    is_known = step + 2 in progress.timed_saves
+    return step + 2 if is_due and not is_known else 0
 
 
 def _check_trainer(service: QueueService, op: str, task: str) -> None:

@@ -28,6 +28,9 @@ class Progress:
     """The highest version that was evaluated."""
     gathered: int = 0
     """The lowest step whose rows may be left to be gathered into a file."""
+    timed_saves: list[int] = field(default_factory=list)
+    """Steps of checkpoints that are made because `checkpoint.every_s` is over; not those that the
+    newest whole one follows."""
 
     def __post_init__(self) -> None:
         self.trained = dict.fromkeys(self.plan.trainers, 0)
@@ -79,6 +82,7 @@ class Progress:
         whole = self.whole
         newest = max(whole, default=0)
         self.checkpoints = [p for p in self.checkpoints if p["step"] in whole or p["step"] > newest]
+        self.timed_saves = [at for at in self.timed_saves if at > newest]
         return step in whole
 
     def resume(self, step: int) -> None:
@@ -93,7 +97,9 @@ class Progress:
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
 
     def dump(self) -> Any:
-        return self.trained, self.incarnations, self.checkpoints, self.evaluated, self.gathered
+        counts = self.evaluated, self.gathered
+        return self.trained, self.incarnations, self.checkpoints, *counts, self.timed_saves
 
     def load(self, values: Any) -> None:
-        self.trained, self.incarnations, self.checkpoints, self.evaluated, self.gathered = values
+        self.trained, self.incarnations, self.checkpoints, *counts, self.timed_saves = values
+        self.evaluated, self.gathered = counts
