@@ -254,3 +254,19 @@ def test_the_callers_job_is_kept_away(fake: FakeSlurm, monkeypatch: pytest.Monke
 )
 def test_times(text: str, seconds: float | None) -> None:
     assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("times", "is_preempted"),
+    [
+        ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-02T11:00:00", True),
+        ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-02T10:00:00", True),
+        ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-01T11:00:00", False),
+        ("StartTime=2026-01-02T10:00:00 PreemptEligibleTime=2026-01-02T10:00:00 PreemptTime=None", False),
+        ("StartTime=2026-01-02T10:00:00", False),
+    ],
+    ids=["now", "at once", "in an earlier life", "not", "no preemption here"],
+)
+def test_a_job_in_its_grace_time_is_preempted(fake: FakeSlurm, times: str, is_preempted: bool) -> None:
+    fake.answer("scontrol", f"JobId=7 JobState=RUNNING {times}\n", match="show job 7")
+    assert Slurm().is_preempted("7") == is_preempted

@@ -19,7 +19,7 @@ from relax_hpc.slurm.commands import parse_time
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, trained_steps
 from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted
-from tests.slurm_sandbox import busy_but, requires_sandbox
+from tests.slurm_sandbox import busy_but, preempt, requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
@@ -189,6 +189,17 @@ def test_it_makes_way_at_the_time_limit(live: SlurmRun) -> None:
         used_s = parse_time(live.sandbox.client("squeue", "--noheader", f"--jobs={job}", "--format=%M").split()[0])
         live.sandbox.client("scontrol", "update", f"jobid={job}", f"timelimit={int((used_s + SAVE_S) / 60) + 1}")
     assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
+
+
+@in_all
+def test_a_component_is_preempted(live: SlurmRun) -> None:
+    """No group is started again in the job that ends."""
+    before = rollbacks(live.run)
+    started = {group: live.incarnations(group) for group in ("rollout", "actor", "actor_fwd")}
+    with succeeded(live, "preemption of the component of actor_fwd"):
+        preempt(live.sandbox, live.nodes_of("actor_fwd")[0])
+    assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
+    assert {group: live.incarnations(group) - count for group, count in started.items()} == dict.fromkeys(started, 1)
 
 
 def test_both_nodes_of_the_hub_lose_power(live: SlurmRun) -> None:

@@ -30,7 +30,7 @@ from tests.slurm_runs import (
     killing,
     submitted,
 )
-from tests.slurm_sandbox import requires_sandbox
+from tests.slurm_sandbox import preempt, requires_sandbox
 
 requires("torch", "megatron", "transformers", "sglang", "mpi")
 requires_sandbox()
@@ -97,10 +97,13 @@ def test_a_job_makes_way_at_the_early_signal(live: SlurmRun, group: str, moment:
 
 
 def test_a_job_makes_way_for_a_more_urgent_one(live: SlurmRun) -> None:
+    """The actor has the partition's GraceTime to save. It is not started again in the job that ends."""
+    incarnations = live.incarnations("actor")
     with comes_back(live, "actor", "preemption of the actor during a checkpoint"):
         (node, *_) = live.nodes_of("actor")
         live.at("checkpoint")
-        live.sandbox.client("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
+        preempt(live.sandbox, node)
+    assert live.incarnations("actor") == incarnations + 1
     found = groups(live)
     assert [group["job"] for group in found.values()] == live.jobs
     assert all(group["nodes"] and group["time_left_s"] > 3000 for group in found.values())

@@ -117,6 +117,17 @@ class Slurm:
         tables = [dict(reversed([w.split("=", 1) for w in line.split() if "=" in w])) for line in lines]
         return next((table for table in tables if table.get("JobId") == job), {})
 
+    def is_preempted(self, job: str) -> bool:
+        """Whether Slurm is about to end a running job, or component, for a more urgent one.
+
+        During the partition's GraceTime its state is still RUNNING. The steps get SIGTERM, and the
+        batch script gets no signal (seen on Slurm 22.05).
+        """
+        words = self.describe(job)
+        preempted_at = words.get("PreemptTime", "None")
+        # An earlier life of the job may have been preempted. Both are local times and sort as texts.
+        return preempted_at != "None" and preempted_at >= words.get("StartTime", "")
+
     def own_jobs(self) -> dict[str, Job]:
         """All jobs of this user that squeue knows, by id."""
         command = ["squeue", "--noheader", "--me", f"--format={JOB_FORMAT}"]

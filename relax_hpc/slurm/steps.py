@@ -178,12 +178,15 @@ class StepLauncher:
     def ending(self) -> bool:
         try:
             job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
+            if job is None or job.state != "RUNNING":
+                return True
+            if job.time_left_s is not None and job.time_left_s < self.near_s:
+                return True
+            components = {place.job for place in self.allocation.places.values() if place.het}
+            return any(map(self.slurm.is_preempted, sorted({self.allocation.job, *components})))
         except SlurmError:
             # If it ends, the signals come here as well.
             return False
-        if job is None or job.state != "RUNNING":
-            return True
-        return job.time_left_s is not None and job.time_left_s < self.near_s
 
     def hand_over(self, name: str, reason: str) -> str:
         return ""
