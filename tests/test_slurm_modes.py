@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.sandbox import Sandbox
+from tests import gate
 from tests.effort import effort
 from tests.requirements import requires
 from tests.run_helpers import ALL, final_weights, merged, queue_rows, trained_steps
@@ -42,8 +43,9 @@ def test_deaths_change_nothing_at_staleness_0(sandbox: Sandbox, tmp_path: Path, 
     """Tokens, losses and weights stay those of the synchronous loop in one process."""
     with reference(tmp_path, REGULARISED) as expected:
         over = merged(merged(ALONE, REGULARISED | {"liveness": {"start_ahead_s": 0.1}}), MODES[mode])
+        over = merged(gate.close(tmp_path), over)
         with submitted(sandbox, tmp_path, layout, over, "transformers") as live:
-            deaths(live, f" ({mode}, staleness 0)", ahead=True)
+            deaths(live, f" ({mode}, staleness 0)", gate_folder=tmp_path)
             live.finish()
             assert "actor: started incarnation 2 (actor), which waited" in live.log(), live.story()
             found = Outcome(trained_steps(live.run), queue_rows(live.run), final_weights(live.run))
@@ -85,12 +87,14 @@ def full(live: SlurmRun) -> float:
     return max((one["seconds"] for one in live.status().get("disk") or []), default=0.0)
 
 
-def deaths(live: SlurmRun, mode: str, ahead: bool = False) -> None:
-    """A rank of every role is killed, the last one in the middle of its work; ``ahead``: once its successor waits."""
-    for step, roles in enumerate((("rollout", "actor_fwd"), ("controller",), ("actor",))):
-        live.wait_for_step(live.step() + 1 if step else 0)
+def deaths(live: SlurmRun, mode: str, gate_folder: Path | None = None) -> None:
+    """A rank of every role is killed, the last one in the middle of its work. With a closed gate, which stops
+    the run: not before its successor waits."""
+    for number, roles in enumerate((("rollout", "actor_fwd"), ("controller",), ("actor",))):
+        live.wait_for_step(number if gate_folder or not number else live.step() + 1)
         for role in filter(live.processes, roles):
-            if ahead and role == "actor":
+            if gate_folder and role == "actor":
                 live.wait_until(lambda: live.status()["groups"]["actor"]["ahead"], "its next one waits", START_S)
+                gate.open_again(gate_folder)
             live.kill(role, moment="training" if role == "actor" else "")
             live.survived(killing(role) + mode)
