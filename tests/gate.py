@@ -21,12 +21,9 @@ def close(folder: Path) -> dict[str, Any]:
     """Close the gate of the run in ``folder``/run; settings of the run."""
     _gate(folder).touch()
     path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
-    environment = {_FOLDER: str(folder), "PYTHONPATH": path}
-    return {
-        "rollout": {"filter": "tests.gate:passes"},
-        # The engines may be in the actor's group.
-        "groups": {name: {"env": environment} for name in ("rollout", "actor")},
-    }
+    # The engines may be in the actor's group.
+    groups = {name: {"env": {_FOLDER: str(folder), "PYTHONPATH": path}} for name in ("rollout", "actor")}
+    return {"rollout": {"filter": "tests.gate:passes"}, "groups": groups}
 
 
 def open_again(folder: Path) -> None:
