@@ -29,6 +29,8 @@ CURES = {
 """Cures of the errors that may be over in a while. On shared file systems EIO is one: a server was away."""
 _SOONEST_S, _LATEST_S = 0.1, 2.0
 """Seconds between two tries."""
+_LOOSE_S = 10.0
+"""Seconds for which a write that nobody waits for counts as hindered after its last try."""
 _GRACE_S = 60.0
 """Seconds by which a process that nobody ends waits longer than the run, which its supervisor ends before."""
 _KEPT_BYTES = 16 << 20
@@ -61,6 +63,12 @@ class _Wait:
     errno: int
     loose: bool
     since: float = field(default_factory=time.monotonic)
+    failed_at: float = 0.0
+
+    def counts(self) -> bool:
+        """Whether the disk may still be full. The owner of a loose wait may have nothing to write
+        for a long time, and so does not notice that there is room again."""
+        return not self.loose or time.monotonic() - self.failed_at < _LOOSE_S
 
 
 class Waits:
@@ -76,8 +84,8 @@ class Waits:
         """``path`` could not be written, perhaps again; since how many seconds. ``loose``: nobody waits for that."""
         with self._lock:
             wait = self._waits.setdefault(str(path), _Wait(error.errno, loose))
-            wait.errno, wait.loose = error.errno, loose
-            return time.monotonic() - wait.since
+            wait.errno, wait.loose, wait.failed_at = error.errno, loose, time.monotonic()
+            return wait.failed_at - wait.since
 
     def end(self, path: Path | str) -> None:
         """End the wait for ``path``: it was written, or nobody tries any more."""
@@ -94,10 +102,10 @@ class Waits:
         if not self._waits:
             return {}
         with self._lock:
-            found = sorted(self._waits.items(), key=lambda item: (item[1].loose, item[1].since))
-        if not found:
+            waits = [item for item in self._waits.items() if item[1].counts()]
+        if not waits:
             return {}
-        path, wait = found[0]
+        path, wait = min(waits, key=lambda item: (item[1].loose, item[1].since))
         seconds = time.monotonic() - wait.since
         return {"path": path[:1024], "errno": wait.errno, "seconds": seconds, "loose": wait.loose}
 
@@ -253,12 +261,19 @@ class _Printed(io.FileIO):
     """A descriptor that is printed to. A print ends no process: text that cannot be written is
     dropped if the disk is full, the terminal is closed (EIO), or the reader of a pipe has ended (EPIPE)."""
 
+    is_cut = False
+    """Whether the last line in the file may lack its end."""
+
     def write(self, data: Any) -> int:
         try:
+            if self.is_cut:
+                super().write(b"\n")
+                self.is_cut = False
             return super().write(data) or 0
         except OSError as error:
             if not may_pass(error) and error.errno != errno.EPIPE:
                 raise
+            self.is_cut = True
             return memoryview(data).nbytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -132,6 +133,56 @@ def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monke
     failing.on = False
     lines.close()
     assert path.read_bytes() == b"torn\na\nb\nc\n" and not WAITS
+
+
+def test_a_wait_that_nobody_tries_again_is_over(tmp_path: Path, monkeypatch) -> None:
+    """The owner of a file of spans may write nothing for a long time after the disk has room again."""
+    WAITS.begin(tmp_path / "spans", OSError(errno.ENOSPC, "full"), loose=True)
+    WAITS.begin(tmp_path / "queue", OSError(errno.ENOSPC, "full"))
+    monkeypatch.setattr(disk, "_LOOSE_S", 0.0)
+    assert WAITS.longest()["path"] == str(tmp_path / "queue"), "somebody waits for it"
+    WAITS.end(tmp_path / "queue")
+    assert WAITS and WAITS.longest() == {}
+    monkeypatch.setattr(disk, "_LOOSE_S", 60.0)
+    assert WAITS.longest()["path"] == str(tmp_path / "spans")
+    WAITS.end(tmp_path / "spans")
+
+
+def test_a_warning_about_a_file_that_nobody_waits_for_is_withdrawn(tmp_path: Path, monkeypatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(disk_watch, "_SILENT_S", 1e-9)
+    watch = DiskWatch(make_run(tmp_path / "run"), 60.0, lines.append)
+    with small_disk(tmp_path / "other") as other:
+        wait = {"who": "a", "path": str(other.folder / "x"), "errno": errno.ENOSPC, "seconds": 1.0, "loose": True}
+        now = time.monotonic() + 60.0
+        watch.look([wait], now)
+        assert lines == [], "there is room: the wait is an old one"
+        other.fill()
+        for told in ([wait], [wait], []):
+            watch.look(told, now)
+        assert len(lines) == 1 and lines[0].startswith(f"{wait['path']}: No space left on device")
+        other.free()
+        watch.look([], now)
+        watch.look([], now)
+        assert lines[1:] == [f"{other.folder} is written again"]
+        other.fill()
+        watch.look([wait], now)
+        assert len(lines) == 3, "it is full again"
+
+
+def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as full:
+        log = full.folder / "log"
+        log.write_bytes(b"x" * 4094 + b"\n")
+        printed = io.BufferedWriter(disk._Printed(os.open(log, os.O_APPEND | os.O_WRONLY), "wb"))
+        full.fill()
+        for line in (b"one\n", b"two\n"):
+            printed.write(line)
+            printed.flush()
+        full.free()
+        printed.write(b"three\n")
+        printed.close()
+        assert log.read_bytes()[4095:] == b"o\nthree\n", "a page of the disk had room for one byte"
 
 
 def test_what_is_printed_ends_nothing() -> None:

@@ -36,6 +36,9 @@ class DiskWatch:
         """Folders that cannot be written."""
         self._words = ""
         self._probed_at = 0.0
+        self._loose: set[Path] = set()
+        """Folders that were said to be full, for which nobody waits."""
+        self._loose_probed_at: dict[Path, float] = {}
 
     def look(self, told: Collection[Mapping[str, Any]], answered_at: float) -> None:
         """Take what the hub has told of all members, at its last answer."""
@@ -47,8 +50,9 @@ class DiskWatch:
             told = self._try()
         else:
             self._places |= {Path(one["path"]).parent for one in told if not one["loose"]}
-        for one in told:
-            self._say_once(one)
+        for wait in told:
+            self._say_once(wait)
+        self._withdraw_loose({Path(wait["path"]).parent for wait in told if wait["loose"]})
         if any(not one["loose"] for one in told):
             self._since, self._heard_at = now if self._since is None else self._since, now
         elif self._since is not None and now - self._heard_at >= self.sure_s:
@@ -75,12 +79,35 @@ class DiskWatch:
 
     def _say_once(self, told: Mapping[str, Any]) -> None:
         """Say one line for each folder and cause."""
-        key = Path(told["path"]).parent, told["errno"]
+        folder = Path(told["path"]).parent
+        key = folder, told["errno"]
         if not told["loose"]:
             self._words = in_words(told)
-        if key not in self._said:
-            self._said.add(key)
-            self.say(in_words(told))
+        if key in self._said or (told["loose"] and self._takes_data(folder)):
+            return
+        self._said.add(key)
+        self.say(in_words(told))
+        if told["loose"]:
+            self._loose.add(folder)
+
+    def _withdraw_loose(self, waited_for: set[Path]) -> None:
+        """Say that folders take data again that nobody waits for; ``waited_for``: not those."""
+        for folder in sorted(self._loose - waited_for):
+            if self._takes_data(folder):
+                self._loose.discard(folder)
+                self._said = {key for key in self._said if key[0] != folder}
+                self.say(f"{folder} is written again")
+
+    def _takes_data(self, folder: Path) -> bool:
+        """Whether a folder can be written; tried once in `_SILENT_S` seconds, and no between."""
+        now = time.monotonic()
+        if now - self._loose_probed_at.get(folder, -_SILENT_S) < _SILENT_S:
+            return False
+        self._loose_probed_at[folder] = now
+        # A folder that is not there, or not on this node, says nothing.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            return not probe(folder)
+        return False
 
     def too_long(self) -> str:
         """Reason why the run is to end; empty: it is not."""
