@@ -38,16 +38,19 @@ def checkpoint_name(role: str, incarnation: int, step: int) -> str:
 def written_beside(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write a file to, which then takes its place: readers see all of it or nothing.
 
-    To survive a power loss the block syncs the file, and whoever calls it the folder.
+    To survive a power loss the block syncs the file, and whoever calls it the folder. An OSError names ``path``: the
+    operating system does not say which file a write was for.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         yield temporary
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         # What a full disk has taken of it would keep it full.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
 
 
@@ -285,6 +288,11 @@ class RunDir:
             write_json(self._format, {"format": RUN_FORMAT})
             self._make_token()
 
+    def holds_other_files(self) -> bool:
+        """Whether the folder has files that `create` did not leave there when it failed, as on a full disk."""
+        files = (path for path in self.root.rglob("*") if not path.is_dir())
+        return any(path != self._format for path in files)
+
     @property
     def _format(self) -> Path:
         return self.root / "format.json"
@@ -303,11 +311,16 @@ class RunDir:
     def _make_token(self) -> None:
         """The token appears whole and once, whoever else makes this run directory at the same time."""
         temporary = self.root / f".token.{os.getpid()}.{secrets.token_hex(4)}"
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, self.token_file)
-        temporary.unlink()
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, self.token_file)
+        except OSError as error:
+            error.filename, error.filename2 = str(self.token_file), None
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def token(self) -> bytes:
         """The run's secret, which authenticates every message and engine request."""

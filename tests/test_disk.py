@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from relax_hpc import disk
+from relax_hpc.cli.program import main
 from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
-from relax_hpc.errors import EXIT_RETRY, FencedError, RelaxError
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, FencedError, RelaxError
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import write_atomic
 from relax_hpc.supervise import disk_watch
@@ -30,6 +31,7 @@ from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.journal import _read as journal_frames
 from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.versions import Version
+from tests.effort import effort
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
 from tests.small_disk import small_disk
 
@@ -168,6 +170,24 @@ def test_a_warning_about_a_file_that_nobody_waits_for_is_withdrawn(tmp_path: Pat
         other.fill()
         watch.look([wait], now)
         assert len(lines) == 3, "it is full again"
+
+
+@pytest.mark.parametrize("left", [256 << 10, 0, 4 << 10, 8 << 10][: effort(1, 4)])
+def test_a_submission_to_a_full_disk_names_the_file_and_can_be_repeated(
+    tmp_path: Path, left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(__file__).parent.parent / "configs" / "runs" / "quickstart.yaml"
+    with small_disk(tmp_path / "disk", "32m") as full:
+        root = full.folder / "run"
+        full.fill(left)
+        argv = ["submit", "--dry-run", "--config", str(config), "--run_dir", str(root), "--layout", "het"]
+        argv += ["--site.python", sys.executable]
+        assert main(argv) == EXIT_RETRY
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"error: {root}/" in error, error
+        assert error.endswith(": No space left on device; free space there\n")
+        full.free()
+        assert main([*argv, "--resume"] if (root / "config.yaml").exists() else argv) == EXIT_DONE
 
 
 def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> None:

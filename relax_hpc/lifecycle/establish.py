@@ -35,7 +35,7 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
         check_resumable(directory, config)
         if directory.finished.exists():
             return directory, config
-    elif directory.root.exists() and not directory.token_file.exists() and any(directory.root.iterdir()):
+    elif not directory.token_file.exists() and directory.holds_other_files():
         raise ConfigError(f"run_dir: {directory.root} holds other files; name a new or empty folder")
     directory.create()
     directory.stop.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 
 import relax_hpc
+from relax_hpc.errors import RelaxError
 from relax_hpc.rundir import RunDir, write_atomic, write_json
 
 _GIT_S = 10.0
@@ -39,16 +40,39 @@ def keep_code(run: RunDir, source: Path) -> Path:
 
 
 def copy_code(source: Path, target: Path) -> None:
-    """Copy the package relax_hpc, and the templates beside it if they are there, out of ``source``."""
+    """Copy the package relax_hpc, and the templates beside it if they are there, out of ``source``. OSError or
+    RelaxError, with nothing left behind: a file cannot be copied."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(source / "relax_hpc", temporary / "relax_hpc", ignore=ignored)
-    templates = source / "slurm"
-    if templates.is_dir():
-        shutil.copytree(templates, temporary / "slurm", ignore=ignored)
+    try:
+        _copy_trees(source, temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     # Once, here, and not in every process of every rank, at each of their starts where none may write beside the code.
     compileall.compile_dir(temporary / "relax_hpc", quiet=2, invalidation_mode=PycInvalidationMode.TIMESTAMP)
     temporary.rename(target)
+
+
+def _copy_trees(source: Path, target: Path) -> None:
+    failures: list[OSError] = []
+
+    def copy_file(from_path: str, to_path: str) -> str:
+        try:
+            return str(shutil.copy2(from_path, to_path))
+        except OSError as error:
+            cause = error.errno or 0
+            failures.append(OSError(cause, os.strerror(cause), to_path))
+            raise
+
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    try:
+        shutil.copytree(source / "relax_hpc", target / "relax_hpc", ignore=ignored, copy_function=copy_file)
+        if (source / "slurm").is_dir():
+            shutil.copytree(source / "slurm", target / "slurm", ignore=ignored, copy_function=copy_file)
+    except shutil.Error as error:
+        # It lists every file, as texts without errno.
+        _, path, reason = error.args[0][0]
+        raise (failures[0] if failures else RelaxError(f"{path}: cannot be copied: {reason}")) from error
 
 
 def _made_with() -> dict[str, str]:
