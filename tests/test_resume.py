@@ -155,13 +155,17 @@ def trained_twice(live: Running) -> list[str]:
 
 
 def kill_everything(live: Running) -> tuple[dict, dict]:
-    """SIGKILL to all processes of a run at once; its last two checkpoints."""
+    """SIGKILL to all processes of a run at once; its last two checkpoints. The guard, in a session of its own,
+    removes what they had in memory."""
     family = everything(live)
+    (guard,) = [process for process in family[1:] if process.cmdline() == family[0].cmdline()]
+    assert staging_root(live.run).exists()
     for process in family:
-        process.send_signal(signal.SIGKILL)
+        if process != guard:
+            process.send_signal(signal.SIGKILL)
     assert live.wait(30.0) == -signal.SIGKILL
     psutil.wait_procs(family, timeout=30.0)
-    assert not alive(family)
+    assert not alive(family) and not staging_root(live.run).exists()
     older, newest = queue_state(live.run).progress.parts("actor")[-2:]
     return older, newest
 

@@ -12,6 +12,7 @@ from relax_hpc.config import Config
 from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import establish
+from relax_hpc.lifecycle.guard import start_guard
 from relax_hpc.rendezvous.process import stop_signals
 from relax_hpc.roles.prepare import NOTE
 from relax_hpc.rundir import RunDir
@@ -35,6 +36,7 @@ def run(config: Config, resume: bool) -> int:
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
         stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
+        start_guard(directory)
         if not prepare(directory, config, terminal):
             return EXIT_INTERRUPTED
         launcher, names = LocalLauncher(directory), start_order(config)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from relax_hpc.config.schema import MpiConfig
 from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
+from relax_hpc.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.rendezvous.process import PARENT, die_with_parent, stop_signals
 
 MEETING = "RELAX_MEETING"
@@ -76,6 +77,8 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     memory = os.memfd_create("meeting")
     card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
     what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
+    # Ranks that were killed while they met have left some.
+    sweep_orphaned_memory()
     told = os.environ.pop(MEETING, "")
     rank, cards = _be_told(told, card, patience_s) if told else _in_child(lambda: _meet(card), what, patience_s)
     if len(cards) != ranks:

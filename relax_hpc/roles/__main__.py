@@ -23,6 +23,7 @@ from relax_hpc.error_origin import describe_with_location
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError, start_error_of
 from relax_hpc.imports import many_imports
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
+from relax_hpc.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.parts import Keeper, own_log
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
@@ -223,6 +224,7 @@ def main(
             leave_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
         # Its supervisor may be on another node.
         clear_staging(RunDir(args.run_dir))
+        sweep_orphaned_memory()
         return EXIT_RETRY if code < 0 else code
 
     return watched(lambda: work(args), ended, beside)

@@ -25,6 +25,7 @@ from relax_hpc.engines.sglang.toolchain import toolkit_variables
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.last_error import may_pass, read_last_error, read_last_line
 from relax_hpc.local_dir import Scratch, compile_caches
+from relax_hpc.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 
 _SERVER = "relax_hpc.engines.sglang.server"
@@ -154,6 +155,8 @@ class ServerProcess:
             )
         self.session = Session(leader)
         self.session.ended.add_done_callback(lambda _: self._turn_away())
+        # Of one that died while it started, nobody has looked at what it had. Called last.
+        self._open.callback(sweep_orphaned_memory)
         # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
         self._open.push_async_callback(self.session.end, interrupt, launch.stop_s)

@@ -1,0 +1,55 @@
+"""Shared memory that killed processes of MPICH and SGLang leave: removed, unless somebody uses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import orphaned_memory
+from relax_hpc.orphaned_memory import sweep_orphaned_memory
+from tests.plain_user import plain_user
+
+USER = """
+import mmap, os, sys
+file = open(sys.argv[1], "r+b")
+if sys.argv[2] == "mapped":
+    mapped = mmap.mmap(file.fileno(), 0)
+    file.close()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_what_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphaned_memory, "MEMORY", tmp_path)
+    names = ("mpich_shm_1_0", "sglang_loads_x.shm", "mpich_shm_mapped", "sglang_loads_open", "psm_1", "other")
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(4096))
+    users = []
+    for name, how in (("mpich_shm_mapped", "mapped"), ("sglang_loads_open", "open")):
+        command = [sys.executable, "-c", USER, str(tmp_path / name), how]
+        users.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    try:
+        for user in users:
+            assert user.stdout and user.stdout.readline() == b"ready\n"
+        sweep_orphaned_memory()
+        assert {path.name for path in tmp_path.iterdir()} == {*names[2:]}
+    finally:
+        for user in users:
+            user.communicate(timeout=60)
+    sweep_orphaned_memory()
+    assert {path.name for path in tmp_path.iterdir()} == {"psm_1", "other"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes files of another user")
+def test_files_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphaned_memory, "MEMORY", tmp_path)
+    (tmp_path / "mpich_shm_1_0").touch()
+    with plain_user() as other:
+        os.chown(tmp_path / "mpich_shm_1_0", other.entry.pw_uid, other.entry.pw_gid)
+    sweep_orphaned_memory()
+    assert (tmp_path / "mpich_shm_1_0").exists()
