@@ -409,6 +409,16 @@ def test_stop_ends_what_does_not_end_by_itself(
     assert words(slurm, "scancel") == [["11"], ["12"], ["13"], ["14"]] and not slurm.state["jobs"]
 
 
+def test_a_run_is_asked_to_stop_while_slurm_is_away(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+    """Its hub can save and end it without Slurm."""
+    run = make_run(tmp_path / "run")
+    submitted(run, slurm)
+    slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    assert main(["stop", str(run.root)]) == EXIT_RETRY
+    assert requests.asked_to_stop(run)["reason"] == "asked to stop"
+    assert "asked to stop, and saves; call stop again" in capsys.readouterr().err
+
+
 def test_stop_of_what_does_not_run(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "local")
     assert main(["stop", str(run.root)]) == 0 and "nothing of it runs" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from relax_hpc.errors import EXIT_DONE, ConfigError, DeadlineError
 from relax_hpc.observe.status import last_checkpoint, status
 from relax_hpc.path_errors import check_may_change
 from relax_hpc.rundir import RunDir, check_owner
-from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.job_lookup import ENDED, known_jobs, resume_words
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.processes import kill
@@ -57,7 +57,13 @@ def main(root: str, now: bool) -> int:
 def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
     """Stop the run's jobs, queued ones first, successors and spares before all: the end of a job must not start one."""
     kinds = {entry.job: entry.kind for entry in Ledger(run).entries()}
-    queued = _left(run, config, slurm, ("PENDING",))
+    try:
+        queued = _left(run, config, slurm, ("PENDING",))
+    except SlurmError:
+        # The hub needs no Slurm to save and to end the run, and a successor that starts finds the request.
+        ask_to_stop(run)
+        tell(f"{run.root}: asked to stop, and saves; call stop again once Slurm answers, to withdraw what is queued")
+        raise
     for job in sorted(queued, key=lambda job: kinds.get(job) not in ("successor", "spare")):
         slurm.cancel(job)
         tell(f"withdrew job {job} ({kinds.get(job, 'component')})")

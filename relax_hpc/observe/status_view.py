@@ -241,7 +241,8 @@ def _shares(found: dict[str, Any]) -> Iterator[str]:
 def _jobs(found: dict[str, Any]) -> Iterator[str]:
     for kind in ("successor", "spare"):
         if queued := [row["job"] for row in found["jobs"] if row["kind"] == kind and row["state"] == "PENDING"]:
-            yield f"{kind}s queued: {', '.join(queued)}"
+            plural = "s" if len(queued) > 1 else ""
+            yield f"queued {kind}{plural}: job{plural} {', '.join(queued)}"
     if found["excluded_nodes"]:
         yield f"excluded nodes: {', '.join(found['excluded_nodes'])}"
 
