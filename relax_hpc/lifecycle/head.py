@@ -22,6 +22,7 @@ from relax_hpc.disk import await_room, keep_printing
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, DeadlineError, FencedError, NoProgressError, RelaxError
 from relax_hpc.lifecycle.establish import establish
 from relax_hpc.lifecycle.local import prepare
+from relax_hpc.lifecycle.on_end import report_end
 from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.rendezvous.process import EXIT_BUG, stay_private, watched
 from relax_hpc.rendezvous.roster import latest_card, latest_incarnation
@@ -126,6 +127,8 @@ class Head:
         # What is not written here, such as a bug of ours, ends this process, and another candidate goes on.
         leave_outcome(self.run, self.name, self.allocation.name, code)
         lease.give_up()
+        if HUB in self.names:
+            report_end(self.run, self.config)
         job.end(code)
         return code
 

@@ -120,6 +120,9 @@ class SiteConfig:
     Roles and the standby supervisor inherit variables and limits (NOFILE, MEMLOCK, NPROC, STACK)."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
+    on_end: list[str] = field(default_factory=list)
+    """Command that is called where the hub runs when the run has ended for good, such as `[/site/notify, me@there]`. It
+    gets three more arguments: finished, stopped or failed, the run directory, and the reason. At most 30 s."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of every process, such as NCCL_IB_HCA or UCX_NET_DEVICES."""
     python: str = ""

@@ -1,0 +1,43 @@
+"""Command of the site's that tells people that a run has ended (`site.on_end`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from relax_hpc.config import Config
+from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.requests import asked_to_stop
+
+_LONGEST_S = 30.0
+"""Seconds for the command; the job holds its nodes meanwhile."""
+
+
+INTERRUPTED = ("stopped", "interrupted by a signal")
+"""State and reason of a local run that no command has stopped."""
+
+
+def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = None) -> None:
+    """Call `site.on_end` if the run has ended for good; by the supervisor of its hub.
+
+    Its last arguments are the state (finished, stopped, failed), the run directory and the reason. A
+    command that fails, or takes too long, changes nothing. ``otherwise``: state and reason if the
+    run directory names none; None: another job continues the run.
+    """
+    end = _end_of(run) or otherwise
+    if not config.site.on_end or end is None:
+        return
+    words = [*config.site.on_end, end[0], str(run.root), end[1]]
+    try:
+        subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"site.on_end: {error}", file=sys.stderr, flush=True)
+
+
+def _end_of(run: RunDir) -> tuple[str, str] | None:
+    """State and reason as the run directory has them."""
+    if run.finished.exists():
+        return "finished", "all steps are trained"
+    if request := asked_to_stop(run):
+        return "failed" if request.get("code") else "stopped", str(request.get("reason", ""))
+    return None

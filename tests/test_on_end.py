@@ -1,0 +1,57 @@
+"""The command that tells people that a run has ended: `site.on_end`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config import Config
+from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end
+from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.supervise.requests import ask_to_stop
+
+WRITE = "import sys; open(sys.argv[1], 'w').write('|'.join(sys.argv[2:]))"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    made = Config()
+    made.site.on_end = [sys.executable, "-c", WRITE, str(tmp_path / "told")]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "state"), [(0, "job 7 was cancelled", "stopped"), (93, "rollout: $(date)", "failed")]
+)
+def test_a_run_that_was_stopped(
+    run_dir: Path, tmp_path: Path, config: Config, code: int, reason: str, state: str
+) -> None:
+    run = RunDir(run_dir)
+    ask_to_stop(run, code, reason)
+    report_end(run, config)
+    assert (tmp_path / "told").read_text() == f"{state}|{run.root}|{reason}"
+
+
+def test_a_finished_run(run_dir: Path, tmp_path: Path, config: Config) -> None:
+    write_json(RunDir(run_dir).finished, {"steps": 3})
+    report_end(RunDir(run_dir), config)
+    assert (tmp_path / "told").read_text().startswith("finished|")
+
+
+def test_a_run_that_another_job_continues_has_not_ended(run_dir: Path, tmp_path: Path, config: Config) -> None:
+    report_end(RunDir(run_dir), config)
+    assert not (tmp_path / "told").exists()
+    report_end(RunDir(run_dir), config, INTERRUPTED)
+    assert (tmp_path / "told").read_text().startswith("stopped|")
+
+
+@pytest.mark.parametrize("command", [["/no/such/command"], [sys.executable, "-c", "raise SystemExit(3)"]])
+def test_a_command_that_fails_changes_nothing(
+    run_dir: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config()
+    config.site.on_end = command
+    report_end(RunDir(run_dir), config, INTERRUPTED)
+    assert capsys.readouterr().err.startswith("site.on_end: ")
