@@ -44,9 +44,9 @@ def _used_files(pid: int) -> set[Path]:
     used: set[Path] = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            words = line.split(maxsplit=5)
-            if len(words) == 6 and words[5].startswith(f"{MEMORY}/"):
-                used.add(Path(words[5]))
+            columns = line.split(maxsplit=5)
+            if len(columns) == 6 and columns[5].startswith(f"{MEMORY}/"):
+                used.add(Path(columns[5]))
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):

@@ -17,9 +17,9 @@ WRITE = "import sys; open(sys.argv[1], 'w').write('|'.join(sys.argv[2:]))"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    made = Config()
-    made.site.on_end = [sys.executable, "-c", WRITE, str(tmp_path / "told")]
-    return made
+    settings = Config()
+    settings.site.on_end = [sys.executable, "-c", WRITE, str(tmp_path / "report")]
+    return settings
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,20 @@ def test_a_run_that_was_stopped(
     run = RunDir(run_dir)
     ask_to_stop(run, code, reason)
     report_end(run, config)
-    assert (tmp_path / "told").read_text() == f"{state}|{run.root}|{reason}"
+    assert (tmp_path / "report").read_text() == f"{state}|{run.root}|{reason}"
 
 
 def test_a_finished_run(run_dir: Path, tmp_path: Path, config: Config) -> None:
     write_json(RunDir(run_dir).finished, {"steps": 3})
     report_end(RunDir(run_dir), config)
-    assert (tmp_path / "told").read_text().startswith("finished|")
+    assert (tmp_path / "report").read_text().startswith("finished|")
 
 
 def test_a_run_that_another_job_continues_has_not_ended(run_dir: Path, tmp_path: Path, config: Config) -> None:
     report_end(RunDir(run_dir), config)
-    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "report").exists()
     report_end(RunDir(run_dir), config, INTERRUPTED)
-    assert (tmp_path / "told").read_text().startswith("stopped|")
+    assert (tmp_path / "report").read_text().startswith("stopped|")
 
 
 @pytest.mark.parametrize("command", [["/no/such/command"], [sys.executable, "-c", "raise SystemExit(3)"]])

@@ -1,4 +1,4 @@
-"""Shared memory that killed processes of MPICH and SGLang leave: removed, unless somebody uses it."""
+"""Shared memory that killed processes of MPICH and SGLang leave: removed, unless a process uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.stdin.read()
 """
 
 
-def test_only_what_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphaned_memory, "MEMORY", tmp_path)
     names = ("mpich_shm_1_0", "sglang_loads_x.shm", "mpich_shm_mapped", "sglang_loads_open", "psm_1", "other")
     for name in names:

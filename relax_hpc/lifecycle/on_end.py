@@ -27,9 +27,9 @@ def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = 
     end = _end_of(run) or otherwise
     if not config.site.on_end or end is None:
         return
-    words = [*config.site.on_end, end[0], str(run.root), end[1]]
+    command = [*config.site.on_end, end[0], str(run.root), end[1]]
     try:
-        subprocess.run(words, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=True)
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=True)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"site.on_end: {error}", file=sys.stderr, flush=True)
 
