@@ -96,7 +96,7 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
 
 
 def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Entry]:
-    """Where nodes may not call sbatch: all jobs that may follow ``job``, each after the one before."""
+    """Submit all jobs that may follow ``job``, each after the one before, where nodes may not call sbatch."""
     if config.site.sbatch_on_nodes:
         return
     followers = Successors(run, config, slurm, latest_attempt(run))
