@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relax_hpc.terminal_text import HarmlessStream, unfiltered
+
 T = TypeVar("T")
 CURES = {
     errno.ENOSPC: "free space there",
@@ -280,12 +282,14 @@ class _Printed(io.FileIO):
 def keep_printing() -> None:
     """Let no print of this process fail from now on: see `_Printed`."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is not getattr(sys, f"__{name}__"):
+        stream = getattr(sys, name)
+        if unfiltered(stream) is not getattr(sys, f"__{name}__"):
             # A test looks at it, or a notebook.
             continue
-        getattr(sys, name).flush()
+        stream.flush()
         raw = io.BufferedWriter(_Printed(number, "wb", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True))
+        printed = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, HarmlessStream(printed) if isinstance(stream, HarmlessStream) else printed)
 
 
 def await_room(folder: Path) -> None:

@@ -205,9 +205,11 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
         assert log.read_bytes()[4095:] == b"o\nthree\n", "a page of the disk had room for one byte"
 
 
-def test_what_is_printed_ends_nothing() -> None:
-    """On a real device that is always full."""
-    program = "from relax_hpc.disk import keep_printing; keep_printing(); print('x', flush=True); print('y')"
+@pytest.mark.parametrize("block", ["if True:", "with harmless_output():"])
+def test_what_is_printed_ends_nothing(block: str) -> None:
+    """On a real device that is always full; commands neutralise what they print."""
+    program = "from relax_hpc.disk import keep_printing; from relax_hpc.terminal_text import harmless_output\n"
+    program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"
     with Path("/dev/full").open("wb") as full:
         assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60).returncode == 0
 
