@@ -246,6 +246,16 @@ MATH_CASES = [
     ("6", r"\boxed{5}. No, \boxed{6}", "5"),
     (r"\sqrt{8}", "The final answer is $2\\sqrt{2}$. I hope it is correct.", "2"),
     (r"5 \to 6", r"\boxed{5 \to 6}", "5"),
+    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}", "0"),
+    ("1/6", r"\boxed{0.1\overline{6}}", "0.1"),
+    ("1.5e-3", r"\boxed{0.0015}", "1.5"),
+    (r"\frac{\pi}{4}", r"\boxed{\frac\pi4}", "4"),
+    (r"2\sqrt{13}", "The answer is 2√13.", "2"),
+    (r"16\pi", "The answer is 16π.", "16"),
+    (r"x^2-\frac{1}{2}", "\\boxed{x² \u2212 ½}", "2"),
+    (r"(-\infty, 2)\cup(3, \infty)", "\\boxed{(\u2212∞, 2) \u222a (3, ∞)}", "2"),
+    ("5", r"\boxed{5}", r"\boxed{\leq 5}"),
+    ("5", r"\boxed{x = 5}", r"\boxed{> 5}"),
 ]
 
 
@@ -253,7 +263,23 @@ MATH_CASES = [
 def test_the_expression_that_a_response_ends_at(right: str, text: str, wrong: str) -> None:
     requires("math_verify")
     assert total("math", text, right) == 1.0
-    assert total("math", text, wrong) == 0.0
+    if "boxed" in wrong:
+        assert total("math", wrong, right) == 0.0
+    else:
+        assert total("math", text, wrong) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "allowed"),
+    [("math", "^5C_2", "a mathematical expression"), ("math_answer", "16π", "one number")],
+)
+def test_a_right_answer_that_is_read_in_part_is_an_error(
+    name: str, answer: str, allowed: str
+) -> None:
+    requires("math_verify")
+    error = scores(get_reward(name), [RewardInput("?", answer, r"\boxed{5}", "stop")])
+    assert isinstance(error, RewardError)
+    assert f"allowed: {allowed}" in error.detail
 
 
 @pytest.mark.parametrize("content", [r"5 \lor 6", r"5 \to 6", "5 = 6", "x = 5 = 6", r"5 \equiv 6"])

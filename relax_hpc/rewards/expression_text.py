@@ -8,6 +8,7 @@ import re
 from relax_hpc.rewards.final_answer import BOX, boxed
 from relax_hpc.rewards.maths import STATEMENT, gsm8k_line
 from relax_hpc.rewards.number_text import (
+    expand_repeating,
     first_line,
     has_words,
     last_number,
@@ -28,6 +29,31 @@ _TWO_VALUES = re.compile(
 )
 """Signs between two expressions of which Math-Verify 0.9.0 reads the last one."""
 _EQUALITY = re.compile(r"=|\\equiv|\\approx|≈")
+_RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:leq?|geq?|leqslant|geqslant|neq?|lt|gt)(?![A-Za-z]))")
+_FRACTION_OF_COMMAND = re.compile(r"(\\[dtc]?frac) ?(\\pi|\\[A-Za-z]+(?= ))")
+_SIGNS = {
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "±": r"\pm ",
+    "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ",
+    "\u2212": "-",
+    "°": r"^\circ",
+    "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+}
+_SIGN_CODES = str.maketrans(_SIGNS)
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_EXPONENT = re.compile(f"[{''.join(_RAISED)}]+")
+_ROOT = re.compile(r"√ ?(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 _ROUNDING = 0.01
 """Relative difference of two sides of an equation that rounding may explain, as in 1/3 = 0.33."""
 
@@ -51,6 +77,29 @@ def final_expression(text: str) -> str:
     return _stated(text[statements[-1].end() :]) if statements else _last(text)
 
 
+def latex_of(text: str) -> str:
+    r"""``text`` with signs of LaTeX in the place of those that Math-Verify 0.9.0 does not read, or
+    reads in part.
+
+    >>> latex_of("2√3 + x²"), latex_of(r"0.\overline{3}")
+    ('2\\sqrt{3} + x^{2}', '\\frac{3}{9}')
+    """
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    text = _EXPONENT.sub(_exponent, text).translate(_SIGN_CODES)
+    text = _FRACTION_OF_COMMAND.sub(r"\1{\2}", text)
+    return expand_repeating(text)
+
+
+def is_bound(expression: str) -> bool:
+    r"""Whether ``expression`` is a relation without a left side, of which Math-Verify 0.9.0 reads
+    the right side.
+
+    >>> is_bound(r"\leq 5"), is_bound(r"x \leq 5")
+    (True, False)
+    """
+    return _RELATION.match(expression) is not None
+
+
 def contradicts_itself(expression: str) -> bool:
     r"""Whether ``expression`` names two values, as `5 = 6` does.
 
@@ -64,6 +113,10 @@ def contradicts_itself(expression: str) -> bool:
     if sides and max(sides) - min(sides) > _ROUNDING * max(map(abs, sides)):
         return True
     return _TWO_VALUES.search(expression) is not None
+
+
+def _exponent(match: re.Match[str]) -> str:
+    return f"^{{{''.join(map(_RAISED.__getitem__, match[0]))}}}"
 
 
 def _stated(behind: str) -> str:

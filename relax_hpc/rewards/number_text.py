@@ -43,7 +43,7 @@ _BLOCKING_WORDS = _EXPRESSION_WORDS | _word_set(
     """never neither no cannot isn't between from less fewer more greater under above below"""
 )
 """Words in front of a number after which it is not what the sentence states."""
-_UNIT_LETTERS = frozenset("mgshLlVWNJKCF")
+_UNIT_LETTERS = frozenset("mgshLlVWNJKCFΩΩ")
 """Units of one letter; any other single letter is a variable."""
 _GLUED_UNITS = _UNIT_LETTERS | _word_set(
     """mm cm dm km mg kg lb lbs oz ml mL cl
@@ -52,6 +52,7 @@ _GLUED_UNITS = _UNIT_LETTERS | _word_set(
 """Units that may follow the digits without a blank; other letters are variables or ordinals."""
 _LETTER = r"[^\W\d_\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f]"
 """A letter of any script; small digits and fractions are word characters too."""
+_GREEK = re.compile("[\u0370-\u03ff]")
 _LETTERS = re.compile(rf"{_LETTER}+")
 _UNIT = re.compile(rf"[-%°'\" ./]?(?:[- ./°]|{_LETTER}+)*")
 _WORD = re.compile(rf"((?<![\\\w]){_LETTER}(?:{_LETTER}|')+|\b[aAI]\b)")
@@ -70,6 +71,10 @@ _SECOND_NUMBER = re.compile(
 """A second number directly behind a first one and its unit, as in "5 dollars or 6 dollars"."""
 _NO_LABEL = re.compile(r"[,;<>!≠≤≥]|\b(?:or|and|not)\b", re.IGNORECASE)
 """Text that may not stand in front of `=` if the number behind it is the whole statement."""
+_REPEATING = re.compile(
+    r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar) ?\{? ?(\d{1,20})(?!\d) ?\}?"
+)
+"""A decimal with a line above the digits that repeat."""
 _TYPESET = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"(?<=\d)\\[,;:! ](?=\d{3}(?!\d))"), ""),
@@ -99,6 +104,22 @@ def read_number(text: str) -> Fraction | None:
     (None, None)
     """
     return _read(_plain(text))
+
+
+def expand_repeating(text: str) -> str:
+    r"""``text`` with repeating decimals as fractions.
+
+    >>> expand_repeating(r"0.1\overline{6}")
+    '\\frac{15}{90}'
+    """
+    return _REPEATING.sub(_repeating_fraction, text)
+
+
+def _repeating_fraction(match: re.Match[str]) -> str:
+    whole, fixed, period = match.groups()
+    top = int(whole + fixed + period) - int((whole + fixed) or 0)
+    bottom = (10 ** len(period) - 1) * 10 ** len(fixed)
+    return rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def read_statement(text: str) -> Fraction | None:
@@ -170,6 +191,7 @@ def _has_digit(text: str) -> bool:
 
 def _plain(text: str) -> str:
     """``text`` in one line without typesetting."""
+    text = expand_repeating(text)
     for pattern, replacement in _TYPESET:
         text = pattern.sub(replacement, text)
     return text.strip()
@@ -198,7 +220,7 @@ def _value_between(gaps: list[str], tokens: list[str], index: int) -> Fraction |
 
 def _is_glued_unit(letters: str) -> bool:
     # Scripts such as Chinese set no blank between a number and its unit.
-    return letters in _GLUED_UNITS or not letters.isascii()
+    return letters in _GLUED_UNITS or not (letters.isascii() or _is_variable(letters))
 
 
 def _read(plain: str) -> Fraction | None:
@@ -241,7 +263,8 @@ def _with_unit(plain: str) -> Fraction | None:
 
 
 def _is_variable(symbol: str) -> bool:
-    return len(symbol) == 1 and symbol.isascii() and symbol not in _UNIT_LETTERS
+    is_letter = symbol.isascii() or _GREEK.fullmatch(symbol)
+    return len(symbol) == 1 and bool(is_letter) and symbol not in _UNIT_LETTERS
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import select
 import signal
 import traceback
@@ -20,7 +21,7 @@ from math_verify import parse, verify
 from sympy import FiniteSet
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rewards.expression_text import contradicts_itself
+from relax_hpc.rewards.expression_text import contradicts_itself, is_bound, latex_of
 from relax_hpc.rewards.maths import GSM8K_MARK
 from relax_hpc.rewards.number_text import read_number
 from relax_hpc.workers.process import ATTEMPTS, is_suspended
@@ -30,6 +31,10 @@ RIGHT, WRONG, UNJUDGED, NO_EXPRESSION = "1", "0", "?", "!"
 _MEMORY_MB = 512
 """Megabytes that the process may need beyond those that it has when it starts."""
 _VERDICTS_FD = 3
+_MARKED = re.compile(r"\$|\\[(\[]|\\boxed")
+"""Marks of LaTeX around an expression."""
+_SCIENTIFIC = re.compile(r"\d[eE][-+]?\d")
+"""A power of ten in which Math-Verify reads the e as a number."""
 _WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
 
 
@@ -150,8 +155,9 @@ def _verdict(answer: str, response: tuple[str, str] | None) -> str:
         if response is None:
             return RIGHT
         expression, text = response
-        if contradicts_itself(expression) and not contradicts_itself(answer):
-            return WRONG
+        for is_no_value in (contradicts_itself, is_bound):
+            if is_no_value(expression) and not is_no_value(answer):
+                return WRONG
         candidates = _candidates(expression, text, any(map(_has_several_values, right)))
         return RIGHT if any(_equal(right, candidate) for candidate in candidates) else WRONG
     except (MemoryError, RecursionError):
@@ -163,7 +169,13 @@ def _right(answer: str) -> list[Any]:
     """The expressions of a right answer, which may be plain, behind ####, or in LaTeX's signs;
     empty: it is none."""
     text = answer.rpartition(GSM8K_MARK)[2].strip()
-    for form in (f"\\boxed{{{text}}}", text):
+    forms = [f"\\boxed{{{text}}}"]
+    if _SCIENTIFIC.search(text) and (number := read_number(text)) is not None:
+        forms = [f"\\boxed{{{number}}}"]
+    if _MARKED.search(text):
+        # Of other text Math-Verify would read the first number of what it cannot read whole.
+        forms.append(text)
+    for form in forms:
         expressions = _read(form)
         if not all(isinstance(expression, str) for expression in expressions):
             return expressions
@@ -200,7 +212,7 @@ def _equal(right: list[Any], text: str) -> bool:
 def _read(text: str) -> list[Any]:
     """The expressions that Math-Verify finds in ``text``; may be empty."""
     try:
-        return parse(text, parsing_timeout=None, raise_on_error=True)
+        return parse(latex_of(text), parsing_timeout=None, raise_on_error=True)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # of sympy and antlr: it is no expression
