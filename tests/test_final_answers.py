@@ -191,9 +191,15 @@ def test_forms_of_a_number(content: str, value: str) -> None:
         ("The answer is 5 eggs from 6 hens and 3 ducks", "5"),
         ("The answer is 5!", "5"),
         ("#### Step 2: add\nThe answer is 5", "5"),
+        ("The answer is x = 5.", "5"),
         ("It fell to -5 degrees", "-5"),
         ("\u7b54\u6848\u662f5\u4e2a", "5"),
         ("The answer is (5)", "5"),
+        ("\u7b54\u6848\uff1a5", "5"),
+        ("\u7b54\u6848\u4e3a 5 \u5143\u3002", "5"),
+        ("\u56e0\u6b64\uff0c\u4e00\u5171\u662f 5 \u4e2a\u3002", "5"),
+        ("#### 3. Add the numbers\n2 + 3 = 5\n\nThe total is 5.", "5"),
+        ("Final answer: 5 \u2705", "5"),
         ("She makes $5 every day at the farmers' market.", "5"),
         ("It is 0.5 or 1/2", "0.5"),
     ],
@@ -229,6 +235,11 @@ def test_numbers_in_sentences(text: str, value: str) -> None:
 def test_several_numbers_are_no_answer(name: str, text: str) -> None:
     requires("math_verify")
     assert total(name, text, "5") == total(name, text, "6") == 0.0
+
+
+@pytest.mark.parametrize("text", ["twice 5", "the square of 5", "at least 5", "at most 5"])
+def test_a_number_of_which_a_statement_takes_more_is_no_answer(text: str) -> None:
+    assert total("math_answer", f"The answer is {text}", "5") == 0.0
 
 
 MATH_CASES = [
@@ -388,6 +399,12 @@ CHOSEN += [
     "So the answer: option ({})",
 ]
 CHOSEN += [
+    "B或C?\n正确答案为\uff08{}\uff09\u3002",
+    "{}\n\nExplanation: A is wrong.",
+    "{}. Paris\n\nExplanation: Paris is a capital.",
+    "**{}** is the answer.",
+]
+CHOSEN += [
     "Option {} is correct.",
     "A is too small.\nTherefore ({}) is the correct answer, not C",
     "**{}** is clearly the best choice.",
@@ -437,6 +454,19 @@ HEDGES += [
     "{0} or {1} is correct",
     "I choose {0} or {1}",
 ]
+
+
+@pytest.mark.parametrize("form", ["answer: {}", "The answer is {}.", "The correct option is ({})."])
+def test_a_small_letter_is_a_choice(form: str) -> None:
+    assert total("multiple_choice", form.format("b"), "B") == 1.0
+    assert total("multiple_choice", form.format("b"), "A") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["The wrong answer is A.", "The answer is a dog.", "B\nA", "A. red\nB. blue"]
+)
+def test_a_letter_that_is_no_choice(text: str) -> None:
+    assert total("multiple_choice", text, "A") == 0.0
 
 
 @pytest.mark.parametrize("form", HEDGES)

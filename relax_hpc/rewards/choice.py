@@ -2,8 +2,9 @@ r"""Reward of multiple-choice questions: whether a response chooses the answer's
 other one.
 
 The choice of a response is, in this order, the content of its last `\boxed{...}`, the letter of its
-last statement ("answer is B", "answer: B", "#### B", "B is correct", "I choose B", "答案是B"), or its
-last line if that is a letter. A response that offers several letters there has not chosen.
+last statement ("answer is B", "answer: B", "#### B", "B is correct", "I choose B", "答案是B"), its
+last line if that is a letter, or its first line if that is a letter or the label of an option. A
+response that offers several letters there has not chosen.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ _TYPESET = (
     (re.compile(r"\*+|__|[$`\"“”]|(?<!\w)'|'(?!\w)|</?[A-Za-z]{2,}/?>"), ""),
 )
 """Typesetting around a letter, and its replacement."""
+_FULL_WIDTH = str.maketrans("\uff08\uff09\uff0c\u3001\uff1b", "(),,;")
+_SMALL_LETTER = re.compile(
+    r"(\b(?:answer|choice|option)\b[^.\n]{0,30}?(?:\bis\b|:|=|\bbe\b)[\s:]*"
+    r"(?:(?:the|option|choice|letter|answer) )*[(\[{]?)([a-z])(?=[)\]}]?\.?\s*$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A statement that ends with a small letter."""
 _NO_WORD = r"(?![\w'\u2019])"
 _LETTER = rf"[(\[{{]?[ ]?(?P<letter>[A-Z]){_NO_WORD}(?: ?[)\]}}])?"
 _CHOSEN = re.compile(rf"\s*(?i:(?:option|choice|answer)\b[ :]*)?{_LETTER}")
 _STATEMENT = re.compile(
-    r"(?i:(?:####|\b(?:answer|choice|option)\b[^.\n]{0,30}?"
+    r"(?i:(?:####|(?<!wrong )(?<!incorrect )\b(?:answer|choice|option)\b[^.\n]{0,30}?"
     r"(?:\bis\b|:|=|\b(?:would|should|must) be\b))[\s:]*+)"
     r"(?P<refuses>(?i:not|neither|either|both|between|one of)\b\s*)?"
     r"(?i:(?:the|option|choice|letter|answer|clearly|definitely"
@@ -37,7 +45,8 @@ _VERDICT = re.compile(
     r"(?:^|[.!?:;]\s+|\b(?i:so|thus|therefore|hence|clearly)[ ,]+)"
     rf"(?i:(?:the )?(?:option|choice|answer|letter) )?{_LETTER}"
     r" (?i:(?:is|must be|would be)(?: (?:the|clearly|therefore|thus|most|likely))* (?:correct|right|best)\b"
-    r"(?! (?:only|if|unless|when|for)\b))",
+    r"(?! (?:only|if|unless|when|for)\b)"
+    r"|is the (?:correct |right |best )?(?:answer|choice)\b)",
     re.MULTILINE,
 )
 """Statement that an option is right, at the beginning of a sentence: behind "if" it is none."""
@@ -95,17 +104,28 @@ def choice_of(text: str) -> str:
     if statements:
         last_statement = max(statements, key=re.Match.start)
         return "" if last_statement.groupdict().get("refuses") else _unless_second(last_statement)
-    *earlier, last = plain.splitlines() or [""]
-    letter = _chosen_in(last.strip())
+    return _in_lines([line.strip() for line in plain.splitlines() if line.strip()])
+
+
+def _in_lines(lines: list[str]) -> str:
+    """The letter that the last of ``lines`` is, or that the first one is or labels."""
+    if not lines:
+        return ""
+    letters = [_chosen_in(line) for line in lines]
+    *earlier, last = letters
     # The last line of several may be the last option of a list that the response repeats.
-    return "" if earlier and letter != re.sub(r"[\W_]", "", last) else letter
+    is_listed = bool(earlier) and bool(earlier[-1]) and earlier[-1] != last
+    if last and not is_listed and (not earlier or last == re.sub(r"[\W_]", "", lines[-1])):
+        return last
+    return "" if any(letters[1:]) else letters[0]
 
 
 def _plain(text: str) -> str:
     """``text`` without typesetting; a lone small letter becomes a capital."""
     for pattern, replacement in _TYPESET:
         text = pattern.sub(replacement, text)
-    text = text.strip()
+    text = text.translate(_FULL_WIDTH).strip()
+    text = _SMALL_LETTER.sub(lambda match: match[1] + match[2].upper(), text)
     return text.upper() if re.fullmatch(r"\W*[a-z]\W*", text) else text
 
 

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 GSM8K_MARK = "####"
-STATEMENT = re.compile(r"\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)", re.IGNORECASE)
+STATEMENT = re.compile(
+    r"\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)|答案[^\u3002\n\d]{0,10}?(?:是|为|為|\uff1a|:|=)",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(r"\W*\d{1,2}[.)] +\W*[^\W\d_]{2}")
+"""A numbered heading of words, as in "#### 3. Add the numbers"."""
 
 
 def math_answer(sample: RewardInput) -> float:
@@ -79,5 +84,7 @@ def gsm8k_line(text: str) -> str:
     words."""
     _, mark, behind = text.rpartition(GSM8K_MARK)
     line = behind.strip(" ").split("\n", 1)[0] if mark else ""
+    if _HEADING.match(line):
+        return ""
     is_answer = read_number(line) is not None or not has_words(line) or re.match(r"\W*\d", line)
     return line if is_answer else ""

@@ -40,9 +40,12 @@ _EXPRESSION_WORDS = _word_set(
 _JOINING = _word_set("and to")
 """Words that join a number to a word as well as to another number: "it fell to 3"."""
 _BLOCKING_WORDS = _EXPRESSION_WORDS | _word_set(
-    """never neither no cannot isn't between from less fewer more greater under above below"""
+    """never neither no cannot isn't between from less fewer more greater under above below
+    twice thrice double triple square cube root"""
 )
 """Words in front of a number after which it is not what the sentence states."""
+_BOUND = re.compile(r"\bat (?:least|most)$", re.IGNORECASE)
+"""Words directly in front of a number that make it a bound."""
 _UNIT_LETTERS = frozenset("mgshLlVWNJKCFΩΩ")
 """Units of one letter; any other single letter is a variable."""
 _GLUED_UNITS = _UNIT_LETTERS | _word_set(
@@ -75,20 +78,26 @@ _REPEATING = re.compile(
     r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar) ?\{? ?(\d{1,20})(?!\d) ?\}?"
 )
 """A decimal with a line above the digits that repeat."""
+_FULL_WIDTH = tuple(zip("\u3002\uff0c\uff1b\uff1a\uff01\uff1f", ".,;:!?", strict=True))
 _TYPESET = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"(?<=\d)\\[,;:! ](?=\d{3}(?!\d))"), ""),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"(\\(?:text|mathrm) ?\{[^{}]*[A-Za-z]\}) ?\^ ?(?:[23](?!\d)|\{-?[123]\})"), r"\1"),
     (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\^? ?(?:\{\\(?:circ|degree)\}|\\(?:circ|degree)(?![A-Za-z]))"), "°"),
     # The exponent of a unit, which has two letters at least.
-    (re.compile(r"(?<=[A-Za-z]{2}) ?(?:\^ ?(?:[23](?!\d)|\{-?[123]\})|[²³])"), ""),
+    (re.compile(r"(?<=\d )m[²³]"), "m"),
+    (re.compile(r"(?<=[A-Za-z/][A-Za-z]) ?(?:\^ ?(?:[23](?!\d)|\{-?[123]\})|[²³])"), ""),
     (re.compile("\\\\(?:times|cdot)(?![A-Za-z])|[\u00d7\u00b7]"), "*"),
     (re.compile(r"\\approx(?![A-Za-z])|≈"), " "),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[,;:! ()\[\]]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])"), " "),
     (re.compile(r"\\?[$€£¥]|\*\*|__|~|`"), " "),
     (re.compile("[\u2212\u2013]"), "-"),
+    *((re.compile(sign), f"{mark} ") for sign, mark in _FULL_WIDTH),
+    # Emphasis of chat models; a variation selector may follow.
+    (re.compile("[\u2705\u2713\u2714\U0001f389]\ufe0f?"), " "),
     (re.compile(r"</?[A-Za-z]\w*/?>|\s+"), " "),
 )
 """Typesetting that does not change a number, and its replacement."""
@@ -134,6 +143,8 @@ def read_statement(text: str) -> Fraction | None:
     gaps, tokens = _split(clause)
     index = next((number for number, gap in enumerate(gaps) if _has_digit(gap)), None)
     if index is None or not _BLOCKING_WORDS.isdisjoint(token.lower() for token in tokens[:index]):
+        return None
+    if _BOUND.search(" ".join(tokens[:index])):
         return None
     if _ALTERNATIVE.match("".join(following)):
         return None
