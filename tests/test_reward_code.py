@@ -16,6 +16,7 @@ from relax_hpc.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput, jail
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail
+from relax_hpc.rewards.program_text import program_of
 
 CONTAINER = """#!{python}
 import json, os, sys
@@ -87,6 +88,20 @@ def test_a_prompt_without_tests_is_an_error_and_a_response_without_a_program_is_
     with pytest.raises(TypeError, match="tests: found an input or output that is no text"):
         code(response("print(1)", [{"input": 1, "output": "1"}]))
     assert code(RewardInput("?", "", "I would sort them.", "stop", {"tests": SORTS})) == {"total": 0.0, "passed": 0.0}
+
+
+@pytest.mark.parametrize("key", [{"testtype": "functional"}, {"fn_name": "two_sum"}])
+def test_tests_that_call_a_function_are_no_inputs(code: Code, key: dict[str, str]) -> None:
+    tests: list[dict[str, object]] = [{"input": "[2, 7]\n9", "output": "[0, 1]", **key}]
+    with pytest.raises(ValueError, match=r"^tests: (testtype|fn_name): found"):
+        code(response("print([0, 1])", tests))
+    plain = [{"input": "2", "output": "2", "testtype": "stdin", "type": "stdin_stdout"}]
+    assert code(response("print(input())", [{**plain[0], "fn_name": None}]))["total"] == 1.0
+
+
+@pytest.mark.parametrize(("before", "behind"), [("<answer>", "</answer>"), ("So:\n<answer> ", "\n")])
+def test_a_tag_may_stand_in_the_line_of_a_fence(before: str, behind: str) -> None:
+    assert program_of(f"{before}```python\nprint(1)\n```{behind}") == "print(1)\n"
 
 
 def test_a_program_within_a_thought_is_no_answer(code: Code) -> None:

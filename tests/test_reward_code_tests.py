@@ -107,6 +107,14 @@ def test_a_plain_users_programs_are_judged_alike() -> None:
             "import sys\nsys.exit(0)\nassert add(1, 2) == 4",
             "they end without using the program",
         ),
+        ("from solution import *\nassert add(1, 2) == 3", "line 1: .*No module named 'solution'"),
+        ("import sys\nassert add(1, 2) == 3\nsys.argv = [__file__]", "they use __file__"),
+        (
+            "from unittest.mock import patch\n"
+            "with patch('builtins.input', return_value='1'): assert add(1, 2) == 3",
+            "they replace builtins.input",
+        ),
+        ("import io, sys\nsys.stdin = io.StringIO()\nadd(1, 2)", "they replace sys.stdin"),
         ("class Odd: pass\nadd(Odd(), 1)", "an object of Odd; set reward.code.same_process"),
     ],
 )

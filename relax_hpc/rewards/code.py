@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str, str]
 """Text that a program reads, and text that it has to print."""
+_PRINTING_FORMS = ("stdin", "stdin_stdout", "standard_input", "io")
+"""Names that data sets give to tests of a program's output."""
 _MAIN = """import os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from code_sides.{side} import main
@@ -115,10 +117,27 @@ def _pairs(tests: Any) -> list[Pair]:
     if not isinstance(tests, list) or not tests:
         allowed = 'a list of {"input", "output"}, or Python'
         raise ValueError(f"tests: found {str(tests)[:100]!r}, allowed: {allowed}")
+    for test in tests:
+        _check_form(test)
     pairs = [(test["input"], test["output"]) for test in tests]
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise TypeError("tests: found an input or output that is no text")
     return pairs
+
+
+def _check_form(test: Any) -> None:
+    """ValueError: ``test`` calls a function, as tests of some data sets do, and is no input of a
+    program."""
+    if not isinstance(test, dict):
+        return
+    for key in ("testtype", "type"):
+        form = test.get(key)
+        if isinstance(form, str) and form not in _PRINTING_FORMS:
+            allowed = ", ".join(_PRINTING_FORMS)
+            raise ValueError(f"tests: {key}: found {form[:40]!r}, allowed: {allowed}")
+    for key in ("fn_name", "func_name", "function_name"):
+        if test.get(key):
+            raise ValueError(f"tests: {key}: found {str(test[key])[:40]!r}, allowed: nothing")
 
 
 @cache

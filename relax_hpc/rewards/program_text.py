@@ -14,6 +14,13 @@ _MARKDOWN = MarkdownIt("zero").enable(["fence", "code", "list", "blockquote"]).d
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?![\w-])", re.IGNORECASE)
 
 
+_TAG_AT_FENCE = re.compile(
+    r"(<answer>)[ \t]*(?=`{3}|~{3})|(?<=^```|^~~~)[ \t]*(</answer>)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A tag in the line of a fence, where CommonMark takes neither for a fence."""
+
+
 def program_of(text: str) -> str:
     """The last fenced block that is labelled as Python, or has no label; empty if there is no such
     block.
@@ -27,6 +34,7 @@ def program_of(text: str) -> str:
     """
     if len(text) > _MAX_CHARS:
         return ""
+    text = _TAG_AT_FENCE.sub(_own_line, text)
     fences = [token for token in _MARKDOWN.parse(text) if token.type == "fence"]
     blocks = [(fence.info.strip(), fence.content) for fence in fences]
     unlabelled = [content for label, content in blocks if not label]
@@ -34,6 +42,10 @@ def program_of(text: str) -> str:
         if _PYTHON.match(label) or (not label and _is_program(content)):
             return content
     return unlabelled[-1] if unlabelled else ""
+
+
+def _own_line(match: re.Match[str]) -> str:
+    return f"{match[1]}\n" if match[1] else f"\n{match[2]}"
 
 
 def _is_program(text: str) -> bool:

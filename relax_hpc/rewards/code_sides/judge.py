@@ -11,6 +11,7 @@ import builtins
 import importlib
 import json
 import os
+import re
 import symtable
 import sys
 from collections import deque
@@ -27,6 +28,9 @@ PASSED, FAILED, BROKEN = "passed", "failed", "broken"
 _READABLE = frozenset({"__name__", "__qualname__", "__annotations__", "__wrapped__", "__dict__"})
 """Attributes between double underscores that a stand-in passes on. Libraries ask any object for
 other ones and trust them: by an `__array_interface__` numpy would read any memory."""
+_PATCHED = re.compile(r"(?:builtins|__builtins__)\.(?:input|print|open)|sys\.stdin")
+"""Names that tests replace to feed a program or to watch it, which works in its own process
+alone."""
 _MALFORMED = (Malformed, TypeError, ValueError, LookupError, AttributeError, ImportError)
 """Errors of reading a message that has another form."""
 
@@ -44,6 +48,8 @@ def main(path: str) -> NoReturn:
         judge.end(BROKEN, f"no Python: {error}")
     if not tests.names:
         judge.end(BROKEN, "they use no name that a program defines, built-in names left out")
+    if problem := tests.problem():
+        judge.end(BROKEN, problem)
     judge.run(tests)
 
 
@@ -53,6 +59,7 @@ class PythonTests:
     def __init__(self, text: str) -> None:
         """SyntaxError, ValueError, MemoryError, RecursionError: ``text`` is no Python."""
         self.code = compile(text, "tests", "exec")
+        self._tree = ast.parse(text)
         top = symtable.symtable(text, "tests", "exec")
         bound = {symbol.get_name() for symbol in top.get_symbols() if _is_bound(symbol)}
         used = _used_names(top)
@@ -60,9 +67,37 @@ class PythonTests:
         """Global names that a program has to define. It cannot redefine built-in names."""
         self.top_names = _used_names(top, depth=0) & self.names
         """Names among them that are read outside of functions, that is, for certain."""
-        self.modules = self.names & _modules_in(ast.parse(text))
+        self.modules = self.names & _modules_in(self._tree)
         """Names of modules of the standard library. The judge imports them itself: a program must
         not decide what `math.isclose` says."""
+
+
+    def problem(self) -> str:
+        """Why the tests cannot run, whatever the program does; empty if they can."""
+        # Not a name of the program, but of a file that the tests are not.
+        if "__file__" in self.names:
+            return "they use __file__"
+        patched = next(filter(None, map(_patched_name, ast.walk(self._tree))), "")
+        if patched:
+            return f"they replace {patched}, which the program's process does not see"
+        for node in self._tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                try:
+                    exec(compile(ast.Module([node], []), "tests", "exec"), {})
+                except ImportError as error:
+                    return f"line {node.lineno}: {_text(error)}"
+        return ""
+
+
+def _patched_name(node: ast.AST) -> str:
+    """Name of the interpreter's that ``node`` replaces, as text for a patch or by an assignment;
+    empty if it replaces none."""
+    name = ""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        name = ast.unparse(node)
+    return name if _PATCHED.fullmatch(name) else ""
 
 
 def _is_bound(symbol: symtable.Symbol) -> bool:
