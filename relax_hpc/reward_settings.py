@@ -33,7 +33,8 @@ class FormatSettings:
 
     pattern: str = r"<think>.+?</think>\s*<answer>.+?</answer>"
     """Regular expression of Python's that the whole response has to match; `.` is any character, new lines too. A tag
-    of it, such as `<think>`, may stand in a response as often as in the expression."""
+    of it, such as `<think>`, may stand in a response as often as in the expression. A tag at the end of the prompt that
+    opens a thought counts as the response's."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -518,6 +518,15 @@ def test_an_answer_that_is_not_one_number_is_an_error(answer: str) -> None:
         ("Answer: x=5, x=6", "6", False),
         ("Answer: 2*3 = 6", "6", True),
         ("Answer: 1,2", "1, 2", True),
+        ("**Answer:** 34", "34", True),
+        ("**Answer**: **34**", "34", True),
+        (r"Answer: \(34\)", "34", True),
+        ("Answer: `34`", "34", True),
+        ("Answer: 1{,}234", "1234", True),
+        ("Answer: \u221234", "-34", True),
+        (r"Answer: \frac 1 2", r"\frac{1}{2}", True),
+        ("Answer: 2 1/2", "21/2", False),
+        ("Answer: 3  4", "34", False),
     ],
 )
 def test_dapo_takes_the_whole_line(text: str, answer: str, right: bool) -> None:

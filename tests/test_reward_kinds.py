@@ -245,6 +245,13 @@ def test_format(text: str, well: float) -> None:
     assert total("format", text, "4") == well
 
 
+def test_a_thought_that_the_prompt_opens_is_of_the_format() -> None:
+    reward = get_reward("format", RewardSettings())
+    response = "2+2</think>\n<answer>4</answer>"
+    for prompt, expected in (("2+2?<think>\n", 1.0), ("2+2?", 0.0), ("2+2?<think></think>\n", 0.0)):
+        assert reward(RewardInput(prompt, "4", response, "stop")) == expected
+
+
 def test_another_format() -> None:
     digits = RewardSettings(format=FormatSettings(pattern=r"\d+"))
     assert [get_reward("format", digits)(sample(text)) for text in ("12", "a")] == [1.0, 0.0]

@@ -5,7 +5,8 @@ Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a no
 that of Minerva (A. Lewkowycz et al., arXiv 2206.14858, appendix D): the text behind the last `=`,
 without units, words and typesetting, and fractions and roots with braces.
 
-Unlike the authors' code, it removes commas from a number only where they separate thousands (`1,2`
+Unlike the authors' code, it takes no notice of Markdown's emphasis and code, keeps a blank between
+two digits (`2 1/2` is not 21/2), removes commas from a number only where they separate thousands (`1,2`
 is not 12), keeps the text in front of `=` if that offers something else (`5 or x = 6`), and does
 not look into thoughts.
 """
@@ -29,9 +30,13 @@ _UNITS = re.compile(
     r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|edges?|sides?|students|pounds?|bees|meals|cards|integers)$",
     re.IGNORECASE,
 )
-_NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|[\s$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
-_FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\}))(?:([^{\\])|(\{[^{}]*\}))")
+_MARKDOWN = re.compile(r"\*\*|`|\\[()\[\]]")
+"""Emphasis and signs of LaTeX around an answer."""
+_NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|\s(?!(?<=\d\s)\d)|[$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
+_FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\})) ?(?:([^{\\])|(\{[^{}]*\}))")
 _ROOT = re.compile(r"\\sqrt([^{\[\\])")
+_GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])(?=\d{3}(?!\d))")
+"""A separator of thousands in LaTeX."""
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _OFFERS_ANOTHER = re.compile(r"[,;]|\b(?:or|and)\b", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
@@ -44,7 +49,8 @@ def dapo(sample: RewardInput) -> dict[str, float]:
     >>> dapo(RewardInput("?", "34", "2 * 17 = 34.\\nAnswer: $34$", "stop"))
     {'total': 1.0, 'acc': 1.0}
     """
-    answers = _ANSWER.findall(final_text(sample)[-_LAST:])
+    text = final_text(sample)[-_LAST:].replace("**", "")
+    answers = _ANSWER.findall(text)
     right = bool(answers) and normal_form(answers[-1]) == normal_form(sample.answer)
     return {"total": 1.0 if right else -1.0, "acc": float(right)}
 
@@ -56,9 +62,10 @@ def normal_form(answer: str) -> str:
     ('\\frac{1}{2}', '1234')
     """
     text = boxed(answer) if "\\boxed" in answer else answer
+    text = _GROUPED.sub("", _MARKDOWN.sub("", text).replace("\u2212", "-"))
     label, _, value = text.rpartition("=")
     text = _ARTICLE.sub("", text if _OFFERS_ANOTHER.search(label) else value)
-    text = _NOISE.sub("", _INSIDE.sub(r"\1", text).strip())
+    text = _NOISE.sub("", " ".join(_INSIDE.sub(r"\1", text).split()))
     text = _UNITS.sub("", text) if any(map(str.isdigit, text)) else text
     text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_with_braces, text))
     return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text

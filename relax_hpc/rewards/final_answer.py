@@ -35,9 +35,19 @@ def final_text(sample: RewardInput) -> str:
     >>> final_text(RewardInput("2+2?<think>", "4", "Is it 5?</think> 4", "stop"))
     ' 4'
     """
+    return without_thoughts(sample.response_text, is_open=bool(opened_by_prompt(sample)))
+
+
+def opened_by_prompt(sample: RewardInput) -> str:
+    """Tag at the end of the prompt that opens a thought; empty without one.
+
+    >>> from relax_hpc.rewards import RewardInput
+    >>> opened_by_prompt(RewardInput("2+2?<think>\\n", "4", "Is it 5?</think> 4", "stop"))
+    '<think>'
+    """
     prompt = sample.rows[-1][0] if sample.rows else sample.prompt
     tag = _OPENED_BY_PROMPT.search(prompt[-_TAG_CHARS:])
-    return without_thoughts(sample.response_text, bool(tag) and not _closes(tag))
+    return tag[0].strip() if tag and not _closes(tag) else ""
 
 
 def without_thoughts(text: str, is_open: bool = False) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.final_answer import opened_by_prompt
 
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import RewardSettings
@@ -17,6 +18,8 @@ _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
 class Format:
     """1 if the whole response is as `reward.format.pattern` says, with each of its tags as often, else 0.
+
+    A thought that the prompt has opened counts as opened by the response.
 
     >>> from relax_hpc.reward_settings import RewardSettings
     >>> from relax_hpc.rewards import RewardInput
@@ -33,6 +36,11 @@ class Format:
         self._tags = Counter(_TAG.findall(text))
 
     def __call__(self, sample: RewardInput) -> float:
-        text = sample.response_text.strip()
-        found = Counter(tag for tag in _TAG.findall(text) if tag in self._tags)
-        return float(found == self._tags and self._pattern.fullmatch(text) is not None)
+        response = sample.response_text.strip()
+        # Many chat templates end the prompt with <think>, which the policy then does not write.
+        texts = (response, opened_by_prompt(sample) + response)
+        return float(any(map(self._matches, texts)))
+
+    def _matches(self, text: str) -> bool:
+        tags = Counter(tag for tag in _TAG.findall(text) if tag in self._tags)
+        return tags == self._tags and self._pattern.fullmatch(text) is not None
