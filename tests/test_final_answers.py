@@ -200,6 +200,7 @@ def test_forms_of_a_number(content: str, value: str) -> None:
         ("\u56e0\u6b64\uff0c\u4e00\u5171\u662f 5 \u4e2a\u3002", "5"),
         ("#### 3. Add the numbers\n2 + 3 = 5\n\nThe total is 5.", "5"),
         ("Final answer: 5 \u2705", "5"),
+        ("\u5171" "5\u500b", "5"),
         ("She makes $5 every day at the farmers' market.", "5"),
         ("It is 0.5 or 1/2", "0.5"),
     ],
@@ -242,6 +243,15 @@ def test_a_number_of_which_a_statement_takes_more_is_no_answer(text: str) -> Non
     assert total("math_answer", f"The answer is {text}", "5") == 0.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["\u4e0d\u662f5\u3002", "\u662f5\u62166", "\u662f6\u4e2a\u62165\u4e2a", "\u662f5\u548c6"],
+)
+def test_a_number_that_is_refused_or_joined_in_chinese_is_no_answer(text: str) -> None:
+    assert total("math_answer", f"\u7b54\u6848{text}", "5") == 0.0
+    assert total("math_answer", f"\u7b54\u6848{text}", "6") == 0.0
+
+
 MATH_CASES = [
     ("2x+1", "The answer is 2x+1", "2"),
     (r"\frac{1}{2}", "The answer is:\n\\[\n\\frac{1}{2}\n\\]", "1"),
@@ -266,6 +276,8 @@ MATH_CASES = [
     (r"x^2-\frac{1}{2}", "\\boxed{x² \u2212 ½}", "2"),
     (r"(-\infty, 2)\cup(3, \infty)", "\\boxed{(\u2212∞, 2) \u222a (3, ∞)}", "2"),
     ("5", r"\boxed{5}", r"\boxed{\leq 5}"),
+    (r"5", r"\boxed{5 \text{ apples}}", r"\boxed{5 \text{ million}}"),
+    ("50000", "\\boxed{5\u4e07\u5143}", "5"),
     ("5", r"\boxed{x = 5}", r"\boxed{> 5}"),
 ]
 

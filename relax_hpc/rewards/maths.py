@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GSM8K_MARK = "####"
 STATEMENT = re.compile(
-    r"\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)|答案[^\u3002\n\d]{0,10}?(?:是|为|為|\uff1a|:|=)",
+    r"\banswer\b[^.\n\d]{0,40}?(?:\bis\b|:|=)|答案[^\u3002\n\d\u4e0d]{0,10}?(?:是|为|為|\uff1a|:|=)",
     re.IGNORECASE,
 )
 _HEADING = re.compile(r"\W*\d{1,2}[.)] +\W*[^\W\d_]{2}")

@@ -27,6 +27,10 @@ _NUMBER = re.compile(
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 
 
+_CJK_SCALES = {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
+"""Chinese words of a scale, which may have a unit behind them without a blank."""
+
+
 def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -34,7 +38,8 @@ def _word_set(text: str) -> frozenset[str]:
 _EXPRESSION_WORDS = _word_set(
     """or and to not nor pi sqrt root times plus minus over divided multiplied squared cubed
     half halves third thirds quarter quarters factorial mod log ln sin cos tan exp infinity choose
-    trillion maybe perhaps possibly either"""
+    trillion maybe perhaps possibly either
+    \u6216 \u6216\u8005 \u548c \u4e0e \u8207 \u5230 \u81f3 \u4e58 \u52a0 \u51cf \u9664\u4ee5"""
 )
 """Words next to a number that make it a part of an expression, of a range or of a choice."""
 _JOINING = _word_set("and to")
@@ -44,6 +49,8 @@ _BLOCKING_WORDS = _EXPRESSION_WORDS | _word_set(
     twice thrice double triple square cube root"""
 )
 """Words in front of a number after which it is not what the sentence states."""
+_NEGATIONS = ("\u4e0d\u662f", "\u4e0d\u7b49\u4e8e", "\u4e0d\u4e3a", "\u4e26\u975e", "\u5e76\u975e")
+"""Chinese words in front of a number for "is not"."""
 _BOUND = re.compile(r"\bat (?:least|most)$", re.IGNORECASE)
 """Words directly in front of a number that make it a bound."""
 _UNIT_LETTERS = frozenset("mgshLlVWNJKCFΩΩ")
@@ -57,8 +64,8 @@ _LETTER = r"[^\W\d_\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f]"
 """A letter of any script; small digits and fractions are word characters too."""
 _GREEK = re.compile("[\u0370-\u03ff]")
 _LETTERS = re.compile(rf"{_LETTER}+")
-_UNIT = re.compile(rf"[-%°'\" ./]?(?:[- ./°]|{_LETTER}+)*")
-_WORD = re.compile(rf"((?<![\\\w]){_LETTER}(?:{_LETTER}|')+|\b[aAI]\b)")
+_UNIT = re.compile(rf" ?[-%°'\" ./]?(?:[- ./°]|{_LETTER}+)*")
+_WORD = re.compile(rf"((?<![\\\w]){_LETTER}(?:{_LETTER}|')+|\b[aAI]\b|[\u4e00-\u9fff])")
 """A word of prose; any other single letter is a variable, and a command of LaTeX is no word."""
 _CLAUSE_END = re.compile(r"([;!?—]|[.,:](?= |$)| \((?=[^\W\d_]{2}))")
 _ALTERNATIVE = re.compile(
@@ -68,7 +75,8 @@ _ALTERNATIVE = re.compile(
 )
 """A second number that is offered directly behind a clause with a first one."""
 _SECOND_NUMBER = re.compile(
-    r" ?(?:[^\W\d]+ ){0,2}(?:(?:or|and|to)\b[^\d]{0,20}|[-+*/^=] ?\.?)\d",
+    r" ?(?:[^\W\d]+ ){0,2}(?:(?:or|and|to)\b[^\d]{0,20}|[-+*/^=] ?\.?)\d"
+    r"|[^\W\d]{0,4}?(?:\u6216\u8005?|[\u548c\u4e0e\u8207\u3001]) ?\d",
     re.IGNORECASE,
 )
 """A second number directly behind a first one and its unit, as in "5 dollars or 6 dollars"."""
@@ -93,6 +101,7 @@ _TYPESET = (
     (re.compile(r"\\approx(?![A-Za-z])|≈"), " "),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"\\[,;:! ()\[\]]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])"), " "),
+    (re.compile(r"(?<![\w*])\*{1,3}(?! )([^*\n]+)(?<! )\*{1,3}(?![\w*])"), r"\1"),
     (re.compile(r"\\?[$€£¥]|\*\*|__|~|`"), " "),
     (re.compile("[\u2212\u2013]"), "-"),
     *((re.compile(sign), f"{mark} ") for sign, mark in _FULL_WIDTH),
@@ -191,6 +200,15 @@ def first_line(text: str) -> str:
     return ""
 
 
+def has_scale(text: str) -> bool:
+    r"""Whether a word behind a number scales it.
+
+    >>> has_scale(r"8 \text{ million}"), has_scale("8 meters")
+    (True, False)
+    """
+    return any(_scale(word) != 1 for word in _LETTERS.findall(_plain(text)))
+
+
 def has_words(text: str) -> bool:
     """Whether ``text`` has words of prose; letters of an expression and LaTeX commands are none."""
     return _WORD.search(text) is not None
@@ -220,13 +238,17 @@ def _value_between(gaps: list[str], tokens: list[str], index: int) -> Fraction |
     before = tokens[index - 1] if index else ""
     behind = tokens[index] if index < len(tokens) else ""
     value = _read(gap)
-    if value is None or behind.lower() in _EXPRESSION_WORDS:
+    if value is None or behind.lower() in _EXPRESSION_WORDS or before.endswith(_NEGATIONS):
         return None
     if before and before.isascii() and gap[0] not in " (=:":
         return None
     if behind and gap[-1] != " " and not _is_glued_unit(behind):
         return None
-    return value * _SCALES.get(behind.lower(), 1)
+    return value * _scale(behind)
+
+
+def _scale(word: str) -> int:
+    return _CJK_SCALES.get(word[:1]) or _SCALES.get(word.lower(), 1)
 
 
 def _is_glued_unit(letters: str) -> bool:
@@ -268,7 +290,7 @@ def _with_unit(plain: str) -> Fraction | None:
         return None
     if any(map(_is_variable, symbols)):
         return None
-    scale = _SCALES.get(symbols[0].lower(), 1) if symbols else 1
+    scale = _scale(symbols[0]) if symbols else 1
     value = _value(match)
     return None if value is None else value * scale
 

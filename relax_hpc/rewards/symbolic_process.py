@@ -23,7 +23,7 @@ from sympy import FiniteSet
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rewards.expression_text import contradicts_itself, is_bound, latex_of
 from relax_hpc.rewards.maths import GSM8K_MARK
-from relax_hpc.rewards.number_text import read_number
+from relax_hpc.rewards.number_text import has_scale, read_number
 from relax_hpc.workers.process import ATTEMPTS, is_suspended
 from relax_hpc.workers.serving import bound_memory
 
@@ -187,7 +187,9 @@ def _candidates(expression: str, text: str, takes_several: bool) -> list[str]:
     candidates = [f"\\boxed{{{expression}}}"] if expression else []
     # Math-Verify 0.9.0 reads a unit without \\text as variables, and the e of 1.5e3 as a number.
     if (number := read_number(expression)) is not None:
-        candidates.append(f"\\boxed{{{number}}}")
+        by_value = f"\\boxed{{{number}}}"
+        # It takes "million" for a unit, which it leaves out.
+        candidates = [by_value] if has_scale(expression) else [*candidates, by_value]
     if takes_several:
         candidates.append(text)
     return candidates

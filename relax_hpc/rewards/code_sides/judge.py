@@ -73,7 +73,7 @@ class PythonTests:
 
 
     def problem(self) -> str:
-        """Why the tests cannot run, whatever the program does; empty if they can."""
+        """Reason why the tests cannot run, whatever the program does; empty if they can."""
         # Not a name of the program, but of a file that the tests are not.
         if "__file__" in self.names:
             return "they use __file__"
