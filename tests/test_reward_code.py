@@ -95,7 +95,7 @@ def test_tests_that_call_a_function_are_no_inputs(code: Code, key: dict[str, str
     tests: list[dict[str, object]] = [{"input": "[2, 7]\n9", "output": "[0, 1]", **key}]
     with pytest.raises(ValueError, match=r"^tests: (testtype|fn_name): found"):
         code(response("print([0, 1])", tests))
-    plain = [{"input": "2", "output": "2", "testtype": "stdin", "type": "stdin_stdout"}]
+    plain = [{"input": "2", "output": "2", "testtype": "stdin", "type": "public"}]
     assert code(response("print(input())", [{**plain[0], "fn_name": None}]))["total"] == 1.0
 
 

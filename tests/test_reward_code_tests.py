@@ -114,6 +114,12 @@ def test_a_plain_users_programs_are_judged_alike() -> None:
             "with patch('builtins.input', return_value='1'): assert add(1, 2) == 3",
             "they replace builtins.input",
         ),
+        (
+            "from unittest import mock\n"
+            "@mock.patch.object(add, 'x')\ndef test(x): assert add(1, 2) == 3\ntest()",
+            "they replace add",
+        ),
+        ("import asyncio\nassert asyncio.run(add(1, 2)) == 3", "they await the program"),
         ("import io, sys\nsys.stdin = io.StringIO()\nadd(1, 2)", "they replace sys.stdin"),
         ("class Odd: pass\nadd(Odd(), 1)", "an object of Odd; set reward.code.same_process"),
     ],
@@ -123,6 +129,16 @@ def test_broken_tests_are_an_error(code: Code, tests: str, detail: str) -> None:
     for program in ("def add(a, b): return a + b", "add = lambda *args: 3\ncandidate = 3"):
         with pytest.raises(ValueError, match=f"^tests: .*{detail}"):
             code(response(program, tests))
+
+
+def test_tests_may_replace_standard_output(code: Code) -> None:
+    tests = (
+        "import io\nfrom unittest.mock import patch\n"
+        "with patch('sys.stdout', new=io.StringIO()) as out:\n    greet()\n"
+        "assert out.getvalue() == 'hi\\n'"
+    )
+    assert code(response("def greet(): print('hi')", tests))["total"] == 1.0
+    assert code(response("def greet(): print('no')", tests))["total"] == 0.0
 
 
 def test_a_comparison_of_objects_is_told(code: Code) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[str, str]
 """Text that a program reads, and text that it has to print."""
-_PRINTING_FORMS = ("stdin", "stdin_stdout", "standard_input", "io")
-"""Names that data sets give to tests of a program's output."""
+_CALLING_FORMS = ("functional", "function", "function_call", "call_based", "method")
+"""Names that data sets give to tests whose input is the arguments of a function."""
 _MAIN = """import os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from code_sides.{side} import main
@@ -132,9 +132,8 @@ def _check_form(test: Any) -> None:
         return
     for key in ("testtype", "type"):
         form = test.get(key)
-        if isinstance(form, str) and form not in _PRINTING_FORMS:
-            allowed = ", ".join(_PRINTING_FORMS)
-            raise ValueError(f"tests: {key}: found {form[:40]!r}, allowed: {allowed}")
+        if form in _CALLING_FORMS:
+            raise ValueError(f"tests: {key}: found {form!r}, allowed: tests of a program's output")
     for key in ("fn_name", "func_name", "function_name"):
         if test.get(key):
             raise ValueError(f"tests: {key}: found {str(test[key])[:40]!r}, allowed: nothing")

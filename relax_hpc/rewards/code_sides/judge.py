@@ -28,9 +28,10 @@ PASSED, FAILED, BROKEN = "passed", "failed", "broken"
 _READABLE = frozenset({"__name__", "__qualname__", "__annotations__", "__wrapped__", "__dict__"})
 """Attributes between double underscores that a stand-in passes on. Libraries ask any object for
 other ones and trust them: by an `__array_interface__` numpy would read any memory."""
-_PATCHED = re.compile(r"(?:builtins|__builtins__)\.(?:input|print|open)|sys\.stdin")
-"""Names that tests replace to feed a program or to watch it, which works in its own process
-alone."""
+_INPUT = re.compile(r"(?:builtins|__builtins__)\.(?:input|print|open)|sys\.stdin")
+"""Names by whose assignment tests feed a program or watch it, if it runs in their process."""
+_PATCH = re.compile(r"(?:^|\.)patch(?:\.(?:object|dict|multiple))?$")
+"""Functions of unittest.mock that replace an object."""
 _MALFORMED = (Malformed, TypeError, ValueError, LookupError, AttributeError, ImportError)
 """Errors of reading a message that has another form."""
 
@@ -80,6 +81,8 @@ class PythonTests:
         patched = next(filter(None, map(_patched_name, ast.walk(self._tree))), "")
         if patched:
             return f"they replace {patched}, which the program's process does not see"
+        if any(isinstance(node, ast.Await) or _is_loop(node) for node in ast.walk(self._tree)):
+            return "they await the program, whose functions run in another process"
         for node in self._tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 try:
@@ -89,15 +92,24 @@ class PythonTests:
         return ""
 
 
+def _is_loop(node: ast.AST) -> bool:
+    """Whether ``node`` is a function of asyncio that runs a coroutine."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.run"
+
+
 def _patched_name(node: ast.AST) -> str:
-    """Name of the interpreter's that ``node`` replaces, as text for a patch or by an assignment;
-    empty if it replaces none."""
-    name = ""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        name = node.value
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+    """Name of an object that ``node`` replaces in the process of the tests; empty if it replaces
+    none.
+
+    Standard output may be replaced: what a program prints is written there.
+    """
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         name = ast.unparse(node)
-    return name if _PATCHED.fullmatch(name) else ""
+        return name if _INPUT.fullmatch(name) else ""
+    if not isinstance(node, ast.Call) or not _PATCH.search(ast.unparse(node.func)):
+        return ""
+    name = ast.unparse(node.args[0]).strip("'\"") if node.args else "a name"
+    return "" if name == "sys.stdout" else name
 
 
 def _is_bound(symbol: symtable.Symbol) -> bool:
