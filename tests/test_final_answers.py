@@ -415,6 +415,16 @@ CHOSEN += [
     "{}\n\nExplanation: A is wrong.",
     "{}. Paris\n\nExplanation: Paris is a capital.",
     "**{}** is the answer.",
+    "The correct answer is\n\n### {}",
+    "- {}",
+    "Ans: {}",
+]
+CHOSEN += [
+    "I think it's {}.",
+    "Hence ({}).",
+    "I believe {} is correct.",
+    "A is too small. I'm going with {}.",
+    "Statement {} is correct.",
 ]
 CHOSEN += [
     "Option {} is correct.",
@@ -448,6 +458,7 @@ HEDGES = [
     "{0}-{1}",
 ]
 HEDGES += [
+    "{0}. Or maybe {1}.",
     "{0} (or {1})",
     "{0}, possibly {1}",
     "{0} but maybe {1}",
@@ -468,14 +479,15 @@ HEDGES += [
 ]
 
 
-@pytest.mark.parametrize("form", ["answer: {}", "The answer is {}.", "The correct option is ({})."])
+@pytest.mark.parametrize("form", ["answer: {}", "The answer is {}.", "The correct option is ({}) red."])
 def test_a_small_letter_is_a_choice(form: str) -> None:
     assert total("multiple_choice", form.format("b"), "B") == 1.0
     assert total("multiple_choice", form.format("b"), "A") == 0.0
 
 
 @pytest.mark.parametrize(
-    "text", ["The wrong answer is A.", "The answer is a dog.", "B\nA", "A. red\nB. blue"]
+    "text",
+    ["The wrong answer is A.", "The answer is a dog.", "B\nA", "A. red\nB. blue", "A\nmaybe B"],
 )
 def test_a_letter_that_is_no_choice(text: str) -> None:
     assert total("multiple_choice", text, "A") == 0.0

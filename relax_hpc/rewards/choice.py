@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 _TYPESET = (
     (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|mbox) ?\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\[()\[\],;:! ]|\\q?quad"), " "),
+    (re.compile(r"^(?:(?:#{1,3}|[->•→∴]) +)+|\u2705\ufe0f? ?", re.MULTILINE), ""),
     (re.compile(r"\*+|__|[$`\"“”]|(?<!\w)'|'(?!\w)|</?[A-Za-z]{2,}/?>"), ""),
 )
 """Typesetting around a letter, and its replacement."""
 _FULL_WIDTH = str.maketrans("\uff08\uff09\uff0c\u3001\uff1b", "(),,;")
 _SMALL_LETTER = re.compile(
     r"(\b(?:answer|choice|option)\b[^.\n]{0,30}?(?:\bis\b|:|=|\bbe\b)[\s:]*"
-    r"(?:(?:the|option|choice|letter|answer) )*[(\[{]?)([a-z])(?=[)\]}]?\.?\s*$)",
+    r"(?:(?:the|option|choice|letter|answer) )*[(\[{]?)([a-z])(?=[)\]}]?\.?\s*$|[)\]] )",
     re.IGNORECASE | re.MULTILINE,
 )
 """A statement that ends with a small letter."""
@@ -35,34 +36,48 @@ _NO_WORD = r"(?![\w'\u2019])"
 _LETTER = rf"[(\[{{]?[ ]?(?P<letter>[A-Z]){_NO_WORD}(?: ?[)\]}}])?"
 _CHOSEN = re.compile(rf"\s*(?i:(?:option|choice|answer)\b[ :]*)?{_LETTER}")
 _STATEMENT = re.compile(
-    r"(?i:(?:####|(?<!wrong )(?<!incorrect )\b(?:answer|choice|option)\b[^.\n]{0,30}?"
+    r"(?i:(?:####|(?<!wrong )(?<!incorrect )\b(?:answer|ans|choice|option)\b[^.\n]{0,30}?"
     r"(?:\bis\b|:|=|\b(?:would|should|must) be\b))[\s:]*+)"
     r"(?P<refuses>(?i:not|neither|either|both|between|one of)\b\s*)?"
     r"(?i:(?:the|option|choice|letter|answer|clearly|definitely"
     r"|therefore|thus|probably|most likely)\b[\s:]*+)*+" + _LETTER
 )
 _VERDICT = re.compile(
-    r"(?:^|[.!?:;]\s+|\b(?i:so|thus|therefore|hence|clearly)[ ,]+)"
-    rf"(?i:(?:the )?(?:option|choice|answer|letter) )?{_LETTER}"
+    r"(?:^|[.!?:;]\s+|\b(?i:so|thus|therefore|hence|clearly|I think|I believe)[ ,]+)"
+    rf"(?i:(?:the )?(?:option|choice|answer|letter|statement) )?{_LETTER}"
     r" (?i:(?:is|must be|would be)(?: (?:the|clearly|therefore|thus|most|likely))* (?:correct|right|best)\b"
     r"(?! (?:only|if|unless|when|for)\b)"
     r"|is the (?:correct |right |best )?(?:answer|choice)\b)",
     re.MULTILINE,
 )
 """Statement that an option is right, at the beginning of a sentence: behind "if" it is none."""
+_CONCLUSION = re.compile(
+    r"(?:(?:^|[.!?]\s+)(?i:(?:I (?:think|believe) )?it(?:'s|\u2019s| is)|so|thus|therefore|hence)[ ,]+"
+    r"|\b(?i:I am|I'm|I\u2019m) going with )(?i:(?:option|choice|answer|letter) )?"
+    + _LETTER
+    + r"(?=[.!]*\s*$)",
+    re.MULTILINE,
+)
+"""A short sentence that ends with a letter."""
 _DECISION = re.compile(
     r"(?:\bI(?:'ll|\u2019ll| will| would|'d)? (?i:choose|pick|select|go with)(?i: (?:option|choice|answer|letter))?"
     r"|答案(?:是|为|為)?|选项(?:是|为)|故?[选選](?:择|擇)?)[:\uff1a\s]*" + _LETTER
 )
+_CHOICES = (_STATEMENT, _VERDICT, _CONCLUSION, _DECISION)
 _SECOND_LETTER = re.compile(
     r"[ )\]}(\[{]*(?:(?:[,;/&+|]|[-\u2013](?=[A-Z]))[ (\[{]*"
     r"|(?:or|and|but|maybe|perhaps|possibly|also|even|either|both|as well as|the|letter|option"
     r"|choice)\b"
     rf"[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
-    rf"|[.?!)\]}} ]*(?i:or|maybe|perhaps|possibly|alternatively)\b[ ,:(\[{{]*[A-Z]{_NO_WORD}"
+    rf"|[.?!)\]}} ]*(?:(?i:or|maybe|perhaps|possibly|alternatively)\b[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
 )
 """Another letter that is offered directly behind the first one."""
 _ONLY_LETTERS = re.compile(rf"[\W_]*(?:[A-Z]{_NO_WORD}[\W_]*)+")
+_CHANGE_OF_MIND = re.compile(
+    r"\b(?i:or|maybe|perhaps|possibly|could|alternatively|actually|wait|instead|but|however|no|not"
+    rf"|rather|also|sorry)\b[^.\n]{{0,40}}?{_LETTER}"
+)
+"""Another letter behind a first line that is a letter."""
 _ARTICLE_BEHIND = re.compile(
     r" (?!(?:because|since|as|for|due|with|which|is|that|given|based|so|and|or|but|not|rather|from"
     r"|if|when)\b)[a-z]"
@@ -98,7 +113,7 @@ def choice_of(text: str) -> str:
     plain = _plain(text)
     statements = [
         match
-        for match in chain(*(pattern.finditer(plain) for pattern in (_STATEMENT, _VERDICT, _DECISION)))
+        for match in chain(*(pattern.finditer(plain) for pattern in _CHOICES))
         if not _is_article(match)
     ]
     if statements:
@@ -117,7 +132,10 @@ def _in_lines(lines: list[str]) -> str:
     is_listed = bool(earlier) and bool(earlier[-1]) and earlier[-1] != last
     if last and not is_listed and (not earlier or last == re.sub(r"[\W_]", "", lines[-1])):
         return last
-    return "" if any(letters[1:]) else letters[0]
+    if any(letters[1:]):
+        return ""
+    later = {match["letter"] for match in _CHANGE_OF_MIND.finditer("\n".join(lines[1:]))}
+    return letters[0] if later <= {letters[0]} else ""
 
 
 def _plain(text: str) -> str:
