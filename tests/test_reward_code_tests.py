@@ -152,6 +152,8 @@ def test_a_comparison_of_objects_is_told(code: Code) -> None:
         "passed": 1.0,
         "objects": 0.0,
     }
+    for needs_more in ("Vector(1) < Vector(2)", "Vector(1) + 1", "1 - Vector(1)", "1 in Vector(1)"):
+        assert code(response(vector, f"assert {needs_more}"))["objects"] == 1.0
     assert judged(vector, tests, same_process=True)["total"] == 1.0
 
 

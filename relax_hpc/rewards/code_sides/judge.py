@@ -169,6 +169,25 @@ class ProgramObject:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an object of the program cannot be copied by its tests")
 
+    def __contains__(self, item: object) -> bool:
+        # By iteration: a container of the program would decide there what it contains.
+        try:
+            items = iter(self.__judge.ask("iter", self))
+        except Exception:
+            self.__judge.has_compared_objects = True
+            raise
+        return any(each is item or each == item for each in items)
+
+    def __refuse(self, other: object) -> Any:
+        self.__judge.has_compared_objects = True
+        return NotImplemented
+
+    __lt__ = __le__ = __gt__ = __ge__ = __refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __refuse
+    __matmul__ = __rmatmul__ = __refuse
+
     def __iter__(self) -> Any:
         return self.__judge.ask("iter", self)
 
