@@ -87,7 +87,7 @@ def test_there_is_no_network_and_nobody_elses_file_or_process(ran: dict) -> None
     shown = {Path(part).parts[1] for part in find_interpreter("", "").parts}
     assert not {"home", "root", "proc", "sys", "var", "run"}.difference(shown).intersection(folders.split("'"))
     assert refused == ["30", "30"] and "['main.py']" in folders
-    assert ran["environment"]["output"] == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH'] 5\n"
+    assert ran["environment"]["output"] == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH'] 6\n"
     assert ran["kills"]["output"] == "alone\n"
     assert ran["becomes root"]["output"] == "True -1 False\n"
     assert ran["changes devices"]["output"].split() == ["PermissionError"] * 3 + ["ValueError"]

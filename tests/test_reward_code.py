@@ -61,6 +61,7 @@ def code() -> Code:
     ("program", "tests", "total", "passed"),
     [
         ("print(*sorted(input().split()))", SORTS, 1.0, 1.0),
+        ("print(*sorted(open('/dev/stdin').read().split()))", SORTS, 1.0, 1.0),
         ("print('1 2 3')", SORTS, 0.0, 0.5),
         ("print(input(", SORTS, 0.0, 0.0),
         ("import os\nprint('1 2 3', flush=True)\nos._exit(1)", SORTS, 0.0, 0.0),
