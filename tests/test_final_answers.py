@@ -277,6 +277,9 @@ MATH_CASES = [
     (r"(-\infty, 2)\cup(3, \infty)", "\\boxed{(\u2212∞, 2) \u222a (3, ∞)}", "2"),
     ("5", r"\boxed{5}", r"\boxed{\leq 5}"),
     (r"5", r"\boxed{5 \text{ apples}}", r"\boxed{5 \text{ million}}"),
+    ("5", r"\boxed{5 \text{ more months}}", r"\boxed{5 \text{ or more}}"),
+    (r"5 \text{ thirds}", r"\boxed{5 \text{ thirds}}", "6"),
+    ("5", "The answer is 5", r"\boxed{5 \text{ thousandths}}"),
     ("50000", "\\boxed{5\u4e07\u5143}", "5"),
     ("5", r"\boxed{x = 5}", r"\boxed{> 5}"),
 ]

@@ -30,6 +30,11 @@ _TWO_VALUES = re.compile(
 """Signs between two expressions of which Math-Verify 0.9.0 reads the last one."""
 _EQUALITY = re.compile(r"=|\\equiv|\\approx|≈")
 _RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:leq?|geq?|leqslant|geqslant|neq?|lt|gt)(?![A-Za-z]))")
+_QUALIFIER = re.compile(
+    r"\\(?:text|textbf|mathrm|mbox) ?\{(?:[^{}]*\b(?:squared|cubed|halves|thirds?"
+    r"|(?:ten|hundred|thousand|million)ths?|trillion|or (?:more|less|fewer|greater|higher|lower)"
+    r"|at (?:least|most))\b| ?k ?\})"
+)
 _FRACTION_OF_COMMAND = re.compile(r"(\\[dtc]?frac) ?(\\pi|\\[A-Za-z]+(?= ))")
 _SIGNS = {
     "π": r"\pi ",
@@ -98,6 +103,16 @@ def is_bound(expression: str) -> bool:
     (True, False)
     """
     return _RELATION.match(expression) is not None
+
+
+def is_qualified(expression: str) -> bool:
+    r"""Whether words in ``expression``, which Math-Verify 0.9.0 leaves out, make another value of
+    it.
+
+    >>> is_qualified(r"5 \text{ or more}"), is_qualified(r"5 \text{ months}")
+    (True, False)
+    """
+    return _QUALIFIER.search(expression) is not None
 
 
 def contradicts_itself(expression: str) -> bool:

@@ -21,7 +21,7 @@ from math_verify import parse, verify
 from sympy import FiniteSet
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rewards.expression_text import contradicts_itself, is_bound, latex_of
+from relax_hpc.rewards.expression_text import contradicts_itself, is_bound, is_qualified, latex_of
 from relax_hpc.rewards.maths import GSM8K_MARK
 from relax_hpc.rewards.number_text import has_scale, read_number
 from relax_hpc.workers.process import ATTEMPTS, is_suspended
@@ -155,7 +155,7 @@ def _verdict(answer: str, response: tuple[str, str] | None) -> str:
         if response is None:
             return RIGHT
         expression, text = response
-        for is_no_value in (contradicts_itself, is_bound):
+        for is_no_value in (contradicts_itself, is_bound, is_qualified):
             if is_no_value(expression) and not is_no_value(answer):
                 return WRONG
         candidates = _candidates(expression, text, any(map(_has_several_values, right)))
