@@ -280,6 +280,7 @@ MATH_CASES = [
     ("5", r"\boxed{5 \text{ more months}}", r"\boxed{5 \text{ or more}}"),
     (r"5 \text{ thirds}", r"\boxed{5 \text{ thirds}}", "6"),
     ("5", "The answer is 5", r"\boxed{5 \text{ thousandths}}"),
+    ("5", r"The answer is $\$5$.", "6"),
     ("50000", "\\boxed{5\u4e07\u5143}", "5"),
     ("5", r"\boxed{x = 5}", r"\boxed{> 5}"),
 ]
