@@ -297,6 +297,15 @@ def test_the_expression_that_a_response_ends_at(right: str, text: str, wrong: st
 
 
 @pytest.mark.parametrize(
+    "answer", ["5.", "**5**", "Answer: 5", "The answer is $5$.", "$2+3=5$, so $\\boxed{5}$.", "0.5e1"]
+)
+def test_forms_of_a_right_answer(answer: str) -> None:
+    requires("math_verify")
+    assert total("math", r"\boxed{5}", answer) == 1.0
+    assert total("math", r"\boxed{6}", answer) == 0.0
+
+
+@pytest.mark.parametrize(
     ("name", "answer", "allowed"),
     [("math", "^5C_2", "a mathematical expression"), ("math_answer", "16π", "one number")],
 )

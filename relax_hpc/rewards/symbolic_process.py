@@ -21,8 +21,15 @@ from math_verify import parse, verify
 from sympy import FiniteSet
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rewards.expression_text import contradicts_itself, is_bound, is_qualified, latex_of
-from relax_hpc.rewards.maths import GSM8K_MARK
+from relax_hpc.rewards.expression_text import (
+    contradicts_itself,
+    final_expression,
+    is_bound,
+    is_qualified,
+    latex_of,
+)
+from relax_hpc.rewards.final_answer import BOX
+from relax_hpc.rewards.maths import GSM8K_MARK, STATEMENT
 from relax_hpc.rewards.number_text import has_scale, read_number
 from relax_hpc.workers.process import ATTEMPTS, is_suspended
 from relax_hpc.workers.serving import bound_memory
@@ -169,12 +176,15 @@ def _right(answer: str) -> list[Any]:
     """The expressions of a right answer, which may be plain, behind ####, or in LaTeX's signs;
     empty: it is none."""
     text = answer.rpartition(GSM8K_MARK)[2].strip()
+    if STATEMENT.search(text) and BOX not in text:
+        text = final_expression(text)
     forms = [f"\\boxed{{{text}}}"]
-    if _SCIENTIFIC.search(text) and (number := read_number(text)) is not None:
-        forms = [f"\\boxed{{{number}}}"]
     if _MARKED.search(text):
         # Of other text Math-Verify would read the first number of what it cannot read whole.
         forms.append(text)
+    if (number := read_number(text)) is not None:
+        is_scientific = _SCIENTIFIC.search(text) is not None
+        forms.insert(0 if is_scientific else len(forms), f"\\boxed{{{number}}}")
     for form in forms:
         expressions = _read(form)
         if not all(isinstance(expression, str) for expression in expressions):
