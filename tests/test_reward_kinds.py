@@ -211,6 +211,11 @@ def test_no_response_takes_long(name: str, answer: str) -> None:
         ("", "Paris", 0.0, 0.0),
         ("the", "a", 1.0, 1.0),
         ("no no yes", "no", 0.5, 0.0),
+        ("\u201cEiffel Tower\u201d", "Eiffel Tower", 1.0, 1.0),
+        ("O\u2019Neil", "O'Neil", 1.0, 1.0),
+        ("\u5317\u4eac\u3002", "\u5317\u4eac", 1.0, 1.0),
+        ("cafe\u0301", "caf\u00e9", 1.0, 1.0),
+        ("\u5317\u4eac", "\u4e0a\u6d77", 0.0, 0.0),
     ],
 )
 def test_words_as_in_squad(text: str, answer: str, f1: float, exact: float) -> None:

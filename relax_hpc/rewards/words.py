@@ -2,13 +2,16 @@
 
 Texts are compared as SQuAD does (P. Rajpurkar et al., arXiv 1606.05250, section 6.1): in lower
 case, without punctuation, without the articles a, an and the, and with any white space as one
-blank. Of a response only the answer is read, without its thoughts; see `final_answer`.
+blank. Punctuation is that of all scripts, such as curly quotes and the Chinese full stop, and
+accents may be written in any form of Unicode. Of a response only the answer is read, without its
+thoughts; see `final_answer`.
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -58,7 +61,10 @@ def answers(sample: RewardInput) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+    text = unicodedata.normalize("NFC", text).lower().translate(_NO_PUNCTUATION)
+    if not text.isascii():
+        text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "P")
+    return _ARTICLES.sub(" ", text).split()
 
 
 def _overlap(response: list[str], right: list[str]) -> tuple[float, float, float]:
