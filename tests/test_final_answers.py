@@ -30,6 +30,10 @@ THOUGHT_TAGS = [
     ("<reasoning>", "</reasoning>"),
 ]
 THOUGHT_TAGS += [("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<Think>", "</Think>")]
+THOUGHT_TAGS += [
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 _LAST_CHARS = 10_000
 """Characters at the end of an answer that are read."""
 BOX = "\\boxed"
-_THOUGHT = r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]|◁/?think▷"
+_THOUGHT = (
+    r"</?(?:seed:)?(?:think|thinking|thought|reasoning) ?>|\[/?THINK\]|◁/?think▷"
+    r"|<\|(?:begin|end)_of_thought\|>"
+)
 _THOUGHT_TAG = re.compile(_THOUGHT, re.IGNORECASE)
 _OPENED_BY_PROMPT = re.compile(rf"(?:{_THOUGHT})\s*\Z", re.IGNORECASE)
 _TAG_CHARS = 64
@@ -73,7 +76,7 @@ def without_thoughts(text: str, is_open: bool = False) -> str:
 
 
 def _closes(tag: re.Match[str]) -> bool:
-    return "/" in tag[0]
+    return "/" in tag[0] or "end_of" in tag[0]
 
 
 def answer_text(sample: RewardInput) -> str:
