@@ -45,12 +45,16 @@ _EXPRESSION_WORDS = _word_set(
 _JOINING = _word_set("and to")
 """Words that join a number to a word as well as to another number: "it fell to 3"."""
 _BLOCKING_WORDS = _EXPRESSION_WORDS | _word_set(
-    """never neither no cannot isn't between from less fewer more greater under above below
-    twice thrice double triple square cube root"""
+    """never neither no cannot isn't between from less fewer more greater under above below"""
 )
 """Words in front of a number after which it is not what the sentence states."""
 _NEGATIONS = ("\u4e0d\u662f", "\u4e0d\u7b49\u4e8e", "\u4e0d\u4e3a", "\u4e26\u975e", "\u5e76\u975e")
 """Chinese words in front of a number for "is not"."""
+_MULTIPLE = re.compile(
+    r"\b(?:twice|thrice|double|triple|(?:square|cube|root|half|third|quarter|percent) of)$",
+    re.IGNORECASE,
+)
+"""Words directly in front of a number that make another number of it."""
 _BOUND = re.compile(r"\bat (?:least|most)$", re.IGNORECASE)
 """Words directly in front of a number that make it a bound."""
 _UNIT_LETTERS = frozenset("mgshLlVWNJKCFΩΩ")
@@ -239,6 +243,8 @@ def _value_between(gaps: list[str], tokens: list[str], index: int) -> Fraction |
     behind = tokens[index] if index < len(tokens) else ""
     value = _read(gap)
     if value is None or behind.lower() in _EXPRESSION_WORDS or before.endswith(_NEGATIONS):
+        return None
+    if _MULTIPLE.search(" ".join(tokens[max(0, index - 2) : index])):
         return None
     if before and before.isascii() and gap[0] not in " (=:":
         return None
