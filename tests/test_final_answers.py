@@ -256,6 +256,11 @@ def test_a_number_that_is_refused_or_joined_in_chinese_is_no_answer(text: str) -
     assert total("math_answer", f"\u7b54\u6848{text}", "6") == 0.0
 
 
+def test_a_multiple_at_the_end_of_a_sentence_is_no_answer() -> None:
+    assert total("math_answer", "It is the square root of 5.", "5") == 0.0
+    assert total("math_answer", "The answer is double that, so 10.", "10") == 1.0
+
+
 MATH_CASES = [
     ("2x+1", "The answer is 2x+1", "2"),
     (r"\frac{1}{2}", "The answer is:\n\\[\n\\frac{1}{2}\n\\]", "1"),
