@@ -258,7 +258,7 @@ def test_a_number_that_is_refused_or_joined_in_chinese_is_no_answer(text: str) -
 
 def test_a_multiple_at_the_end_of_a_sentence_is_no_answer() -> None:
     assert total("math_answer", "It is the square root of 5.", "5") == 0.0
-    assert total("math_answer", "The answer is double that, so 10.", "10") == 1.0
+    assert total("math_answer", "The answer is a square garden of 10 meters.", "10") == 1.0
 
 
 MATH_CASES = [
