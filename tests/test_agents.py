@@ -509,6 +509,38 @@ def test_a_client_that_counts_its_retries_has_time_for_one(chats: Chats) -> None
     asyncio.run(play())
 
 
+def test_an_answer_that_comes_after_its_client_hung_up_is_no_turn(chats: Chats) -> None:
+    async def play() -> None:
+        gate, history = asyncio.Event(), History()
+        engine = scripted(chats, "one", "read", "late", "also late")
+        start = engine.start()
+
+        async def once(request: GenerateRequest) -> Generation | BadAnswer:
+            if len(engine.asked) == 2:
+                await gate.wait()
+            return await engine.once(request)
+
+        session = session_of(chats, engine, history)
+        session._start = replace(start, ask=once)
+        chat = [USER, await ask(session, [USER]), USER]
+        await ask(session, [USER])
+        for messages in (chat, [USER, USER]):
+            body = json.dumps({"messages": messages}).encode()
+            abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, 0))
+            while not session._drawing:
+                await asyncio.sleep(0)
+            abandoned.cancel()
+            await asyncio.gather(abandoned, return_exceptions=True)
+            gate.set()
+            while session._running:
+                await asyncio.sleep(0)
+        assert session.last is rows(session)[1], "the reward judges the last answer that was read"
+        session.drop_unread()
+        assert [len(row.turns) for row in rows(session)] == [1, 1, 0]
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("put_back", ["</code>", "\n</code>"])
 def test_a_stop_text_that_comes_back_is_what_the_policy_has_drawn(chats: Chats, put_back: str) -> None:
     async def play() -> None:

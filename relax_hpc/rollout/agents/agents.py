@@ -121,6 +121,7 @@ class Agents:
             raise session.error
         if link.lost.is_set():
             return None
+        session.drop_unread()
         how = f"it ended by code {code}" if code is not None else "it was ended"
         if not session.last:
             refused = f"; its last refused request: {session.last_refusal}" if session.last_refusal else ""

@@ -66,9 +66,15 @@ class _Point:
 class _Pending:
     """A request that is being answered, or was."""
 
-    reply: asyncio.Task[Reply]
+    reply: asyncio.Task[Reply] | None = None
     waiting: int = 0
     """Connections that wait for the reply."""
+    answer: _Point | None = None
+    """End of its answer."""
+    cut: Ended | None = None
+    """Bound that has cut its answer."""
+    is_read: bool = False
+    """Whether a connection got the reply."""
 
 
 class Session:
@@ -96,6 +102,8 @@ class Session:
         """Chats so far, each by the name of its last answer."""
         self._requests: dict[bytes, _Pending] = {}
         """Requests by path, body and idempotency key: a client that has lost a reply asks again."""
+        self._answered_requests: list[_Pending] = []
+        """Requests that have got an answer, in the order of their answers."""
         self._running: set[asyncio.Task[Reply]] = set()
         self._numbers = itertools.count()
         """Numbers of answers."""
@@ -109,9 +117,9 @@ class Session:
         self.error: Exception | None = None
         """Error because of which there is no answer: of the engine, or of whoever asks it."""
         self.last: OpenRow | None = None
-        """Row of the newest answer."""
+        """Row of the newest answer that a client has read."""
         self._cut: Ended | None = None
-        """Bound that has cut the newest answer."""
+        """Bound that has cut that answer."""
         self.over = asyncio.Event()
         """Event that is set when nothing will be answered any more."""
 
@@ -122,22 +130,44 @@ class Session:
         name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
         is_repeated = name in self._requests and (repeats or idempotency)
         if not is_repeated:
-            task = asyncio.create_task(self._reply(path, body))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            self._requests[name] = _Pending(task)
+            self._requests[name] = self._begin_reply(path, body)
         request = self._requests[name]
+        task = request.reply
+        assert task
         request.waiting += 1
         try:
-            await asyncio.wait([request.reply])
+            await asyncio.wait([task])
         finally:
             request.waiting -= 1
-            if not request.waiting and not request.reply.done():
+            if not request.waiting and not task.done():
                 may_repeat = repeats is not None or idempotency
                 asyncio.get_running_loop().call_later(_RETRY_S if may_repeat else 0.0, _take_back, request)
-        if request.reply.cancelled():
+        if task.cancelled():
             raise Gone("the episode has ended")
-        return request.reply.result()
+        self._note_read(request)
+        return task.result()
+
+    def _begin_reply(self, path: str, body: bytes) -> _Pending:
+        request = _Pending()
+        task = request.reply = asyncio.create_task(self._reply(path, body, request))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return request
+
+    def _note_read(self, request: _Pending) -> None:
+        """Note that a client gets the reply; the newest answer is the one that was read last."""
+        if request.answer and not request.is_read:
+            self.last, self._cut = request.answer.row, request.cut
+        request.is_read = True
+
+    def drop_unread(self) -> None:
+        """Take back the turns that no client has read: it had hung up before they were there, and did not ask
+        again."""
+        for request in reversed(self._answered_requests):
+            answer = request.answer
+            # A chat with the same words may have continued the row.
+            if answer and not request.is_read and answer.row.turns[-1:] == [answer.length]:
+                answer.row.turns.pop()
 
     @property
     def reason(self) -> Ended:
@@ -152,9 +182,9 @@ class Session:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _reply(self, path: str, body: bytes) -> Reply:
+    async def _reply(self, path: str, body: bytes, pending: _Pending) -> Reply:
         try:
-            reply = await self._answered(path, body)
+            reply = await self._answered(path, body, pending)
             if len(reply.body) > _MOST_REPLY_BYTES:
                 raise ValueError(
                     f"an answer takes {len(reply.body)} bytes by {path}, allowed: {_MOST_REPLY_BYTES}; lower "
@@ -172,8 +202,8 @@ class Session:
             self.over.set()
             return Reply.error(500, "no_answer", "the episode has ended, as there is no answer", path)
 
-    async def _answered(self, path: str, body: bytes) -> Reply:
-        """Reply to a request that is answered. Refused: it is not."""
+    async def _answered(self, path: str, body: bytes, pending: _Pending) -> Reply:
+        """Reply to a request that is answered; ``pending`` gets the end of an answer. Refused: it is not."""
         if path == MODELS:
             return Reply(200, as_json({"object": "list", "data": [_MODEL]}))
         if path.startswith(f"{MODELS}/"):
@@ -185,7 +215,8 @@ class Session:
         if not (dialect := DIALECTS.get(path)):
             raise Refused(404, "unknown_path", f"found {path!r}, allowed: {', '.join([*DIALECTS, *COUNTERS, MODELS])}")
         request = dialect.parse(read_object(body), self._chats)
-        answer = await self._answer(request)
+        answer = await self._answer(request, pending)
+        self._answered_requests.append(pending)
         self._refused_in_row = 0
         self._chats[name_of(answer)] = [*request.messages[request.apart :], answer.message]
         return dialect.reply(request, answer)
@@ -200,7 +231,7 @@ class Session:
         if self._refused_in_row >= _MOST_REFUSED:
             self.over.set()
 
-    async def _answer(self, request: ChatRequest) -> Answer:
+    async def _answer(self, request: ChatRequest, pending: _Pending) -> Answer:
         keys = _keys(request.messages, request.tools)
         point, tokens = await asyncio.to_thread(self._tokens, request, keys)
         goes_on = point is not None and point.is_end and not any(point.row is row for row in self._drawing)
@@ -221,12 +252,12 @@ class Session:
         finally:
             self._drawing.remove(row)
         row.turns.append(row.length)
-        self.last = row
+        pending.answer = _Point(row, row.length)
         turn = row.draft.token_ids[len(tokens) - len(row.prompt) :]
         answer = Answer.from_turn(number, turn, tokens, turn_limit, request, self._tokenizer)
-        self._cut = limit if answer.is_cut and len(turn) == room else None
+        pending.cut = limit if answer.is_cut and len(turn) == room else None
         for message in answer.messages:
-            self._points[_key(keys[-1], message)] = _Point(row, row.length)
+            self._points[_key(keys[-1], message)] = pending.answer
         return answer
 
     def _take_back_turn(self, row: OpenRow) -> None:
@@ -278,7 +309,7 @@ class Session:
 
 def _take_back(request: _Pending) -> None:
     """Cancel a request for which no connection waits any more."""
-    if not request.waiting:
+    if request.reply and not request.waiting:
         request.reply.cancel()
 
 
