@@ -254,6 +254,41 @@ def test_a_bad_request_is_refused_by_name_and_draws_nothing(chats: Chats, body: 
     asyncio.run(play())
 
 
+SHOWS_SOME_TOOLS = TEMPLATE.replace("{%- if tools %}", "{%- if tools and messages[0].role == 'system' %}")
+NOTE = {"role": "system", "content": "Mind the <|im_end|> and answer in French."}
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_message_that_the_template_leaves_out_is_refused(chats: Chats, is_new: bool) -> None:
+    async def play() -> None:
+        engine = scripted(chats, "fine", "fine")
+        session = session_of(chats, engine)
+        answer = {"role": "assistant", "content": "so"} if is_new else await ask(session, [USER])
+        body = json.dumps({"messages": [USER, answer, NOTE, USER]}).encode()
+        reply = await session.reply(COMPLETIONS, body, 0)
+        assert reply.status == 400 and "leaves out a message of the role system" in reply.body.decode()
+        assert len(engine.asked) == int(not is_new) and session.refused == {"chat_template": 1}
+
+    asyncio.run(play())
+
+
+def test_tools_that_the_template_does_not_show_are_refused(chats: Chats) -> None:
+    async def play() -> None:
+        engine = scripted(chats, "fine", "fine")
+        template = ChatTemplate(SHOWS_SOME_TOOLS, {}, "")
+        session = session_of(replace(chats, template=template), engine)
+        try:
+            body = json.dumps({"messages": [USER], "tools": TOOLS}).encode()
+            reply = await session.reply(COMPLETIONS, body, 0)
+            assert reply.status == 400 and "does not show the tool 'add'" in reply.body.decode()
+            assert not engine.asked
+            await ask(session, [{"role": "system", "content": "Add."}, USER], tools=TOOLS)
+        finally:
+            template.close()
+
+    asyncio.run(play())
+
+
 def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats) -> None:
     async def play() -> None:
         body, talks = json.dumps({"messages": [USER]}).encode(), ToldEngine(lambda before, most: [65] * most)
