@@ -752,11 +752,18 @@ def test_a_program_that_fails_costs_its_own_episode(
         ("ask('x'); os.write(3, b'{\"reward\": 0.5}'); os.kill(os.getpid(), 9)", "env_done", 0.5),
         ("ask('x'); print('{\"reward\": 0.5}'); sys.exit(2)", "env_done", 0.5),
         ("ask('x'); print('done')", "env_done", None),
+        ("ask('x'); print(json.dumps({'reward': 2 + 2 == 4}))", "env_done", 1.0),
+        ("ask('x'); os.write(3, b'{\"reward\": false}')", "env_done", 0.0),
+        ("ask('x'); print(json.dumps({'reward': '1'}))", "env_done", 'reward: found "1", allowed: a finite number'),
+        ("ask('x'); print('{\"reward\": NaN}')", "env_done", 'reward: found "NaN", allowed: a finite number'),
+        ("ask('x'); print(json.dumps({'reward': [1.0]}))", "env_done", "reward: found \\[1.0\\], allowed: a finite"),
     ],
 )
 def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
-    chats: Chats, tmp_path: Path, program: str, ended: str, reward: float | None
+    chats: Chats, tmp_path: Path, program: str, ended: str, reward: float | str | None
 ) -> None:
+    """A ``reward`` that is a text is the error about it."""
+
     async def play() -> tuple[Any, Counter[str]]:
         counts = Counter[str]()
         async with gateway(tmp_path) as there:
@@ -769,8 +776,8 @@ def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
     episode, counts = asyncio.run(play())
     assert isinstance(episode, Episode) and episode.finish_reason == ended
     sample = reward_input(Prompt("p", (1, 2, 3), "2+2?", "4"), episode, chats.tokenizer)
-    if reward is None:
-        with pytest.raises(ValueError, match="no reward of an environment"):
+    if not isinstance(reward, float):
+        with pytest.raises(ValueError, match=reward or "no reward of an environment"):
             environment(sample)
     else:
         assert environment(sample) == reward

@@ -24,4 +24,7 @@ def environment(sample: RewardInput) -> float:
         return float(reward)
     if sample.finish_reason == "length" or sample.environment.get("ended", _DONE) != _DONE:
         return 0.0
+    error = sample.environment.get("info", {}).get("result_error")
+    if error:
+        raise ValueError(f"the episode has no reward of an environment: {error}")
     raise ValueError("the episode has no reward of an environment; name another reward, or have `step` give one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -37,6 +38,8 @@ from relax_hpc.transport.exchange import Gone, Message
 
 _SHOWN = 2000
 """Characters of what a program has printed last that samples and faults show."""
+_SHOWN_REWARD = 80
+"""Characters of a reward that is no number that samples and faults show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Agents:
         is_killed = (code or 0) < 0 and not program.has_sent_result
         info, result = self._read_result(program)
         # Its output before a signal may come from the command that has sent the signal.
-        reward = None if is_killed else finite_number(result.get("reward"))
+        reward = None if is_killed else _read_reward(result)
         reason = session.reason
         if reason == "env_done" and code != 0 and reward is None:
             reason = "program_failed"
@@ -141,7 +144,8 @@ class Agents:
         return end
 
     def _read_result(self, program: Program) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Entries of `info` about a program, and its result, empty if it gave none."""
+        """Entries of `info` about a program, and its result, empty if it gave none. A reward that is no number is
+        named."""
         info: dict[str, Any] = {"output": program.output[-_SHOWN:], "errors": program.errors[-_SHOWN:]}
         if program.forged:
             self._count("forged_result")
@@ -151,7 +155,14 @@ class Agents:
         except ValueError as error:
             self._count("bad_result")
             return {**info, "result_error": str(error)}, {}
-        return (info, {}) if result is None else ({**info, "said": result}, result)
+        if result is None:
+            return info, {}
+        info["said"] = result
+        if result.get("reward") is not None and _read_reward(result) is None:
+            self._count("bad_result")
+            value = json.dumps(result["reward"], ensure_ascii=False)[:_SHOWN_REWARD]
+            info["result_error"] = f"reward: found {value}, allowed: a finite number, true or false"
+        return info, result
 
     def _report_namespaces(self, program: Program) -> None:
         """Say once in the log of this role why programs have no PID namespace."""
@@ -213,6 +224,13 @@ async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
         for waiting in tasks:
             waiting.cancel()
         await asyncio.wait(tasks)
+
+
+def _read_reward(result: Mapping[str, Any]) -> float | None:
+    """The reward in a program's result, with true as 1 and false as 0; None: it has none, or one that is no finite
+    number."""
+    reward = result.get("reward")
+    return finite_number(int(reward) if isinstance(reward, bool) else reward)
 
 
 def _last_errors(program: Program) -> ErrorOrigin:
