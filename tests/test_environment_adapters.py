@@ -69,12 +69,36 @@ class TestGymnasium:
         assert begins[0] == begins[1] and len(json.loads(begins[0])) == 4
         assert begun(self.made("CartPole-v1"), 8)[1][0].text != begins[0]
 
-    @pytest.mark.parametrize("said", ["2", "[0]", "left", "1e999", "NaN", "null", ""])
+    @pytest.mark.parametrize("said", ["2", "[0]", "left", "1e999", "NaN", "null", "", "0.7", "true", '"1"'])
     def test_an_action_that_there_is_not_is_told_of(self, said: str) -> None:
         cart, _ = begun(self.made("CartPole-v1"))
         step = cart.step(Response(said, "stop", 0))
         assert step.observations[0].text.startswith(f"Error: found {said!r}, allowed: Discrete(2)")
         assert cart.step(Response("1", "stop", 1)).reward == 1.0
+
+    @pytest.mark.parametrize(
+        ("space", "allowed", "others"),
+        [
+            (gymnasium.spaces.Discrete(3), ["1", "1.0"], ["1.5", "false"]),
+            (gymnasium.spaces.MultiDiscrete([2, 3]), ["[1, 2]"], ["[0.9, 2]", "[true, false]"]),
+            (gymnasium.spaces.MultiBinary(2), ["[1, 0]", "[true, false]"], ["[0.5, 1]", '["1", "0"]']),
+            (
+                gymnasium.spaces.Box(-np.inf, np.inf, (2,)),
+                ["[0.1, 2]"],
+                ["[1e39, 0]", "[Infinity, 0]", '["1", "2"]', "[true, false]"],
+            ),
+        ],
+        ids=str,
+    )
+    def test_an_action_is_played_as_it_was_written_or_refused(
+        self, space: Any, allowed: list[str], others: list[str]
+    ) -> None:
+        self.registered("Written-v0", space, "go")
+        game, _ = begun(self.made("Written-v0"))
+        for said in allowed:
+            assert np.array_equal(game._action(said), np.asarray(json.loads(said), space.dtype))
+        for said in others:
+            assert game.step(Response(said, "stop", 0)).info == {"invalid_actions": 1 + others.index(said)}
 
     def test_a_game_may_be_seen(self) -> None:
         class Stripes(gymnasium.Env):

@@ -74,7 +74,7 @@ class Gymnasium(Environment):
                 raise ToolError(f"found {said[:80]!r}, allowed: {', '.join(self._names)}")
             return int(space.start) + self._names.index(said.lower())
         try:
-            action = np.asarray(json.loads(said), space.dtype)
+            action = _array_of(json.loads(said), space)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ToolError(f"found {said[:80]!r}, allowed: {space}, as JSON") from error
         if not space.contains(action if action.ndim else action[()]):
@@ -91,6 +91,25 @@ class Gymnasium(Environment):
 
         picture = MediaPart("image", png(Image.fromarray(rendered)))
         return Observation("\n".join(_texts_in(seen)), (picture,), role="user")
+
+
+def _array_of(value: Any, space: Any) -> np.ndarray:
+    """A JSON ``value`` as an array of the type that actions of ``space`` have. ValueError, TypeError, OverflowError:
+    it has something else than numbers, or others than the array could hold: 1.7 is no action of 0, 1 and 2."""
+    from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+
+    with np.errstate(over="ignore"):
+        array = np.asarray(value, space.dtype)
+    if not isinstance(space, Discrete | MultiDiscrete | MultiBinary | Box):
+        return array
+    raw = np.asarray(value)
+    # To numpy, true and "1" are numbers as well.
+    if raw.dtype.kind not in ("biuf" if isinstance(space, MultiBinary) else "iuf"):
+        raise ValueError("no numbers")
+    is_same = np.isfinite(array).all() if array.dtype.kind == "f" else np.array_equal(array, raw)
+    if not is_same:
+        raise ValueError("other numbers")
+    return array
 
 
 def _check_names(names: Sequence[str], space: Any) -> None:
