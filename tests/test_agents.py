@@ -236,6 +236,7 @@ def code(body: bytes) -> str:
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "wrong_field"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "browser"}]}', "wrong_field"),
         (json.dumps({"messages": [{"role": "user", "content": "x" * 20_000}]}).encode(), "context_length_exceeded"),
@@ -638,6 +639,43 @@ def test_stops_and_streams(chats: Chats) -> None:
         found = [json.loads(event) for event in events]
         assert found[1]["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
         assert found[2]["choices"][0]["finish_reason"] == "tool_calls" and found[3]["usage"]["completion_tokens"] > 0
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/responses", "/v1/messages"])
+def test_no_text_of_an_answer_ends_a_line_of_its_stream(chats: Chats, path: str) -> None:
+    """Readers such as httpx's `iter_lines` split lines as `str.splitlines` does."""
+
+    async def play() -> None:
+        call = json.dumps({"name": "add", "arguments": {"a": "x\u2028y"}}, ensure_ascii=False)
+        text = f"a\u2028b\x85c\u2029d<tool_call>{call}</tool_call>"
+        session = session_of(chats, scripted(chats, text))
+        body = {"input" if path == "/v1/responses" else "messages": [USER], "stream": True}
+        reply = await session.reply(path, json.dumps(body).encode(), 0)
+        lines = reply.body.decode().splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert all(not line or line.startswith(("data: ", "event: ")) for line in lines)
+        assert any("a\u2028b\x85c\u2029d" in texts_of(json.loads(each)) for each in data if each != "[DONE]")
+
+    asyncio.run(play())
+
+
+def texts_of(value: Any) -> str:
+    """All texts of a JSON value in one."""
+    if isinstance(value, str):
+        return value
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return " ".join(map(texts_of, values))
+
+
+def test_an_answer_without_a_text_is_an_empty_text(chats: Chats) -> None:
+    async def play() -> None:
+        session = session_of(chats, scripted(chats, "", f"{CALL}", "fine"))
+        empty = await ask(session, [USER])
+        assert empty["content"] == ""
+        call = await ask(session, [USER, empty, USER], tools=TOOLS)
+        assert call["content"] is None and call["tool_calls"]
 
     asyncio.run(play())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from relax_hpc.rollout.samples import begins_in_thought
 
 MODEL = "policy"
 """Name of the only model; what a request names does not matter."""
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+"""Characters that JSON need not escape, and that end a line to readers of streams such as `str.splitlines`, httpx's
+`iter_lines` (0.28) and JavaScript's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,9 @@ class Answer:
 
 
 def as_json(value: Any) -> bytes:
-    """``value`` as JSON."""
-    return json.dumps(value, ensure_ascii=False).encode()
+    """``value`` as JSON, in one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode()
 
 
 def arguments_of(call: ToolCall) -> str:

@@ -104,10 +104,13 @@ def wrong(field: str, value: Any, allowed: str) -> Refused:
 
 
 def number_in(request: Mapping[str, Any], *fields: str) -> int:
-    """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none."""
-    number = next((request[field] for field in fields if request.get(field)), 0)
-    if type(number) is not int or number < 0:
-        raise wrong(fields[0], number, "a number of tokens")
+    """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none, or 0."""
+    field = next((field for field in fields if request.get(field) is not None), "")
+    if not field:
+        return 0
+    number = request[field]
+    if type(number) is not int or number < 1:
+        raise wrong(field, number, "a number of tokens from 1")
     return number
 
 

@@ -111,7 +111,8 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         "completion_tokens": answer.tokens,
         "total_tokens": answer.known + answer.tokens,
     }
-    said = {"role": "assistant", "content": answer.content or None}
+    # Clients expect null beside calls alone: smolagents and others fail at an answer without a text.
+    said = {"role": "assistant", "content": answer.content or (None if calls else "")}
     if request.streams:
         return streamed(_events(about, said, calls, reason, usage if request.tells_usage else None))
     message = {**said, **({"tool_calls": calls} if calls else {})}
