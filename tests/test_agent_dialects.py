@@ -270,6 +270,65 @@ def test_a_field_that_asks_for_nothing_is_taken(chats: Chats, path: str) -> None
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_results_stand_in_the_order_of_their_calls(chats: Chats, path: str) -> None:
+    """The template shows no names of calls: the policy knows results by their order alone."""
+
+    async def play() -> None:
+        names = ["c0", "c1", "c2"]
+        calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in names]
+        results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in reversed(names)]
+        question = {"role": "user", "content": "x"}
+        bodies: dict[str, Any] = {
+            "chat/completions": {"messages": [question, {"role": "assistant", "tool_calls": calls}, *results]},
+            "responses": {
+                "input": [
+                    question,
+                    *({"type": "function_call", "call_id": name, "name": "add", "arguments": "{}"} for name in names),
+                    *(
+                        {"type": "function_call_output", "call_id": name, "output": f"of {name}"}
+                        for name in reversed(names)
+                    ),
+                ]
+            },
+            "messages": {
+                "messages": [
+                    question,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in names],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": name, "content": f"of {name}"}
+                            for name in reversed(names)
+                        ],
+                    },
+                ]
+            },
+        }
+        session, engine = session_that_says(chats)
+        reply = await session.reply(f"/v1/{path}", json.dumps(bodies[path]).encode(), 0)
+        prompt = chats.tokenizer.decode(engine.asked[0][0])
+        assert reply.status == 200 and prompt.index("of c0") < prompt.index("of c1") < prompt.index("of c2")
+
+    asyncio.run(play())
+
+
+def test_results_without_a_call_stay_where_they_are(chats: Chats) -> None:
+    async def play() -> None:
+        call = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        results = [{"role": "tool", "content": "first"}, {"role": "tool", "tool_call_id": "c0", "content": "second"}]
+        body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}, *results]}
+        session, engine = session_that_says(chats)
+        assert (await session.reply("/v1/chat/completions", json.dumps(body).encode(), 0)).status == 200
+        prompt = chats.tokenizer.decode(engine.asked[0][0])
+        assert prompt.index("first") < prompt.index("second")
+
+    asyncio.run(play())
+
+
 def test_a_stop_sequence_is_named_to_who_asks_by_anthropics_interface(chats: Chats) -> None:
     async def play() -> None:
         session = session_of(chats, ToldEngine(lambda before, limit: chats.said("so</code> and on")))

@@ -62,6 +62,8 @@ class ChatRequest:
                 "messages: the last one is an assistant's. This model does not support assistant message prefill. The "
                 "conversation must end with a user message, or with the result of a tool.",
             )
+        # Templates such as Qwen3's show no names of calls, so the order is all that the policy sees.
+        object.__setattr__(self, "messages", _in_order_of_calls(self.messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,26 @@ class Fields:
             # 1 and true are equal in Python.
             if not any(value == each and type(value) is type(each) for each in allowed):
                 raise wrong(name, value, " or ".join([*map(json.dumps, allowed), "nothing"]))
+
+
+def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with the results of an answer's calls in the order of the calls.
+
+    A program that runs calls in parallel may send the results in the order in which they came. A result that names no
+    call of the answer stays where it is, and so do those behind it.
+    """
+    ordered, places, first_result = list[Message](), dict[str, int](), 0
+    for message in messages:
+        ordered.append(message)
+        if message["role"] != "tool":
+            names = [call.get("id") for call in message.get("tool_calls", ())]
+            places = {name: place for place, name in enumerate(names) if name}
+            first_result = len(ordered)
+        elif message.get("tool_call_id") in places:
+            ordered[first_result:] = sorted(ordered[first_result:], key=lambda result: places[result["tool_call_id"]])
+        else:
+            places = {}
+    return ordered
 
 
 def read_object(body: bytes) -> dict[str, Any]:
