@@ -595,6 +595,41 @@ def test_a_stop_text_that_comes_back_is_what_the_policy_has_drawn(chats: Chats, 
     asyncio.run(play())
 
 
+@pytest.mark.parametrize(
+    "back",
+    [
+        {"content": "\n\nfour", "reasoning_content": "\nhm\n"},
+        {"content": "four", "reasoning": "hm"},
+        {"content": "<think>\nhm\n</think>\nfour"},
+        {"content": "<think>\nhm\n</think>\n\nfour", "reasoning_content": "\nhm\n"},
+    ],
+)
+def test_a_thought_that_comes_back_in_a_field_is_the_policys_own(chats: Chats, back: Body) -> None:
+    """litellm moves a thought to the field `reasoning_content`."""
+
+    async def play() -> None:
+        session = session_of(chats, scripted(chats, "<think>\nhm\n</think>\n\nfour", "five"))
+        await ask(session, [USER])
+        await ask(session, [USER, {"role": "assistant", **back}, USER])
+        assert len(rows(session)) == 1
+
+    asyncio.run(play())
+
+
+def test_a_thought_of_an_example_is_shown_as_the_policy_writes_it(chats: Chats) -> None:
+    async def play() -> None:
+        example = {"role": "assistant", "content": "four", "reasoning_content": "Two and two."}
+        template = ChatTemplate(TEMPLATE.replace(".split('</think>')[-1]", ""), {}, "")
+        engine = scripted(chats, "five")
+        try:
+            await ask(session_of(replace(chats, template=template), engine), [USER, example, USER])
+        finally:
+            template.close()
+        assert "<think>Two and two.</think>four" in chats.tokenizer.decode(engine.asked[0][0])
+
+    asyncio.run(play())
+
+
 def test_a_call_in_a_thought_is_no_call(chats: Chats) -> None:
     """Whether the policy has opened the thought, or the template, and whether it came to an end."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'

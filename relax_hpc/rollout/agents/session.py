@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 from relax_hpc.engines.engine import BadAnswer, Draft, Ended
 from relax_hpc.engines.stops import with_stops
+from relax_hpc.environments.tool_calls import THINK, THOUGHT
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
@@ -33,6 +35,7 @@ from relax_hpc.rollout.turns import Start
 from relax_hpc.transport.exchange import MAX_PAYLOAD_BYTES, Gone
 
 MODELS = "/v1/models"
+_THOUGHT_MARK = re.compile(rf"\s*({THINK}|{THOUGHT})\s*")
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
 _MOST_REFUSED = 32
 """Requests in a row that may be refused: a program that repeats them would do so for ever."""
@@ -324,8 +327,10 @@ def _keys(messages: Sequence[Message], tools: Tools) -> list[str]:
 
 def _key(before: str, message: Message) -> str:
     """Key of a chat that goes on by ``message``. Names of calls are the client's, and many a client strips what the
-    policy has said."""
+    policy has said and thought."""
     content = message["content"]
-    about = [message["role"], content.strip() if message["role"] == "assistant" else content]
+    if message["role"] == "assistant":
+        content = _THOUGHT_MARK.sub(r"\1", content.strip())
+    about = [message["role"], content]
     about += [call["function"] for call in message.get("tool_calls", ())]
     return hashlib.sha256(f"{before}{json.dumps(about, sort_keys=True)}".encode()).hexdigest()

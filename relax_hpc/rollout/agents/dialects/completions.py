@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from relax_hpc.environments.tool_calls import THINK, THOUGHT
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
@@ -16,6 +17,7 @@ from relax_hpc.rollout.agents.chat import (
     list_in,
     number_in,
     role_in,
+    text_in,
     text_of,
     texts_in,
     tool_of,
@@ -28,6 +30,8 @@ TOO_LONG = (
     "reduce the length of the messages. Input tokens exceed the configured limit of {limit} tokens."
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_THOUGHTS = ("reasoning_content", "reasoning")
+"""Fields of a message that have a thought, as servers of SGLang and vLLM name them."""
 _FIELDS = Fields(
     read=frozenset(
         ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
@@ -79,6 +83,8 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 def _message(given: Mapping[str, Any]) -> Message:
     role = role_in(given, "messages.role", _ROLES)
     message: Message = {"role": role, "content": text_of(given.get("content"))}
+    if role == "assistant" and THOUGHT not in message["content"]:
+        message["content"] = _thought(given) + message["content"]
     for name in ("function_call", "audio"):
         if given.get(name):
             raise wrong(f"messages.{name}", given[name], "nothing; calls are tool_calls")
@@ -89,6 +95,13 @@ def _message(given: Mapping[str, Any]) -> Message:
             raise wrong("messages.tool_calls", role, "of an assistant")
         message["tool_calls"] = [_call(call) for call in list_in(given, "tool_calls")]
     return message
+
+
+def _thought(given: Mapping[str, Any]) -> str:
+    """The thought of an assistant's message, with the marks that the policy writes around it. litellm and others move
+    it from the content to a field."""
+    thought = next((text_in(given, field) for field in _THOUGHTS if given.get(field)), "")
+    return f"{THINK}{thought}{THOUGHT}" if thought else ""
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
