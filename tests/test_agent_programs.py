@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.environments.plain import clean_texts, read_plain
 from relax_hpc.rollout.agents import program as program_module
-from relax_hpc.rollout.agents.agents import _without_proxy
+from relax_hpc.rollout.agents.agents import _variables, _without_proxy
 from relax_hpc.rollout.agents.program import Program
 from tests.effort import effort
 
@@ -287,3 +287,15 @@ def test_this_node_itself_is_asked_without_a_proxy(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert _without_proxy({}) == {"no_proxy": hosts, "NO_PROXY": hosts}
+
+
+def test_no_client_asks_another_server_that_the_users_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """langchain-openai reads OPENAI_API_BASE before OPENAI_BASE_URL."""
+    names = ("OPENAI_API_BASE", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL", "ANTHROPIC_AUTH_TOKEN")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not set(names) & set(_variables({}, "http://here", "sk-1"))
+    for name in names:
+        monkeypatch.setenv(name, "the user's")
+    variables = _variables({"ANTHROPIC_API_URL": "of the options"}, "http://here", "sk-1")
+    assert [variables[name] for name in names] == ["http://here/v1", "http://here", "of the options", "sk-1"]

@@ -254,17 +254,32 @@ def _printed(program: Program) -> str:
     return f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to standard error"
 
 
+_OTHER_NAMES = {
+    "OPENAI_API_BASE": "OPENAI_BASE_URL",
+    "ANTHROPIC_API_BASE": "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_URL": "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_AUTH_TOKEN": "ANTHROPIC_API_KEY",
+}
+"""Other names of these variables, which langchain-openai 1.7, langchain-anthropic, litellm 1.110 and Claude Code read
+first. The user's own environment may have them."""
+
+
 def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str, str]:
     """Environment variables of a program beyond this process's, those that are ``configured`` included."""
-    return {
-        # What a Python program has printed is there also if it is killed.
-        "PYTHONUNBUFFERED": "1",
-        **configured,
-        **_without_proxy(configured),
+    endpoint = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": bearer,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": bearer,
+    }
+    inherited = {name: endpoint[usual] for name, usual in _OTHER_NAMES.items() if name in os.environ}
+    return {
+        # What a Python program has printed is there also if it is killed.
+        "PYTHONUNBUFFERED": "1",
+        **inherited,
+        **configured,
+        **_without_proxy(configured),
+        **endpoint,
     }
 
 
