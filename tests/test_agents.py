@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.chat import ChatTemplate
+from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import TokenizerError
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import EnvironmentFault
+from relax_hpc.multimodal.medium import Kind
 from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rollout.agents import session as session_module
 from relax_hpc.rollout.agents.agents import Agents
@@ -877,6 +879,20 @@ def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(chats: Chats, t
         assert (info["output"].strip(), info["errors"].strip()) == ("***", "Incorrect API key: ***")
     else:
         assert "Incorrect API key: ***" in str(made)
+
+
+def test_a_prompt_with_media_is_refused(chats: Chats, tmp_path: Path) -> None:
+    """Its program would play without them."""
+
+    async def play() -> Any:
+        async with gateway(tmp_path) as there:
+            async with player_of(there, chats, ["true"]) as (player, _):
+                start = ToldEngine(lambda before, limit: chats.said("ok")).start()
+                medium = PromptMedium(Kind("image"), b"", ((0, 1),))
+                return await player.play(History(), replace(start, prompt=replace(start.prompt, media=(medium,))))
+
+    refused = asyncio.run(play())
+    assert isinstance(refused, BadAnswer) and "found image in the prompt, allowed: text" in str(refused)
 
 
 def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None:

@@ -91,7 +91,12 @@ class Agents:
 
     async def play(self, history: History, start: Start) -> Episode:
         """See `Stage.play`. While the gateway is replaced, it waits, and the program starts again and repeats its
-        requests."""
+        requests. BadAnswer: the prompt has media, which the program would not get."""
+        if start.prompt.media:
+            kinds = ", ".join(sorted({medium.kind.value for medium in start.prompt.media}))
+            raise BadAnswer(
+                "environment_answer", f"found {kinds} in the prompt, allowed: text; agent programs are given no media"
+            )
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
         with start.waiting():
