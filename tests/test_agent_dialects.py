@@ -6,17 +6,19 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
 from relax_hpc.transport.exchange import Message
-from tests.agent_helpers import TOOLS, Chats, ToldEngine
+from tests.agent_helpers import TEMPLATE, TOOLS, Chats, ToldEngine
 from tests.gateway_helpers import gateway
 from tests.requirements import requires
 from tests.test_agents import rows, session_of
@@ -325,6 +327,50 @@ def test_results_without_a_call_stay_where_they_are(chats: Chats) -> None:
         assert (await session.reply("/v1/chat/completions", json.dumps(body).encode(), 0)).status == 200
         prompt = chats.tokenizer.decode(engine.asked[0][0])
         assert prompt.index("first") < prompt.index("second")
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": "no such file", "is_error": True}, "Error: no such file"),
+        ({"content": [{"type": "text", "text": "Error: no such file"}], "is_error": True}, "Error: no such file"),
+        ({"is_error": True}, "Error: "),
+        ({"content": "fine", "is_error": False}, "fine"),
+    ],
+)
+def test_a_result_that_is_an_error_says_so(chats: Chats, result: dict[str, Any], shown: str) -> None:
+    async def play() -> None:
+        use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", **result}]},
+        ]
+        session, engine = session_that_says(chats)
+        assert (await session.reply("/v1/messages", json.dumps({"messages": messages}).encode(), 0)).status == 200
+        assert f"<tool_response>\n{shown}\n</tool_response>" in chats.tokenizer.decode(engine.asked[0][0])
+
+    asyncio.run(play())
+
+
+def test_the_name_of_a_message_is_there_for_the_template(chats: Chats) -> None:
+    async def play() -> None:
+        source = TEMPLATE.replace("<|im_start|>user\n{{", "<|im_start|>user {{ message.name }}\n{{")
+        template = ChatTemplate(source, {}, "")
+        session, engine = session_that_says(replace(chats, template=template))
+        try:
+            for names in (["Ann"], ["Ann", "Bob"], ["Eve", "Bob"]):
+                messages = []
+                for name, said in zip(names, SAID, strict=False):
+                    messages += [{"role": "user", "name": name, "content": "x"}, {"role": "assistant", "content": said}]
+                body = json.dumps({"messages": messages[:-1]}).encode()
+                assert (await session.reply("/v1/chat/completions", body, 0)).status == 200
+                assert f"user {names[-1]}\nx" in chats.tokenizer.decode(engine.asked[-1][0])
+        finally:
+            template.close()
+        assert len(rows(session)) == 2, "another name makes another chat"
 
     asyncio.run(play())
 

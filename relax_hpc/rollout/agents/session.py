@@ -331,6 +331,6 @@ def _key(before: str, message: Message) -> str:
     content = message["content"]
     if message["role"] == "assistant":
         content = _THOUGHT_MARK.sub(r"\1", content.strip())
-    about = [message["role"], content]
+    about = [message["role"], content, *([message["name"]] if "name" in message else ())]
     about += [call["function"] for call in message.get("tool_calls", ())]
     return hashlib.sha256(f"{before}{json.dumps(about, sort_keys=True)}".encode()).hexdigest()

@@ -88,6 +88,9 @@ def _message(given: Mapping[str, Any]) -> Message:
     for name in ("function_call", "audio"):
         if given.get(name):
             raise wrong(f"messages.{name}", given[name], "nothing; calls are tool_calls")
+    # An assistant's is no part of what the policy has said.
+    if role != "assistant" and text_in(given, "name"):
+        message["name"] = given["name"]
     if isinstance(name := given.get("tool_call_id"), str):
         message["tool_call_id"] = name
     if given.get("tool_calls"):

@@ -80,7 +80,7 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
     for block in list_in(given, "content"):
         match block.get("type"):
             case "tool_result" if role == "user":
-                text = text_of(block.get("content"))
+                text = _result(block)
                 yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
             case "tool_use" if role == "assistant":
                 calls.append(call_of(block.get("name"), block.get("input"), block.get("id")))
@@ -88,6 +88,14 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
                 texts.append(block)
     if texts or calls:
         yield {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
+
+
+def _result(block: Mapping[str, Any]) -> str:
+    """Text of a tool's result. Chat templates have no field for a failure, so the text says it, as that of a tool of
+    `environment.kind: tools` does."""
+    text = text_of(block.get("content"))
+    says_error = text.lstrip().lower().startswith("error")
+    return f"Error: {text}" if block.get("is_error") and not says_error else text
 
 
 def reply(request: ChatRequest, answer: Answer) -> Reply:
