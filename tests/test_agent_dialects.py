@@ -196,6 +196,9 @@ ASKS_FOR_MORE: dict[str, list[dict[str, Any]]] = {
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"guided_json": {}},
         {"messages": [{"role": "function", "name": "add", "content": "4"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "c"}]},
+        {"messages": [{"role": "assistant", "content": None, "refusal": "No."}, {"role": "user", "content": "x"}]},
         {"messages": [{"role": "assistant", "function_call": FUNCTION}, {"role": "user", "content": "x"}]},
     ],
     "responses": [
@@ -211,6 +214,7 @@ ASKS_FOR_MORE: dict[str, list[dict[str, Any]]] = {
         {"include": ["message.output_text.logprobs"]},
         {"previous_response_id": ["resp_0"]},
         {"input": [{"role": ["user"], "content": "x"}]},
+        {"input": [{"role": "user", "content": None}]},
         {"input": [{"type": "reasoning", "summary": []}]},
     ],
     "messages": [
@@ -223,6 +227,11 @@ ASKS_FOR_MORE: dict[str, list[dict[str, Any]]] = {
         {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
         {"container": "x"},
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "x"}]}
+            ]
+        },
     ],
 }
 ASKS_FOR_NOTHING: dict[str, dict[str, Any]] = {

@@ -82,10 +82,12 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _message(given: Mapping[str, Any]) -> Message:
     role = role_in(given, "messages.role", _ROLES)
+    if role != "assistant" and given.get("content") is None:
+        raise wrong("messages.content", None, f"a text or parts, which a message of role {given['role']} has to have")
     message: Message = {"role": role, "content": text_of(given.get("content"))}
     if role == "assistant" and THOUGHT not in message["content"]:
         message["content"] = _thought(given) + message["content"]
-    for name in ("function_call", "audio"):
+    for name in ("function_call", "audio", "refusal"):
         if given.get(name):
             raise wrong(f"messages.{name}", given[name], "nothing; calls are tool_calls")
     # An assistant's is no part of what the policy has said.

@@ -84,7 +84,7 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
                 yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
             case "tool_use" if role == "assistant":
                 calls.append(call_of(block.get("name"), block.get("input"), block.get("id")))
-            case kind if kind not in _THOUGHTS:
+            case kind if role != "assistant" or kind not in _THOUGHTS:
                 texts.append(block)
     if texts or calls:
         yield {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}

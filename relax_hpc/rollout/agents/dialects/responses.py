@@ -91,6 +91,8 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
         match item.get("type", "message"):
             case "message":
                 role = role_in(item, "input.role", _ROLES)
+                if role != "assistant" and item.get("content") is None:
+                    raise wrong("input.content", None, f"a text or parts, which a message of role {role} has to have")
                 found.append({"role": role, "content": text_of(item.get("content"), _TEXTS)})
             case "function_call":
                 if not found or found[-1]["role"] != "assistant":
