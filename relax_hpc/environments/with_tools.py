@@ -14,12 +14,14 @@ class WithTools(Environment):
     """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus: texts.sqlite}}}`.
 
     Each call of a turn gets one observation, in their order; a malformed call gets its error. A call within a thought
-    (`<think>`) stays a thought. `info` has the names of the tools that were called, and how many calls failed.
+    (`<think>`) stays a thought. `info` has the names of the tools that the episode has called so far, and how many of
+    its calls failed.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
         """``most_calls``: of a turn. ConfigError: there is no such tool."""
         self._tools, self._most_calls = tools_of(tools), most_calls
+        self._called, self._failed = list[str](), 0
 
     @property
     def signatures(self) -> list[dict[str, Any]]:
@@ -32,10 +34,10 @@ class WithTools(Environment):
         if len(calls) > self._most_calls:
             calls = [ToolError(f"found {len(calls)} calls in a turn, allowed {self._most_calls}")]
         answers = [self._answer(call) for call in calls]
-        info = {
-            "calls": [call.name for call in calls if isinstance(call, ToolCall)],
-            "failed": sum(isinstance(answer, ToolError) for answer in answers),
-        }
+        # A reward sees the last value of each entry.
+        self._called += [call.name for call in calls if isinstance(call, ToolCall)]
+        self._failed += sum(isinstance(answer, ToolError) for answer in answers)
+        info = {"calls": list(self._called), "failed": self._failed}
         return Step(tuple(map(_observation, answers)), info=info)
 
     def _answer(self, call: ToolCall | ToolError) -> str | Observation | ToolError:
