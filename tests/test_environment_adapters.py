@@ -68,6 +68,8 @@ class TestGymnasium:
         begins = [begun(self.made("CartPole-v1"), episode, seed=7)[1][0].text for episode in range(2)]
         assert begins[0] == begins[1] and len(json.loads(begins[0])) == 4
         assert begun(self.made("CartPole-v1"), 8)[1][0].text != begins[0]
+        own = [begun(self.made("CartPole-v1"), 8, **columns)[1][0].text for columns in ({}, {"seed": None})]
+        assert own[0] == own[1]
 
     @pytest.mark.parametrize("said", ["2", "[0]", "left", "1e999", "NaN", "null", "", "0.7", "true", '"1"'])
     def test_an_action_that_there_is_not_is_told_of(self, said: str) -> None:

@@ -49,7 +49,8 @@ class Gymnasium(Environment):
             _check_names(self._names, self._game.action_space)
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
-        seen, _ = self._game.reset(seed=int(beginning.metadata.get(SEED, beginning.seed)))
+        seed = beginning.metadata.get(SEED)
+        seen, _ = self._game.reset(seed=beginning.seed if seed is None else int(seed))
         return (self._observation(seen),)
 
     def step(self, response: Response) -> Step:
