@@ -65,7 +65,7 @@ def read_regular(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
 
 
 def read_in_run(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
-    """As `read_regular`, of a file in a run directory, see `open_in_run`."""
+    """Bytes of a file in a run directory, see `open_in_run`. Errors: as of `read_regular`."""
     check_link(path)
     return read_regular(path, most_bytes)
 
@@ -77,7 +77,7 @@ def copy_regular(source: Path, target: Path) -> None:
 
 
 def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
-    """What is left of ``file``. ForeignFileError: more than ``most_bytes``; ``path`` is its name."""
+    """Remaining bytes of ``file``, whose name is ``path``. ForeignFileError: more than ``most_bytes``."""
     data = bytearray()
     # In blocks: CPython 3.11 allocates as many bytes as `read` may return, before it reads any.
     while block := file.read(_BLOCK_BYTES):

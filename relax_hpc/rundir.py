@@ -170,7 +170,7 @@ class RunDir:
 
     @property
     def algorithm(self) -> Path:
-        """What the queue has to know of an algorithm of the user's own, see `algorithms.record_of`."""
+        """Record of an algorithm of the user's own, see `algorithms.record_of`."""
         return self.root / "algorithm.json"
 
     @property

@@ -141,7 +141,7 @@ def test_what_was_started_ahead_may_be_killed(at_work: World) -> None:
     at_work.supervise("actor", then=watch(at_work, kill, gone, kill_the_actor, ends(at_work, 2)))
     assert at_work.started == [("actor", 1), ("actor", 3)]
     assert at_work.said().count("incarnation 2, started ahead, has ended before it was needed") == 1
-    assert at_work.said().count("incarnation 2 started ahead") == 1
+    assert at_work.said().count("a standby is ready (incarnation 2)") == 1
 
 
 @pytest.mark.parametrize("what", ["release", "restart", "end"])

@@ -217,21 +217,23 @@ def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: No
     assert tried.returncode == 1 and tried.stderr == "refused\n"
 
 
-def test_nothing_is_asked_of_a_dead_servers_port(place: Path, faked: None) -> None:
-    """Anybody may listen there then, and answer."""
+def test_nobody_else_gets_the_port_of_a_dead_server(place: Path, faked: None) -> None:
+    """Whoever had it could answer, and would be sent the key with the next request."""
 
     async def scene() -> str:
         engine = make_engine(place)
         await engine.start()
         engine.server.session.leader.kill()
         await engine.wait_dead()
-        accepted: list[object] = []
         address = ("127.0.0.1", engine.server.arguments["port"])
-        async with await asyncio.start_server(lambda *both: accepted.append(both), *address):
-            with pytest.raises(EngineFault) as caught:
-                await engine.generate(request(fake.GOOD))
+        with pytest.raises(OSError, match="address already in use"):
+            await asyncio.start_server(lambda *both: None, *address)
+        with pytest.raises(EngineFault) as caught:
+            await engine.generate(request(fake.GOOD))
+        reader, writer = await asyncio.open_connection(*address)
+        assert await asyncio.wait_for(reader.read(), 10.0) == b"", "closed at once"
+        writer.close()
         await engine.close()
-        assert not accepted
         return str(caught.value)
 
     assert "dead: the server ended with code -9" in asyncio.run(scene())

@@ -53,7 +53,7 @@ _RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHI
 
 
 def record_of(algorithm: Algorithm) -> dict[str, Any]:
-    """What the queue has to know of ``algorithm``, as JSON, for processes that do not import its class."""
+    """Record of what the queue reads of ``algorithm``, as JSON, for processes that do not import its class."""
     return {
         "name": algorithm.name,
         "needs": list(algorithm.needs),

@@ -111,7 +111,7 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
 
 
 def _algorithm_record(run: RunDir) -> dict[str, Any]:
-    """What the run says of an algorithm of its user's own, see `record_of`; {}: nothing."""
+    """Record of an algorithm of the user's own, see `record_of`; empty: the run has none."""
     record = read_map(run.algorithm, **RECORD_KINDS)
     names = [*record.get("needs", ()), *record.get("gives", ())]
     return record if all(isinstance(name, str) for name in names) and record.get("gives") else {}

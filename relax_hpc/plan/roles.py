@@ -262,7 +262,7 @@ def _too_many(config: Config, group: str, key: str, replicas: int, flags: Mappin
 
 
 def _sizes(flags: Mapping[str, Any]) -> str:
-    """How ``flags`` split a model over GPUs, in words."""
+    """Description of how ``flags`` split a model over GPUs."""
     tensor, pipeline, data = (int(engine_flag(flags, name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
     return f"tensor {tensor}, pipeline {pipeline}" + (f", data {data}" if data > 1 else "")
 
