@@ -231,7 +231,8 @@ def test_nobody_else_gets_the_port_of_a_dead_server(place: Path, faked: None) ->
         with pytest.raises(EngineFault) as caught:
             await engine.generate(request(fake.GOOD))
         reader, writer = await asyncio.open_connection(*address)
-        assert await asyncio.wait_for(reader.read(), 10.0) == b"", "closed at once"
+        async with asyncio.timeout(10.0):
+            assert await reader.read() == b"", "closed at once"
         writer.close()
         await engine.close()
         return str(caught.value)
