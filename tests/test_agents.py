@@ -239,6 +239,7 @@ def code(body: bytes) -> str:
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "wrong_field"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stream": "false"}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "browser"}]}', "wrong_field"),
         (json.dumps({"messages": [{"role": "user", "content": "x" * 20_000}]}).encode(), "context_length_exceeded"),

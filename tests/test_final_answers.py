@@ -583,6 +583,8 @@ def test_dapo_takes_the_whole_line(text: str, answer: str, right: bool) -> None:
     ("text", "content"),
     [
         (r"\boxed{1}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{19}... wait, no: ... \boxed{18}", "18"),
+        (r"\boxed{19} ... \boxed{18}", "18"),
         (r"\boxed 5 is it", "5"),
         (r"\boxed{5", "5"),
         (r"\boxed{5} $\boxed{5}$", "5"),

@@ -136,6 +136,14 @@ def number_in(request: Mapping[str, Any], *fields: str) -> int:
     return number
 
 
+def flag_in(request: Mapping[str, Any], field: str) -> bool:
+    """Whether ``field`` is true; it is false where it is absent. Refused: it is neither true nor false."""
+    value = request.get(field)
+    if value is not None and type(value) is not bool:
+        raise wrong(field, value, "true or false")
+    return bool(value)
+
+
 def texts_in(request: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Texts in ``field``: one, or a list. Refused: it has others."""
     texts = request.get(field) or []

@@ -14,6 +14,7 @@ from relax_hpc.rollout.agents.chat import (
     Fields,
     Message,
     call_of,
+    flag_in,
     list_in,
     number_in,
     role_in,
@@ -67,7 +68,7 @@ def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> C
         may_call=bool(tools) and asked.get("tool_choice") != "none",
         max_tokens=number_in(asked, "max_completion_tokens", "max_tokens"),
         stop=texts_in(asked, "stop"),
-        streams=bool(asked.get("stream")),
+        streams=flag_in(asked, "stream"),
         tells_usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
 

@@ -12,6 +12,7 @@ from relax_hpc.rollout.agents.chat import (
     Fields,
     Message,
     call_of,
+    flag_in,
     list_in,
     number_in,
     role_in,
@@ -50,7 +51,7 @@ def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> C
         may_call=_choice(asked.get("tool_choice")) == "auto" and bool(tools),
         max_tokens=number_in(asked, "max_tokens"),
         stop=texts_in(asked, "stop_sequences"),
-        streams=bool(asked.get("stream")),
+        streams=flag_in(asked, "stream"),
     )
 
 

@@ -14,6 +14,7 @@ from relax_hpc.rollout.agents.chat import (
     Message,
     Refused,
     call_of,
+    flag_in,
     list_in,
     number_in,
     role_in,
@@ -73,7 +74,7 @@ def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> C
         tools,
         may_call=bool(tools) and asked.get("tool_choice") != "none",
         max_tokens=number_in(asked, "max_output_tokens"),
-        streams=bool(asked.get("stream")),
+        streams=flag_in(asked, "stream"),
         apart=len(first),
     )
 
