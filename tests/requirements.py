@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+PACKAGE = f"{Path(__file__).resolve().parent.parent / 'relax_hpc'}/"
+"""Beginning of the paths of the product's modules."""
 DEVICE = os.environ.get("RELAX_TEST_DEVICE", "cpu")
 """Where tests that are marked `gpu` compute; `cuda` runs them alone, and conftest.py hides GPUs otherwise."""
 

@@ -23,6 +23,7 @@ from relax_hpc.errors import ConfigError
 from tests import hostile_environments
 from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
+from tests.requirements import PACKAGE
 from tests.signalled import count_calls
 
 SLEEPS = "sleep 1000"
@@ -272,4 +273,4 @@ def test_a_fault_says_where_in_the_environment_it_was(response: str, reason: str
     path = hostile_environments.__file__
     assert re.fullmatch(rf"{re.escape(path)}:\d+ in {function}", fault.origin.location)
     assert "time.sleep(float(seconds))" in fault.origin.traceback
-    assert "relax_hpc" not in fault.origin.traceback
+    assert PACKAGE not in fault.origin.traceback

@@ -18,6 +18,7 @@ from relax_hpc.named import named
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.choice import multiple_choice
+from tests.requirements import PACKAGE
 
 
 def error_of(work: object, *arguments: object) -> BaseException:
@@ -51,7 +52,7 @@ def test_a_cause_is_shown_without_frames_of_this_package() -> None:
     assert failure.origin.location.endswith(" in outer")
     text = failure.origin.traceback
     assert text.index("JSONDecodeError") < text.index("direct cause") < text.index("no JSON")
-    assert "relax_hpc" not in text
+    assert PACKAGE not in text
 
 
 def test_an_error_of_this_package_alone_has_no_origin() -> None:

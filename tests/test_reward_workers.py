@@ -21,6 +21,7 @@ from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.pool import Pool
 from relax_hpc.rewards.where import InThread
 from relax_hpc.workers import pool as pool_module
+from tests.requirements import PACKAGE
 from tests.signalled import count_calls
 
 LIMIT_S = 60.0
@@ -330,7 +331,7 @@ def test_a_failing_reward_says_where_in_its_own_file(pool: Callable[..., Pool], 
     assert failure.origin.location == f"{tmp_path / 'bad_rewards.py'}:2 in inner"
     traceback = failure.origin.traceback
     assert "line 6, in score\n    return inner(sample)" in traceback
-    assert "relax_hpc" not in traceback and traceback.endswith("KeyError: 'solution'")
+    assert PACKAGE not in traceback and traceback.endswith("KeyError: 'solution'")
 
 
 def test_a_reward_that_hangs_says_where(pool: Callable[..., Pool], tmp_path: Path) -> None:
