@@ -39,6 +39,7 @@ class Judge:
         self.service = (
             GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
         )
+        self._quote = self.service.quote
         self.at_once = max(1, judge.in_flight // _GROUP)
         self._turns = asyncio.Semaphore(judge.in_flight)
         try:
@@ -67,7 +68,7 @@ class Judge:
         verdict = without_thoughts(text)
         scores = [match[1] for match in self._score.finditer(verdict)]
         if not scores:
-            raise ValueError(f"the judge gives no score: {self.service.quote(text, from_end=True)}")
+            raise ValueError(f"the judge gives no score: {self._quote(text, from_end=True)}")
         return float(scores[-1]) * settings.scale
 
     def _text(self, answer: Any) -> str:
@@ -78,10 +79,10 @@ class Judge:
         except (LookupError, TypeError, AttributeError):
             text = finish_reason = None
         if not isinstance(text, str):
-            raise ValueError(f"the judge answers {self.service.quote(answer)}, expected choices with a message")
+            raise ValueError(f"the judge answers {self._quote(answer)}, expected choices with a message")
         if finish_reason in _CUT_OFF:
             raise ValueError(
                 f"the judge was cut off (finish_reason {finish_reason}) after "
-                f"{self.service.quote(text, from_end=True)}; raise reward.judge.max_new_tokens"
+                f"{self._quote(text, from_end=True)}; raise reward.judge.max_new_tokens"
             )
         return text

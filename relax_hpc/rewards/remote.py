@@ -19,11 +19,12 @@ class Remote:
         """ConfigError: see `Service`."""
         self.at_once = settings.remote.in_flight
         self.service = Service(settings.remote, "reward.remote")
+        self._quote = self.service.quote
 
     async def __call__(self, samples: list[RewardInput]) -> list[Any]:
         """Ask the service for the scores of a prompt group. NoAnswer. ValueError: it refuses, or gives something
         else."""
         found = await self.service.ask({"samples": [dataclasses.asdict(sample) for sample in samples]})
         if not isinstance(found, dict) or not isinstance(found.get("scores"), list):
-            raise ValueError(f'the service answers {self.service.quote(found)}, expected {{"scores": [...]}}')
+            raise ValueError(f'the service answers {self._quote(found)}, expected {{"scores": [...]}}')
         return found["scores"]
