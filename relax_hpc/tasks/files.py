@@ -66,11 +66,13 @@ def check_unchanged(run: RunDir, config: Config) -> None:
     began. Roles say so too, once they have GPUs."""
     sets = [(path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()]
     sets += [(path, _train_index(run, name), name, "train") for name, path in train_files(run, config).items()]
-    for path, index, name, split in sets:
-        if index.is_file():
-            tokenizer = load_tokenizer(run.model)
-            files = RowFiles.of(path, split)
-            check_same(files, index, tokenizer, _rules(config, tokenizer, files, name))
+    indexed = [entry for entry in sets if entry[1].is_file()]
+    if not indexed:
+        return
+    tokenizer = load_tokenizer(run.model)
+    for path, index, name, split in indexed:
+        files = RowFiles.of(path, split)
+        check_same(files, index, tokenizer, _rules(config, tokenizer, files, name))
 
 
 def _opened(
