@@ -259,6 +259,8 @@ def test_a_setting_may_be_unset_by_null(tmp_path: Path, value: bool | None) -> N
     assert load([tmp_path / "config.yaml"]).data.enable_thinking is value
     with pytest.raises(ConfigError, match="steps: found None, allowed: an integer"):
         load([], {"steps": None})
+    with pytest.raises(ConfigError, match="enable_thinking: found 'no'.*, allowed: true or false or null"):
+        load([], {"data.enable_thinking": "no"})
 
 
 def test_dump_and_load_give_the_same(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class Cleaner:
             return self._section(hint, value, key)
         if type(None) in get_args(hint) and get_origin(hint) is not Literal:
             hint = next(choice for choice in get_args(hint) if choice is not type(None))
-            if value is None and hint in _KINDS:
-                return None
+            if hint in _KINDS:
+                return None if value is None else self._scalar(hint, value, key, metadata, " or null")
         origin = get_origin(hint)
         if origin is dict:
             return self._map(get_args(hint)[1], value, key)
@@ -166,12 +166,15 @@ class Cleaner:
                 found[name] = self.clean(item, entry, f"{key}.{name}")
         return _kept(found)
 
-    def _scalar(self, hint: Any, value: Any, key: str, metadata: Mapping[str, Any]) -> Any:
+    def _scalar(
+        self, hint: Any, value: Any, key: str, metadata: Mapping[str, Any], also_allowed: str = ""
+    ) -> Any:
         if hint is float and type(value) is int:
             value = float(value) if abs(value) < 2**1023 else math.inf
         if type(value) is not hint:
             quote = f"; quote it: '{value}'" if hint is str and isinstance(value, bool | int | float) else ""
-            return self._wrong(key, value, " ".join([_KINDS[hint], bounds(metadata)]).strip(), quote)
+            allowed = " ".join([_KINDS[hint], bounds(metadata)]).strip()
+            return self._wrong(key, value, allowed + also_allowed, quote)
         low, high = metadata.get("low"), metadata.get("high")
         if isinstance(value, float) and not math.isfinite(value):
             return self._wrong(key, value, "a finite number " + bounds(metadata))
