@@ -259,7 +259,7 @@ def test_a_setting_may_be_unset_by_null(tmp_path: Path, value: bool | None) -> N
     assert load([tmp_path / "config.yaml"]).data.enable_thinking is value
     with pytest.raises(ConfigError, match="steps: found None, allowed: an integer"):
         load([], {"steps": None})
-    with pytest.raises(ConfigError, match="enable_thinking: found 'no'.*, allowed: true or false or null"):
+    with pytest.raises(ConfigError, match=r"enable_thinking: found 'no'.*, allowed: true or false or null"):
         load([], {"data.enable_thinking": "no"})
 
 
