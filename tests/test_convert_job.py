@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from relax_hpc.cli.program import main
+from relax_hpc.convert import job as conversion_job
 from relax_hpc.convert.conversion import Request
 from relax_hpc.convert.job import ConversionJob, JobOptions, submit
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.sandbox import Sandbox
 from tests.convert_helpers import DENSE, content, model, to
+from tests.fake_slurm import FakeSlurm
 
 pytest.importorskip("submitit")
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +65,48 @@ def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--slurm: .*srun"):
         submit(Request(source=tmp_path, target=tmp_path / "t"), JobOptions(), cluster="slurm")
+
+
+@pytest.fixture
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"_LOOK_S": 0.02, "_ASK_S": 0.1, "_LATE_S": 1.0}.items():
+        monkeypatch.setattr(conversion_job, name, seconds)
+
+
+@pytest.mark.usefixtures("brief_waits")
+def test_a_job_that_squeue_does_not_know_any_more_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A squeue that fails says nothing about the job."""
+    slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
+    slurm.answer("sbatch", "Submitted batch job 7\n")
+    slurm.set(jobs={"7": {"state": "RUNNING"}})
+    may_be_known, looks = conversion_job._may_be_known, list[bool]()
+
+    def look(*args) -> bool:
+        looks.append(may_be_known(*args))
+        if len(looks) == 2:
+            slurm.set(jobs={})
+            slurm.answer("squeue", err="squeue: fatal: no plugin", code=1, times=2)
+        return looks[-1]
+
+    monkeypatch.setattr(conversion_job, "_may_be_known", look)
+    request = Request(source=tmp_path, target=tmp_path / "megatron")
+    with pytest.raises(RelaxError, match=r"job 7 was lost, see .*megatron\.jobs/7_0_log\.err"):
+        submit(request, JobOptions(wait=True))
+    assert looks[:4] == [True] * 4 and not any(looks[4:])
+
+
+def kill_itself(_: object) -> partial[None]:
+    return partial(signal.raise_signal, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("brief_waits")
+def test_a_job_that_was_killed_is_lost(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in sandbox.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(conversion_job, "ConversionJob", kill_itself)
+    request = Request(source=tmp_path, target=tmp_path / "megatron")
+    with pytest.raises(RelaxError, match="was lost"):
+        submit(request, JobOptions(wait=True, cpus=1))
 
 
 def test_slurm_runs_it(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.rundir import private_folder
+from relax_hpc.slurm.commands import Slurm, SlurmError
+
+_LOOK_S, _ASK_S = 1.0, 10.0
+"""Seconds between looks for the result, and between questions to slurmctld."""
+_LATE_S = 60.0
+"""Seconds for the result of an ended job to show on a shared file system."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +79,11 @@ def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[st
     except Exception as error:
         raise ConfigError(f"--slurm: {error}") from error
     about = {"job": job.job_id, "log": str(job.paths.stdout)}
-    return about | _result(job) if options.wait else about
+    if not options.wait:
+        return about
+    if cluster == "slurm":
+        _await_result(job, Slurm())
+    return about | _result(job)
 
 
 def _parameters(options: JobOptions, cluster: str) -> dict[str, Any]:
@@ -86,12 +97,40 @@ def _parameters(options: JobOptions, cluster: str) -> dict[str, Any]:
     return found
 
 
+def _await_result(job: Any, slurm: Slurm) -> None:
+    """Wait until a Slurm job has left a result, or submitit knows that it has ended.
+
+    submitit 1.5.4 learns of ended jobs from sacct alone. Where Slurm has no accounting, it would wait
+    without end for a job that was killed. RelaxError: squeue does not know the job, and there is
+    still no result `_LATE_S` seconds later.
+    """
+    asked_at, last_seen_at = time.monotonic(), time.monotonic()
+    while not job.done():
+        if time.monotonic() - asked_at >= _ASK_S:
+            asked_at = time.monotonic()
+            if _may_be_known(job.job_id, slurm):
+                last_seen_at = time.monotonic()
+            elif asked_at - last_seen_at >= _LATE_S:
+                raise _lost_job_error(job)
+        time.sleep(_LOOK_S)
+
+
+def _may_be_known(job_id: str, slurm: Slurm) -> bool:
+    """Whether squeue knows a job. True as well if it does not answer: the job may still run."""
+    try:
+        return job_id in slurm.jobs(job_id)
+    except SlurmError:
+        return True
+
+
 def _result(job: Any) -> dict[str, Any]:
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     try:
         return job.result()
     except (FailedJobError, UncompletedJobError) as error:
-        raise RelaxError(
-            f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on"
-        ) from error
+        raise _lost_job_error(job) from error
+
+
+def _lost_job_error(job: Any) -> RelaxError:
+    return RelaxError(f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on")
