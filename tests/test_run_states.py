@@ -16,8 +16,8 @@ from relax_hpc.observe.states import OVER, RunSigns, exit_code, state_of
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise import requests
+from tests.command_helpers import begin, make_run
 from tests.fake_slurm import FakeSlurm
-from tests.test_commands import begin, make_run
 
 STOPPED, FAILED = {"code": 0, "reason": "asked to stop"}, {"code": 93, "reason": "in circles"}
 SLURM = {"submitted": True, "squeue_answers": True}

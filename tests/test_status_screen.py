@@ -26,8 +26,8 @@ from relax_hpc.observe.status_view import fitted_lines, lines
 from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.slurm.submissions import Entry, Ledger
+from tests.command_helpers import begin, make_run
 from tests.fake_slurm import FakeSlurm
-from tests.test_commands import begin, make_run
 
 CLEAR = "\x1b[H\x1b[J"
 
