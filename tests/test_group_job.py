@@ -229,6 +229,27 @@ def test_a_group_whose_job_is_over_gets_another_one(
     assert looked(hub, "actor") == [], "once"
 
 
+@pytest.mark.parametrize(
+    ("refusal", "tries_again"),
+    [(SlurmError("busy", transient=True), True), (SlurmError("late", timed_out=True), False)],
+    ids=["busy", "late"],
+)
+def test_a_job_that_slurm_was_too_busy_to_make_is_tried_again(
+    hub: GroupJob,
+    fake: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: SlurmError,
+    tries_again: bool,
+) -> None:
+    """After a deadline nothing is submitted again: the job may have been made."""
+    submit = jobs.submit_group
+    submitting(monkeypatch, refusal)
+    ended(fake, "7", "FAILED")
+    assert looked(hub, "actor") == ["actor: job 7 is over (FAILED)", f"actor: no job yet: {refusal}"]
+    monkeypatch.setattr(jobs, "submit_group", submit)
+    assert looked(hub, "actor")[1:] == ["actor: continues in job 30"] * tries_again
+
+
 def test_a_job_that_was_cancelled_long_ago_stays_cancelled(hub: GroupJob, fake: FakeSlurm) -> None:
     """slurmctld has forgotten how it ended; its roles have left their marks."""
     number = claim_incarnation(hub.run, "actor")

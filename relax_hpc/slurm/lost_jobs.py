@@ -84,7 +84,15 @@ class LostJobs:
         supervisor.terminal.say(f"{name}: {reason}")
         refuse_vain_jobs(supervisor, self.ledger, name)
         supervisor.failures.judge(name, reason)
-        if job := self.submit(name):
+        try:
+            job = self.submit(name)
+        except SlurmError as error:
+            supervisor.terminal.say(f"{name}: no job yet: {error}")
+            if error.transient:
+                # Slurm was busy and made no job. After a deadline it may have made one: no second try.
+                self._settled.discard(entry.job)
+            return
+        if job:
             supervisor.terminal.say(f"{name}: continues in job {job}")
         else:
             text = f"no job can be had from here; submit one: relax-hpc resubmit {self.run.root} --group {name}"
