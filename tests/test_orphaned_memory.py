@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relax_hpc import orphaned_memory
 from relax_hpc.orphaned_memory import sweep_orphaned_memory
+from relax_hpc.rundir import RunDir
+from relax_hpc.weights.node_cache import staging_root
 from tests.plain_user import plain_user
 
 USER = """
@@ -22,6 +26,36 @@ if sys.argv[2] == "mapped":
 print("ready", flush=True)
 sys.stdin.read()
 """
+
+GUARDED = """
+import sys
+from relax_hpc.lifecycle.guard import start_guard
+from relax_hpc.rundir import RunDir
+start_guard(RunDir(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_guard_of_a_killed_run_clears_its_memory_and_holds_nothing(run_dir: Path) -> None:
+    """A copy of a descriptor of the run would keep the run's lock."""
+    staging = staging_root(RunDir(run_dir))
+    staging.mkdir()
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", GUARDED, str(run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[writer]) as run:
+        assert run.stdout and run.stdout.readline() == b"ready\n"
+        os.close(writer)
+        (child,) = psutil.Process(run.pid).children()
+        deadline = time.monotonic() + 60
+        while psutil.pid_exists(child.pid) and child.num_fds() != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        run.kill()
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    child.wait(60)
+    assert not staging.exists()
 
 
 def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
