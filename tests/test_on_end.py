@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config import Config
+from relax_hpc.lifecycle import on_end
 from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end
 from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.supervise.requests import ask_to_stop
@@ -47,11 +48,25 @@ def test_a_run_that_another_job_continues_has_not_ended(run_dir: Path, tmp_path:
     assert (tmp_path / "report").read_text().startswith("stopped|")
 
 
-@pytest.mark.parametrize("command", [["/no/such/command"], [sys.executable, "-c", "raise SystemExit(3)"]])
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (["/no/such/command"], "No such file or directory"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "exit code 3"),
+        ([sys.executable, "-c", "import time; time.sleep(9)"], "ended after 0.3 s"),
+        ([sys.executable, "\0"], "embedded null byte"),
+    ],
+)
 def test_a_command_that_fails_changes_nothing(
-    run_dir: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: list[str],
+    text: str,
 ) -> None:
+    """Its arguments, which may hold a token, are not printed."""
+    monkeypatch.setattr(on_end, "_LONGEST_S", 0.3 if "time" in program[-1] else 30.0)
     config = Config()
-    config.site.on_end = command
+    config.site.on_end = [*program, "--token=secret"]
     report_end(RunDir(run_dir), config, INTERRUPTED)
-    assert capsys.readouterr().err.startswith("site.on_end: ")
+    assert capsys.readouterr().err == f"site.on_end: {program[0]}: {text}\n"

@@ -31,7 +31,16 @@ def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = 
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=True)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        print(f"site.on_end: {error}", file=sys.stderr, flush=True)
+        print(f"site.on_end: {command[0]}: {_describe(error)}", file=sys.stderr, flush=True)
+
+
+def _describe(error: Exception) -> str:
+    """Cause without the arguments of the command, which may hold a password or a token."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"ended after {_LONGEST_S:g} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"exit code {error.returncode}"
+    return error.strerror or "" if isinstance(error, OSError) else str(error)
 
 
 def _end_of(run: RunDir) -> tuple[str, str] | None:
