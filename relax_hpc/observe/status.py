@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,7 +94,8 @@ def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
 
 def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
     """Steps, pace and throughput; the metrics file knows them while the hub does not answer."""
-    rows = [row for row in read_metrics(run.root) if is_step(row)]
+    all_rows = read_metrics(run.root)
+    rows = [row for row in all_rows if is_step(row)]
     trained = found.get("trained_steps", rows[-1]["step"] + 1 if rows else 0)
     # What lies between two lives of the hub says nothing of the pace.
     last = [row for row in rows[-_PACE:] if row["incarnation"] == rows[-1]["incarnation"]]
@@ -111,7 +112,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
         "shares": {"steps": len(last), "roles": shares_of_time(last)},
         "dropped": dropped,
-        "held_out": _held_out(run),
+        "held_out": _held_out(all_rows),
         "failures": failures_of(run),
         "left_out": _counts(end, _LEFT_OUT),
     }
@@ -123,9 +124,9 @@ def _counts(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
     return {name: int(value) for name, value in values.items() if math.isfinite(value)}
 
 
-def _held_out(run: RunDir) -> dict[str, Any] | None:
+def _held_out(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """{"step", "scores"} of the newest evaluation, by names of metrics without `eval/`."""
-    for row in reversed(read_metrics(run.root)):
+    for row in reversed(rows):
         scores = {
             tag.removeprefix("eval/"): value
             for tag, value in row.items()
