@@ -155,6 +155,18 @@ def test_logs_follow_new_lines_and_new_incarnations(tmp_path: Path, capsys: Any)
     assert code == [0]
 
 
+def test_a_log_that_leads_out_of_the_run_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", "local")
+    folder = run.logs("actor", begin(run, "actor"))
+    (tmp_path / "secret").write_text("secret\n")
+    (folder / "actor.log").symlink_to(tmp_path / "secret")
+    (folder / "actor-rank-0.log").write_text("line\n")
+    write_json(run.finished, {})
+    assert main(["logs", str(run.root), "--follow"]) == 0
+    text = capsys.readouterr().out
+    assert "line\n" in text and text.count("left out: ") == 1 and "secret\n" not in text
+
+
 def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "local")
     log = run.logs("actor", begin(run, "actor")) / "actor-rank-0.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -135,9 +136,11 @@ def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
         for path in files(run, wanted):
             tails.setdefault(path, Tail(path, _prefix(run, path)))
         for tail in tails.values():
-            if lines := tail.new():
-                quiet_since = time.monotonic()
-                _print(lines, tail.prefix if len(tails) > 1 else "")
+            # A log that leads out of the run: `main` has said so, if it was there already.
+            with contextlib.suppress(ForeignFileError):
+                if lines := tail.new():
+                    quiet_since = time.monotonic()
+                    _print(lines, tail.prefix if len(tails) > 1 else "")
         time.sleep(_LOOK_S)
 
 
