@@ -209,6 +209,19 @@ def test_a_job_ends_when_no_job_of_the_hub_can_come(
     assert looked(watch, 80.0) == [False]
 
 
+def test_a_hub_that_a_person_has_submitted_by_hand_is_asked_for_too(
+    run_dir: Path, slurm: FakeSlurm
+) -> None:
+    """The ledger does not have its job; its lease does."""
+    run = RunDir(run_dir)
+    Ledger(run).add(Entry("9", "group", "actor"))
+    watch = Bereft(run, Config(layout="jobs"), Slurm(tries=1), "actor", "9")
+    beats(run, 0, name=watch.name)
+    said_of(slurm, "7", "JobState=RUNNING Reason=None")
+    slurm.set(jobs={"7": {"state": "RUNNING"}, "9": {"state": "RUNNING"}})
+    assert looked(watch, 1.0, 63.0) == [False, False]
+
+
 def test_slurm_that_does_not_answer_takes_nobody_away(run_dir: Path, slurm: FakeSlurm) -> None:
     found = bereft(run_dir, "het")
     slurm.answer("scontrol", err="Unable to contact slurm controller", code=1)

@@ -109,17 +109,20 @@ class Bereft:
                 return ""
             if self.moved and self._over(last):
                 return "the job of the run is over: this one gives way to its successor"
-            if not self.het and self._hub_has_no_job():
+            if not self.het and self._has_no_job(hub):
                 text = f"relax-hpc submit --run_dir {self.run.root} --resume"
                 return f"no job of the hub is left, running or queued: this one ends; resume with {text}"
         except (SlurmError, OSError):
             pass
         return ""
 
-    def _hub_has_no_job(self) -> bool:
-        """Whether Slurm, which knows this job, knows none of the hub that runs, ends or can start."""
-        ids = [entry.job for entry in Ledger(self.run).entries() if entry.group == HUB]
-        jobs = self.slurm.jobs(self.job, *ids)
+    def _has_no_job(self, hub: str) -> bool:
+        """Whether Slurm, which knows this job, knows none of the hub that runs, ends or can start.
+
+        ``hub``: the hub's last job, which the ledger does not have if a person called sbatch.
+        """
+        ids = {hub, *(entry.job for entry in Ledger(self.run).entries() if entry.group == HUB)}
+        jobs = self.slurm.jobs(self.job, *sorted(ids))
         if self.job not in jobs:
             return False
         return all(is_over(job) and job.state != "COMPLETING" for job in jobs.values() if job.id != self.job)
