@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,23 @@ def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest
     assert main(["list"]) == EXIT_NO_PROGRESS and capsys.readouterr().out.count("\n") == 6
     assert main(["list", "nowhere"]) == EXIT_CONFIG
     assert [path.name for path in listing.run_directories(runs["a"].root)] == ["a"]
+
+
+def test_a_run_that_is_removed_meanwhile_does_not_end_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("kept", "removed"):
+        make_run(tmp_path / name, "local")
+    read_config = listing._read_config
+
+    def remove_and_read(run: RunDir) -> object:
+        if run.root.name == "removed":
+            shutil.rmtree(run.root)
+        return read_config(run)
+
+    monkeypatch.setattr(listing, "_read_config", remove_and_read)
+    states = {row["run"]: row["state"] for row in listing.runs(tmp_path)}
+    assert states == {"kept": "ended", "removed": "unreadable"}
 
 
 @pytest.mark.parametrize(

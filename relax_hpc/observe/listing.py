@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -142,8 +143,8 @@ def _what_it_does(run: RunDir, config: Config, jobs: list[Job] | None) -> dict[s
 
 def _made_at(path: Path) -> float:
     """Time at which a run was made, or its folder was last changed where its files cannot be looked
-    at."""
-    try:
-        return RunDir(path).token_file.stat().st_mtime
-    except OSError:
-        return path.stat().st_mtime
+    at; now, if it was removed meanwhile."""
+    for file in (RunDir(path).token_file, path):
+        with contextlib.suppress(OSError):
+            return file.stat().st_mtime
+    return time.time()
