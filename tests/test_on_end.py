@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from relax_hpc.config import Config
-from relax_hpc.lifecycle import on_end
-from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.lifecycle import head, on_end
+from relax_hpc.lifecycle.head import Head
+from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end, reporting_end
 from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise.requests import ask_to_stop
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('|'.join(sys.argv[2:]))"
@@ -46,6 +51,69 @@ def test_a_run_that_another_job_continues_has_not_ended(run_dir: Path, tmp_path:
     assert not (tmp_path / "report").exists()
     report_end(RunDir(run_dir), config, INTERRUPTED)
     assert (tmp_path / "report").read_text().startswith("stopped|")
+
+
+def test_a_local_run_that_an_error_ends_has_failed(
+    run_dir: Path, tmp_path: Path, config: Config
+) -> None:
+    run = RunDir(run_dir)
+    with pytest.raises(ConfigError), reporting_end(run, config):
+        raise ConfigError("model.path: found '/nowhere'")
+    assert (tmp_path / "report").read_text() == f"failed|{run.root}|model.path: found '/nowhere'"
+    with reporting_end(run, config):
+        pass
+    assert (tmp_path / "report").read_text().startswith("stopped|")
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "reported"),
+    [
+        ("hub", ConfigError("no such model"), ["failed", "no such model"]),
+        ("hub", RelaxError("a node was lost"), []),
+        ("actor", ConfigError("no such model"), []),
+    ],
+)
+def test_a_run_on_slurm_ends_with_an_error_that_no_other_job_can_avoid(
+    run_dir: Path,
+    tmp_path: Path,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    group: str,
+    error: RelaxError,
+    reported: list[str],
+) -> None:
+    def supervise(*_: object) -> int:
+        raise error
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(Head, "_supervise", supervise)
+    monkeypatch.setattr(head, "GroupJob", lambda *_: SimpleNamespace(attempt=1, end=lambda code: None))
+    config.layout = "jobs"
+    lease: Any = SimpleNamespace(give_up=lambda: None)
+    (run_dir / "rendezvous" / f"supervisor-{group}").mkdir(parents=True, exist_ok=True)
+    assert Head(RunDir(run_dir), config, group).lead(lease) == error.exit_code
+    report = tmp_path / "report"
+    assert (report.read_text().split("|")[::2] if report.exists() else []) == reported
+
+
+def test_a_run_whose_job_was_cancelled_is_reported_by_the_successor(
+    run_dir: Path, tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(run_dir)
+    Ledger(run).add(Entry("6", "group", "hub"))
+    Ledger(run).add(Entry("7", "successor", "hub", after="6"))
+
+    def heed(*_: object) -> bool:
+        ask_to_stop(run, 0, "job 6 was cancelled")
+        return True
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(head, "heed_user", heed)
+    monkeypatch.setattr(head, "GroupJob", lambda *_: SimpleNamespace(end=lambda code: None))
+    config.layout = "jobs"
+    lease: Any = SimpleNamespace()
+    assert Head(run, config, "hub").lead(lease) == 0
+    assert (tmp_path / "report").read_text() == f"stopped|{run.root}|job 6 was cancelled"
 
 
 @pytest.mark.parametrize(

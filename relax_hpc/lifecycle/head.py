@@ -22,7 +22,7 @@ from relax_hpc.disk import await_room, keep_printing
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, DeadlineError, FencedError, NoProgressError, RelaxError
 from relax_hpc.lifecycle.establish import establish
 from relax_hpc.lifecycle.local import prepare
-from relax_hpc.lifecycle.on_end import report_end
+from relax_hpc.lifecycle.on_end import FAILED, report_end
 from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.rendezvous.process import EXIT_BUG, stay_private, watched
 from relax_hpc.rendezvous.roster import latest_card, latest_incarnation
@@ -112,25 +112,31 @@ class Head:
         # Whose user has cancelled it may have been killed before it could say so.
         if (former := ledger.predecessor(self.allocation.job)) and heed_user(self.run, self.slurm, former):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
+            self._report_end()
             job.end(EXIT_DONE)
             return EXIT_DONE
         may_lead = self.group != HUB or take_hub(ledger, self.allocation.job, job.attempt)
         if not may_lead or ledger.superseded(self.allocation.job, self.group):
             return EXIT_DONE
+        failure = None
         try:
             code = self._supervise(lease, job)
         except (FencedError, NoRoom):
             raise
         except RelaxError as error:
             code = error.exit_code
+            failure = None if code == EXIT_RETRY else (FAILED, str(error))
             print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
         # What is not written here, such as a bug of ours, ends this process, and another candidate goes on.
         leave_outcome(self.run, self.name, self.allocation.name, code)
         lease.give_up()
-        if HUB in self.names:
-            report_end(self.run, self.config)
+        self._report_end(failure)
         job.end(code)
         return code
+
+    def _report_end(self, failure: tuple[str, str] | None = None) -> None:
+        if HUB in self.names:
+            report_end(self.run, self.config, failure)
 
     def over(self) -> bool:
         """Whether the run needs nobody any more."""

@@ -13,7 +13,7 @@ from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import establish
 from relax_hpc.lifecycle.guard import start_guard
-from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end
+from relax_hpc.lifecycle.on_end import reporting_end
 from relax_hpc.rendezvous.process import stop_signals
 from relax_hpc.roles.prepare import NOTE
 from relax_hpc.rundir import RunDir
@@ -38,7 +38,7 @@ def run(config: Config, resume: bool) -> int:
         terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
         stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
         start_guard(directory)
-        stack.callback(report_end, directory, config, INTERRUPTED)
+        stack.enter_context(reporting_end(directory, config))
         if not prepare(directory, config, terminal):
             return EXIT_INTERRUPTED
         launcher, names = LocalLauncher(directory), start_order(config)

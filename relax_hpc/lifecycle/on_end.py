@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from relax_hpc.config import Config
 from relax_hpc.rundir import RunDir
@@ -11,8 +13,7 @@ from relax_hpc.supervise.requests import asked_to_stop
 
 _LONGEST_S = 30.0
 """Seconds for the command; the job holds its nodes meanwhile."""
-
-
+FAILED = "failed"
 INTERRUPTED = ("stopped", "interrupted by a signal")
 """State and reason of a local run that no command has stopped."""
 
@@ -34,6 +35,19 @@ def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = 
         print(f"site.on_end: {command[0]}: {_describe(error)}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def reporting_end(run: RunDir, config: Config) -> Iterator[None]:
+    """Report the end of a local run after the block; an exception that leaves it is a failure."""
+    end = INTERRUPTED
+    try:
+        yield
+    except Exception as error:
+        end = FAILED, str(error)
+        raise
+    finally:
+        report_end(run, config, end)
+
+
 def _describe(error: Exception) -> str:
     """Cause without the arguments of the command, which may hold a password or a token."""
     if isinstance(error, subprocess.TimeoutExpired):
@@ -48,5 +62,5 @@ def _end_of(run: RunDir) -> tuple[str, str] | None:
     if run.finished.exists():
         return "finished", "all steps are trained"
     if request := asked_to_stop(run):
-        return "failed" if request.get("code") else "stopped", str(request.get("reason", ""))
+        return FAILED if request.get("code") else "stopped", str(request.get("reason", ""))
     return None
