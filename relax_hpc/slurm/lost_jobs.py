@@ -19,7 +19,7 @@ from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise.launch_records import all_done, read_launch, read_mark
+from relax_hpc.supervise.launch_records import all_done, newest_launches, read_mark
 from relax_hpc.supervise.supervisor import Supervisor
 from relax_hpc.supervise.verdict import ended_in_order
 
@@ -111,9 +111,7 @@ class LostJobs:
 
 def refuse_vain_jobs(supervisor: Supervisor, ledger: Ledger, name: str) -> None:
     """Give up on a group whose jobs end before they can start it."""
-    run = supervisor.run
-    launches = (read_launch(run, name, number) for number in range(latest_incarnation(run, name), 0, -1))
-    last = next((launch.job for launch in launches if launch), "")
+    last = next((launch.job for _, launch in newest_launches(supervisor.run, name)), "")
     limit = supervisor.config.liveness.max_restarts
     jobs = [entry.job for entry in ledger.living() if entry.kind == "group" and entry.group == name]
     vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs

@@ -63,7 +63,7 @@ def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
     """
     count = unknown = 0
     allocation = None
-    for launch in _newest_first(run, group):
+    for _, launch in newest_launches(run, group):
         if launch.attempt != attempt or launch.progress not in (progress, UNKNOWN):
             break
         allocation = launch.allocation if allocation is None else allocation
@@ -82,10 +82,7 @@ def repeated_start_error(run: RunDir, config: Config, group: str, attempt: int) 
     Numbers may differ: they are sizes, ports and folders. What has worked before may do so again.
     """
     errors = list[str]()
-    for incarnation in range(latest_incarnation(run, group), 0, -1):
-        launch = read_launch(run, group, incarnation)
-        if launch is None:
-            continue
+    for incarnation, launch in newest_launches(run, group):
         if launch.attempt != attempt:
             break
         error = _start_error(run, config, group, incarnation)
@@ -144,10 +141,11 @@ def members_of(run: RunDir, config: Config) -> list[str]:
     return [*config.groups, *sorted(members)]
 
 
-def _newest_first(run: RunDir, group: str) -> Iterator[Launch]:
+def newest_launches(run: RunDir, group: str) -> Iterator[tuple[int, Launch]]:
+    """(incarnation, launch) of each recorded launch of a group, the newest first."""
     for incarnation in range(latest_incarnation(run, group), 0, -1):
         if launch := read_launch(run, group, incarnation):
-            yield launch
+            yield incarnation, launch
 
 
 def _path(run: RunDir, group: str, incarnation: int) -> Path:
