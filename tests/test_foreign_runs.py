@@ -82,7 +82,7 @@ def make_run(path: Path) -> Path:
 
 def of_run(root: Path, argv: list[str]) -> list[str]:
     """A command of COMMANDS about the run in ``root``."""
-    return [part.replace(RUN, str(root)) for part in argv]
+    return [argument.replace(RUN, str(root)) for argument in argv]
 
 
 def open_to_readers(root: Path) -> None:

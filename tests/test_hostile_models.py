@@ -36,7 +36,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 GIVES_UP = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
-"""Pre-tokenizer whose expression gives up on a long text of x, which is a panic of the library."""
+"""Pre-tokenizer whose expression fails on a long text of x, which is a panic of the library."""
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +198,8 @@ def test_a_model_of_a_million_layers_is_named_by_its_field(model: Path, tmp_path
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-    found = find_model(ModelConfig(path=str(tmp_path))).problems
-    assert f"num_hidden_layers is {layers}, supported is a positive integer, at most 1024" in found[0]
+    findings = find_model(ModelConfig(path=str(tmp_path))).problems
+    assert f"num_hidden_layers is {layers}, supported is a positive integer, at most 1024" in findings[0]
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 1, "norm_topk_prob": True}

@@ -58,13 +58,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def printed(run: RunDir, *words: str) -> tuple[int, str, str]:
-    """Exit code of a command about ``run``, and what it printed to both streams."""
-    folder = run.root.parent if words[0] == "list" else run.root
-    verbs = 2 if words[0] == "queue" else 1
+def printed(run: RunDir, *command: str) -> tuple[int, str, str]:
+    """Exit code of a command about ``run``, and the texts that it printed to both streams."""
+    folder = run.root.parent if command[0] == "list" else run.root
+    verbs = 2 if command[0] == "queue" else 1
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*words[:verbs], str(folder), *words[verbs:]])
+        code = main([*command[:verbs], str(folder), *command[verbs:]])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -105,19 +105,19 @@ def test_no_command_prints_a_character_that_a_terminal_obeys(tmp_path_factory: p
     run = make_run(tmp_path_factory.mktemp("texts") / "run")
     dump(Config(), run.config)
     write_texts(run, f"\x1b]0;title\x07\x1b[2J{text}\u202e\x9b31m\x7f")
-    for words in COMMANDS:
-        _, *streams = printed(run, *words)
+    for command in COMMANDS:
+        _, *streams = printed(run, *command)
         for printed_text in streams:
             obeyed = {c for c in printed_text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t"}
-            assert obeyed <= {"\u200c", "\u200d"}, (words, printed_text)
+            assert obeyed <= {"\u200c", "\u200d"}, (command, printed_text)
 
 
 def test_a_newline_in_a_text_begins_no_line_of_a_command(run: RunDir) -> None:
     write_texts(run, "text\nforged: line")
-    for words in COMMANDS:
-        lines = "".join(printed(run, *words)[1:]).split("\n")
-        # A log has lines of its own, each behind its name.
-        assert not [line for line in lines if line.startswith("forged")], words
+    for command in COMMANDS:
+        lines = "".join(printed(run, *command)[1:]).split("\n")
+        # Each line of a log has the name of its file before it.
+        assert not [line for line in lines if line.startswith("forged")], command
 
 
 def leave_pipe(path: Path) -> None:
@@ -125,13 +125,13 @@ def leave_pipe(path: Path) -> None:
 
 
 def leave_socket(path: Path) -> None:
-    here = Path.cwd()
+    former = Path.cwd()
     os.chdir(path.parent)
     try:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(former)
 
 
 def leave_device(path: Path) -> None:
@@ -174,8 +174,8 @@ def test_commands_end_in_a_line_whatever_lies_in_the_place_of_files(run: RunDir,
     for path in [path for path in run.root.rglob("*") if path.is_file() and path.name not in ("config.yaml", "token")]:
         path.unlink()
         leave(path)
-    for words in COMMANDS:
-        _, out, err = printed(run, *words)
+    for command in COMMANDS:
+        _, out, err = printed(run, *command)
         assert "PRIVATE" not in out + err
 
 
@@ -185,9 +185,9 @@ def test_a_configuration_that_is_no_file_is_refused(run: RunDir) -> None:
             continue
         run.config.unlink()
         leave(run.config)
-        for words in COMMANDS[:-1]:
-            code, _, err = printed(run, *words)
-            assert code == EXIT_CONFIG and len(err.splitlines()) == 1, (words, err)
+        for command in COMMANDS[:-1]:
+            code, _, err = printed(run, *command)
+            assert code == EXIT_CONFIG and len(err.splitlines()) == 1, (command, err)
 
 
 def test_a_run_is_reached_through_a_link_and_links_inside_of_it_are_followed(run: RunDir) -> None:
@@ -218,14 +218,14 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("words", CHANGES, ids=" ".join)
+@pytest.mark.parametrize("command", CHANGES, ids=" ".join)
 def test_commands_that_change_a_run_refuse_another_users(
-    run: RunDir, imported: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    run: RunDir, imported: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     """Its files name modules that would be imported, and jobs that would be ended, with the rights of the caller."""
     run.config.write_text(json.dumps({"run_dir": str(run.root), "algorithm": {"name": "evil:Evil"}}))
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
-    code, _, err = printed(run, *words)
+    code, _, err = printed(run, *command)
     assert code == EXIT_CONFIG and f"{run.root} belongs to user" in err and len(err.splitlines()) == 1
     assert not imported.exists() and not run.stop.exists()
 
@@ -259,17 +259,17 @@ def test_events_that_unpack_to_too_much_end_an_audit_in_a_line(run: RunDir, monk
 
 @given(
     members=st.lists(st.binary(max_size=3000).map(lambda data: 40 * data), min_size=1, max_size=3),
-    most=st.integers(1, 200_000),
+    limit=st.integers(1, 200_000),
 )
-def test_what_is_unpacked_is_what_gzip_unpacks_up_to_a_bound(members: list[bytes], most: int) -> None:
+def test_what_is_unpacked_is_what_gzip_unpacks_up_to_a_bound(members: list[bytes], limit: int) -> None:
     content, packed = b"".join(members), b"".join(map(gzip.compress, members))
-    if len(content) <= most:
-        assert unpack_gzip(packed, Path("x"), most) == content
+    if len(content) <= limit:
+        assert unpack_gzip(packed, Path("x"), limit) == content
     else:
         with pytest.raises(ForeignFileError, match="unpacks to more"):
-            unpack_gzip(packed, Path("x"), most)
+            unpack_gzip(packed, Path("x"), limit)
     with pytest.raises((EOFError, zlib.error, ForeignFileError)):
-        unpack_gzip(packed[:-1], Path("x"), most)
+        unpack_gzip(packed[:-1], Path("x"), limit)
 
 
 @pytest.mark.parametrize("depth", [101, 100_000])
@@ -331,8 +331,8 @@ NAMING = [{"algorithm": {"name": "evil:Evil"}}, {"rollout": {"engine": {"kind": 
 def test_commands_that_read_a_run_import_no_module_that_it_names(run: RunDir, imported: Path, settings: Any) -> None:
     run.config.write_text(json.dumps({"run_dir": str(run.root), **settings}))
     write_texts(run, "text")
-    for words in COMMANDS:
-        printed(run, *words)
+    for command in COMMANDS:
+        printed(run, *command)
     printed(run, "plot", "--output", str(run.root / "plot.png"))
     assert not imported.exists()
     if "algorithm" in settings:
@@ -380,6 +380,7 @@ def test_metrics_with_odd_values_end_no_command(run: RunDir, odd: Any) -> None:
     tags = ("queue/dropped_x", "queue/bad_prompt_x", "reward/mean", "perf/rollout_tokens_per_s", "idle/actor")
     texts = [{**line, **dict.fromkeys(tags, odd)}, *({**line, name: odd} for name in ("step", "incarnation", "time"))]
     run.metrics.write_text("".join(json_line(**text) for text in texts))
-    for words in (("status",), ("status", "--json"), ("report",), ("list",), ("plot", "--output", f"{run.root}/a.png")):
-        code, _, err = printed(run, *words)
-        assert "Traceback" not in err and code in (0, 75, 78), (words, err)
+    plot = ("plot", "--output", f"{run.root}/a.png")
+    for command in (("status",), ("status", "--json"), ("report",), ("list",), plot):
+        code, _, err = printed(run, *command)
+        assert "Traceback" not in err and code in (0, 75, 78), (command, err)

@@ -64,8 +64,8 @@ def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.Monke
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
     users = []
-    for name, how in (("mpich_shm_mapped", "mapped"), ("sglang_loads_open", "open")):
-        command = [sys.executable, "-c", USER, str(tmp_path / name), how]
+    for name, use in (("mpich_shm_mapped", "mapped"), ("sglang_loads_open", "open")):
+        command = [sys.executable, "-c", USER, str(tmp_path / name), use]
         users.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     try:
         for user in users:

@@ -123,10 +123,10 @@ class Slurm:
         During the partition's GraceTime its state is still RUNNING. The steps get SIGTERM, and the
         batch script gets no signal (seen on Slurm 22.05).
         """
-        words = self.describe(job)
-        preempted_at = words.get("PreemptTime", "None")
+        fields = self.describe(job)
+        preempted_at = fields.get("PreemptTime", "None")
         # An earlier life of the job may have been preempted. Both are local times and sort as texts.
-        return preempted_at != "None" and preempted_at >= words.get("StartTime", "")
+        return preempted_at != "None" and preempted_at >= fields.get("StartTime", "")
 
     def own_jobs(self) -> dict[str, Job]:
         """All jobs of this user that squeue knows, by id."""
