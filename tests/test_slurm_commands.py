@@ -35,6 +35,13 @@ def one_line(error: SlurmError) -> str:
     return text
 
 
+def test_more_jobs_than_an_argument_can_name(fake: FakeSlurm) -> None:
+    """Linux allows 128 KiB; a folder with many runs that were never finished has more."""
+    last = "10000029999"
+    fake.set(jobs={last: {"state": "RUNNING"}})
+    assert list(Slurm(tries=1).jobs(*map(str, range(10**10, 10**10 + 29_000)), last)) == [last]
+
+
 def test_submit_and_look(fake: FakeSlurm, script: Path) -> None:
     slurm = Slurm()
     job = slurm.submit(script, "--job-name=a|b'c $(date)")

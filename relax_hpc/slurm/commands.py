@@ -40,6 +40,8 @@ GONE_CODES = (2017 % 256, 2021 % 256)
 """scancel's exit code for the same, at times without a word: the low byte of Slurm's error number."""
 _OWN_VARIABLES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_")
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER")
+_MAX_IDS = 5000
+"""Ids of jobs in one call of squeue: Linux allows an argument 128 KiB."""
 _PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -95,16 +97,17 @@ class Slurm:
         ``components``: also the other components of heterogeneous jobs whose component 0 is among
         ``ids``.
         """
-        if not ids:
-            return {}
-        command = ["squeue", "--noheader", f"--jobs={','.join(ids)}", f"--format={JOB_FORMAT}"]
-        answer = self._run(command, forgive=GONE)
-        found = [read_job(command, line) for line in answer.splitlines() if line.strip()]
+        known_jobs, wanted = list[Job](), frozenset(ids)
+        for start in range(0, len(ids), _MAX_IDS):
+            id_list = ",".join(ids[start : start + _MAX_IDS])
+            command = ["squeue", "--noheader", f"--jobs={id_list}", f"--format={JOB_FORMAT}"]
+            lines = self._run(command, forgive=GONE).splitlines()
+            known_jobs += [read_job(command, line) for line in lines if line.strip()]
         # The id of component 0 brings the other components along.
         return {
             job.id: job
-            for job in found
-            if job.id in ids or (components and job.het_leader in ids)
+            for job in known_jobs
+            if job.id in wanted or (components and job.het_leader in wanted)
         }
 
     def describe(self, job: str) -> dict[str, str]:
