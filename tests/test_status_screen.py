@@ -131,6 +131,16 @@ def test_groups_that_do_not_run_come_first_where_not_all_fit() -> None:
     assert re.fullmatch(r"\d+ more groups", frame[22])
 
 
+@pytest.mark.parametrize("rows_left", [0, 1, 2, 3])
+def test_groups_that_are_left_out_are_counted(rows_left: int) -> None:
+    run_status = full_status(groups={f"rollout-{number}": group() for number in range(40)})
+    frame = fitted_lines(run_status, 199, 80)
+    titles = next(number for number, line in enumerate(frame) if line.startswith("GROUP"))
+    frame = fitted_lines(run_status, 199, titles + rows_left)[titles:]
+    assert len(frame) == rows_left
+    assert not frame or frame[-1] == f"{41 - max(1, rows_left - 1)} more groups"
+
+
 def test_columns_stand_under_their_titles() -> None:
     run_status = full_status()
     narrow, wide = fitted_lines(run_status, 79, 23), fitted_lines(run_status, 199, 49)

@@ -410,13 +410,14 @@ def _files_of(run: RunDir) -> list[str]:
 
 
 def _check_run_dir(run: RunDir, resume: bool) -> None:
-    if resume and not run.config.is_file():
+    if not resume:
+        # A path that cannot be looked at is a finding of `check`.
+        if os.path.exists(run.config):  # noqa: PTH110 - Path.exists raises then
+            raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
+        return
+    if not run.config.is_file():
         raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run")
-    if resume:
-        check_owner(run.root, "resume")
-    # A path that cannot be looked at is a finding of `check`.
-    if not resume and os.path.exists(run.config):  # noqa: PTH110 - Path.exists raises then
-        raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
+    check_owner(run.root, "resume")
 
 
 COMMANDS: dict[str, Command | Verbs] = {

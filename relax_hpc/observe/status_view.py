@@ -114,8 +114,12 @@ def _fit_height(table: list[str], height: int) -> list[str]:
     """Lines of a table that fit; the last one says how many groups are left out."""
     if len(table) <= height:
         return table
-    left_out = len(table) - max(0, height - 1)
-    return [*table[: max(0, height - 1)], f"{left_out} more groups"][: max(0, height)]
+    if height <= 0:
+        return []
+    shown = table[: height - 1]
+    # The first line of the table has the titles.
+    left_out = len(table) - max(1, len(shown))
+    return [*shown, f"{left_out} more groups"]
 
 
 def _results(run_status: dict[str, Any]) -> Iterator[str]:
