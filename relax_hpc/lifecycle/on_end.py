@@ -54,7 +54,9 @@ def _describe(error: Exception) -> str:
         return f"ended after {_LONGEST_S:g} s"
     if isinstance(error, subprocess.CalledProcessError):
         return f"exit code {error.returncode}"
-    return error.strerror or "" if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def _end_of(run: RunDir) -> tuple[str, str] | None:
