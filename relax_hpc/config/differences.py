@@ -11,13 +11,13 @@ _NOTHING = object()
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each setting in ``tree``, nested mappings.
+    """(dotted key, value) of each setting in ``tree``, nested mappings. An empty mapping is a value.
 
-    >>> list(leaves({"steps": 1, "model": {"path": "/m"}}))
-    [('steps', 1), ('model.path', '/m')]
+    >>> list(leaves({"steps": 1, "model": {"path": "/m"}, "groups": {}}))
+    [('steps', 1), ('model.path', '/m'), ('groups', {})]
     """
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from relax_hpc.algorithms import RECORD_KINDS, Algorithm, recorded
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
+from relax_hpc.config.differences import leaves
 from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.roles import OF_DRAWN_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
@@ -192,7 +193,7 @@ def _lay(found: Layers, raw: Any, source: Source) -> None:
         known = {*found.tree["groups"], *optional_groups(), *named}
         _check_removals(layer.get("groups", {}), known, cleaner)
         found.tree = merge(Config, _with_optional(found.tree, layer.get("groups", {})), layer)
-        found.sources |= dict.fromkeys(_leaves(layer), source)
+        found.sources |= {key: source for key, _ in leaves(layer)}
     found.mistakes += cleaner.mistakes
 
 
@@ -325,14 +326,6 @@ def _complete(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with null for every group that it lacks and that reading it would bring back."""
     back = [*default_groups(), *_needed_groups(tree)]
     return tree | {"groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _absolute(path: str) -> str:
