@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.cli.program import main
+from relax_hpc.config import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
 from relax_hpc.observe import listing, logs
 from relax_hpc.observe.status import status
@@ -207,17 +209,36 @@ def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest
     assert [path.name for path in listing.run_directories(runs["a"].root)] == ["a"]
 
 
+def test_a_run_whose_jobs_may_not_be_read_does_not_end_the_list(
+    tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {name: make_run(tmp_path / "runs" / name) for name in ("closed", "open")}
+    for run in runs.values():
+        submitted(run, slurm)
+    submitted_jobs = listing.submitted_jobs
+
+    def refuse(run: RunDir, config: Config) -> list[str]:
+        if run.root.name == "closed":
+            raise PermissionError(errno.EACCES, "denied", str(run.submit))
+        return submitted_jobs(run, config)
+
+    monkeypatch.setattr(listing, "submitted_jobs", refuse)
+    rows = {row["run"]: row for row in listing.runs(tmp_path / "runs")}
+    assert {name: row["state"] for name, row in rows.items()} == {"closed": "unreadable", "open": "running"}
+    assert str(runs["closed"].submit) in rows["closed"]["error"]
+
+
 def test_a_run_that_is_removed_meanwhile_does_not_end_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kept", "removed"):
         make_run(tmp_path / name, "local")
-    read_config = listing._read_config
+    read_run = listing._read_run
 
     def remove_and_read(run: RunDir) -> object:
         if run.root.name == "removed":
             shutil.rmtree(run.root)
-        return read_config(run)
+        return read_run(run)
 
-    monkeypatch.setattr(listing, "_read_config", remove_and_read)
+    monkeypatch.setattr(listing, "_read_run", remove_and_read)
     states = {row["run"]: row["state"] for row in listing.runs(tmp_path)}
     assert states == {"kept": "ended", "removed": "unreadable"}
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ def main(folder: str, as_json: bool = False) -> int:
 
 def runs(root: Path, slurm: Slurm | None = None) -> list[dict[str, Any]]:
     """Row for each run as its files tell; `age_s`: seconds since it was made."""
-    paths = list(run_directories(root))
-    configs = {path: _read_config(RunDir(path)) for path in paths}
-    jobs = _jobs_of({path: config for path, config in configs.items() if isinstance(config, Config)}, slurm)
-    rows = [_row(path, root.absolute(), configs[path], jobs) for path in paths]
+    records = {path: _read_run(RunDir(path)) for path in run_directories(root)}
+    readable = [record for record in records.values() if not isinstance(record, str)]
+    jobs = _ask_squeue(chain.from_iterable(ids for _, ids in readable), slurm)
+    rows = [_row(path, root.absolute(), record, jobs) for path, record in records.items()]
     return sorted(rows, key=lambda row: row["age_s"])
 
 
@@ -78,49 +78,48 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _read_config(run: RunDir) -> Config | str:
-    """Configuration of a run, or why it cannot be read."""
+def _read_run(run: RunDir) -> tuple[Config, list[str]] | str:
+    """Configuration of a run, and ids of its jobs unless it is finished; or why they cannot be read."""
     try:
-        return load_resolved(run.root)
-    except ConfigError as error:
-        return str(error)
-    except OSError as error:
-        return explain_path_error(error) or str(error)
+        config = load_resolved(run.root)
+        may_have_jobs = run.submit.is_dir() and not run.finished.exists()
+        return config, submitted_jobs(run, config) if may_have_jobs else []
+    except (ConfigError, OSError) as error:
+        return _sentence(error)
 
 
-def _jobs_of(configs: Mapping[Path, Config], slurm: Slurm | None) -> dict[Path, list[Job]] | None:
-    """Jobs that squeue knows of each run that is not finished, asked in one call; None: it does not
-    answer.
+def _sentence(error: ConfigError | OSError) -> str:
+    return (explain_path_error(error) if isinstance(error, OSError) else "") or str(error)
+
+
+def _ask_squeue(ids: Iterable[str], slurm: Slurm | None) -> dict[str, Job] | None:
+    """The jobs among ``ids`` that squeue knows, asked in one call; None: it does not answer.
 
     By their ids, as they may be another user's.
     """
-    ids: dict[Path, list[str]] = {}
-    for path, config in configs.items():
-        run = RunDir(path)
-        if run.submit.is_dir() and not run.finished.exists():
-            ids[path] = submitted_jobs(run, config)
     try:
-        jobs = (slurm or Slurm(timeout_s=SLURM_S, tries=1)).jobs(*chain.from_iterable(ids.values()))
+        return (slurm or Slurm(timeout_s=SLURM_S, tries=1)).jobs(*ids)
     except SlurmError:
         return None
-    return {path: [jobs[job] for job in run_ids if job in jobs] for path, run_ids in ids.items()}
 
 
-def _row(path: Path, root: Path, config: Config | str, jobs: Mapping[Path, list[Job]] | None) -> dict[str, Any]:
-    """Row of the list for a run; ``config``: or why that cannot be read; ``jobs``: None if Slurm
-    does not answer."""
+def _row(
+    path: Path, root: Path, record: tuple[Config, list[str]] | str, jobs: Mapping[str, Job] | None
+) -> dict[str, Any]:
+    """Row of the list for a run; ``record``: see `_read_run`; ``jobs``: None if Slurm does not
+    answer."""
     absolute = path.absolute()
     row: dict[str, Any] = {"run": str(absolute.relative_to(root)), "run_dir": str(absolute), "jobs": []}
     row |= {"age_s": time.time() - _made_at(path), "trained_steps": 0, "steps": 0, "layout": "-"}
-    if isinstance(config, str):
-        return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": config}
+    unreadable = {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {})}
+    if isinstance(record, str):
+        return row | unreadable | {"error": record}
+    config, ids = record
+    own_jobs = None if jobs is None else [jobs[job] for job in ids if job in jobs]
     try:
-        return row | _what_it_does(RunDir(path), config, None if jobs is None else jobs.get(path, []))
-    except OSError as error:
-        sentence = explain_path_error(error) or str(error)
-    except ConfigError as error:
-        sentence = str(error)
-    return row | {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {}), "error": sentence}
+        return row | _what_it_does(RunDir(path), config, own_jobs)
+    except (ConfigError, OSError) as error:
+        return row | unreadable | {"error": _sentence(error)}
 
 
 def _what_it_does(run: RunDir, config: Config, jobs: list[Job] | None) -> dict[str, Any]:
