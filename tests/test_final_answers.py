@@ -1,66 +1,32 @@
-"""A right answer is right and a wrong answer is wrong, whatever stands around it: numbers,
-expressions, letters."""
+"""A right answer is right and a wrong answer is wrong, whatever stands around it: numbers and
+expressions."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.checks.rewards import check_rewards
 from relax_hpc.config.load import load
-from relax_hpc.rewards import REWARDS, RewardError, RewardInput, Score, get_reward
+from relax_hpc.rewards import RewardError, RewardInput, Score, get_reward
 from relax_hpc.rewards.ask import scores
-from relax_hpc.rewards.final_answer import boxed, without_thoughts
 from relax_hpc.rewards.number_text import read_number
+from tests.answer_helpers import ANYTHING, EXAMPLES, no_process_left_fixture, safe, total  # noqa: F401
 from tests.effort import effort
 from tests.requirements import requires
 
-EXAMPLES = settings(max_examples=effort(60, 5000), deadline=None)
-ANYTHING = st.text(max_size=40)
 NUMBERS = st.fractions(-1000, 1000, max_denominator=50)
-THOUGHT_TAGS = [
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<reasoning>", "</reasoning>"),
-]
-THOUGHT_TAGS += [("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<Think>", "</Think>")]
-THOUGHT_TAGS += [
-    ("<seed:think>", "</seed:think>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
-    requires("math_verify")
-    from relax_hpc.rewards import symbolic
-
-    symbolic.close()
-
-
-def total(name: str, text: str, answer: str, prompt: str = "?") -> float:
-    [score] = scores(get_reward(name), [RewardInput(prompt, answer, text, "stop")])
-    return score.total
 
 
 def written(number: Fraction) -> str:
     if number.denominator == 1:
         return str(number)
     return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def safe(text: str) -> str:
-    """``text`` without marks that would make another answer of it."""
-    for mark in ("boxed", "answer", "#", "think", "reason", "<", "["):
-        text = text.replace(mark, "")
-    return text
 
 
 @EXAMPLES
@@ -204,7 +170,7 @@ def test_forms_of_a_number(content: str, value: str) -> None:
         ("\u56e0\u6b64\uff0c\u4e00\u5171\u662f 5 \u4e2a\u3002", "5"),
         ("#### 3. Add the numbers\n2 + 3 = 5\n\nThe total is 5.", "5"),
         ("Final answer: 5 \u2705", "5"),
-        ("\u5171" "5\u500b", "5"),
+        ("\u51715\u500b", "5"),
         ("She makes $5 every day at the farmers' market.", "5"),
         ("It is 0.5 or 1/2", "0.5"),
     ],
@@ -318,9 +284,7 @@ def test_forms_of_a_right_answer(answer: str) -> None:
     ("name", "answer", "allowed"),
     [("math", "^5C_2", "a mathematical expression"), ("math_answer", "16π", "one number")],
 )
-def test_a_right_answer_that_is_read_in_part_is_an_error(
-    name: str, answer: str, allowed: str
-) -> None:
+def test_a_right_answer_that_is_read_in_part_is_an_error(name: str, answer: str, allowed: str) -> None:
     requires("math_verify")
     error = scores(get_reward(name), [RewardInput("?", answer, r"\boxed{5}", "stop")])
     assert isinstance(error, RewardError)
@@ -332,221 +296,6 @@ def test_two_values_in_a_box_are_neither(content: str) -> None:
     requires("math_verify")
     text = rf"\boxed{{{content}}}"
     assert total("math", text, "5") == total("math", text, "6") == 0.0
-
-
-@EXAMPLES
-@given(ANYTHING, ANYTHING, st.sampled_from(THOUGHT_TAGS))
-def test_thoughts_are_not_read(thought: str, answer: str, tags: tuple[str, str]) -> None:
-    opening, closing = tags
-    thought, answer = safe(thought), safe(answer)
-    assert without_thoughts(f"{opening}{thought}{closing}{answer}") == answer
-    assert without_thoughts(f"{thought}{closing}{answer}") == answer
-    assert without_thoughts(f"{answer}{opening}{thought}{closing}") == answer
-    assert without_thoughts(f"{answer}{opening}{thought}") == answer
-    assert without_thoughts(f"{thought}{closing}{answer}", is_open=True) == answer
-    assert without_thoughts(f"{thought}", is_open=True) == ""
-
-
-READERS = [
-    ("math_answer", "5", "The answer is 5", "4"),
-    ("math_answer_strict", "5", "#### 5", "4"),
-    ("math", "5", r"\boxed{5}", "4"),
-    ("math_boxed", "5", r"\boxed{5}", "4"),
-    ("multiple_choice", "B", "The answer is B", "C"),
-    ("dapo", "5", "Answer: 5", "4"),
-    ("exact", "Paris", "Paris", "Rome"),
-    ("f1", "Paris", "Paris", "Rome"),
-]
-
-
-@pytest.mark.parametrize(("name", "answer", "says", "other"), READERS)
-def test_what_is_only_thought_is_no_answer(name: str, answer: str, says: str, other: str) -> None:
-    requires("math_verify")
-    wrong = -1.0 if name == "dapo" else 0.0
-    assert total(name, f"<think>{other}?</think>\n{says}", answer) == 1.0
-    assert total(name, f"{other}?</think>\n{says}", answer, prompt="2+3?<think>\n") == 1.0
-    assert total(name, says, answer, prompt="2+3?<think>\n\n</think>\n\n") == 1.0
-    for text in (
-        f"<think>{says}</think>\nI cannot tell.",
-        f"{says}</think>\nNo idea.",
-        f"<think>{says}",
-        f"So <think>\n{says}",
-    ):
-        assert total(name, text, answer) == wrong, text
-    assert total(name, says, answer, prompt="2+3?<think>\n") == wrong, "never closed"
-
-
-def test_the_prompt_of_the_last_row_opens_a_thought() -> None:
-    rows = [["?", "5"], ["? <think>\n", "The answer is 5"]]
-    sample = RewardInput("?", "5", "The answer is 5", "stop", rows=rows)
-    assert [score.total for score in scores(REWARDS["math_answer"], [sample])] == [0.0]
-
-
-@EXAMPLES
-@given(ANYTHING, ANYTHING, st.sampled_from("ABCDE"), st.sampled_from("ABCDE"))
-@example("", "", "A", "B")
-def test_a_boxed_letter_is_right(before: str, behind: str, right: str, wrong: str) -> None:
-    text = f"{wrong}. {safe(before)} \\boxed{{{right}}} {safe(behind)} {wrong}"
-    assert total("multiple_choice", text, right) == 1.0
-    assert total("multiple_choice", text, wrong) == float(right == wrong)
-
-
-CHOSEN = [
-    "{}",
-    "({})",
-    "**{}**",
-    "{}.",
-    "{})",
-    "Answer: {}",
-    "**Answer:** {}",
-    "**Answer: ({}) Paris**",
-    "#### {}",
-]
-CHOSEN += [
-    r"\boxed{{\text{{{}}}}}",
-    r"$\boxed{{\mathrm{{{}}}}}$",
-    r"\boxed{{\textbf{{({})}}\ 5}}",
-    r"\boxed{{{}. Paris}}",
-]
-CHOSEN += [
-    "<answer>{}</answer>",
-    "<answer>Option {}</answer>",
-    "<answer>\n({}) Paris\n</answer>",
-    "Option {}",
-    "{}) Paris",
-]
-CHOSEN += [
-    "The answer is clearly ({}): Paris",
-    "The answer is {}. A and C are wrong.",
-    "The answer is {}, not A",
-    "'{}'",
-]
-CHOSEN += [
-    "The correct answer would be {}!",
-    "The answer is {} because A is wrong",
-    "The answer is \\({}\\)",
-]
-CHOSEN += [
-    "The answer is ({}) A dog barks",
-    "A or C?\n\n{}",
-    "Answer:\n\n{}",
-    "So the answer: option ({})",
-]
-CHOSEN += [
-    "B或C?\n正确答案为\uff08{}\uff09\u3002",
-    "{}\n\nExplanation: A is wrong.",
-    "{}. Paris\n\nExplanation: Paris is a capital.",
-    "**{}** is the answer.",
-    "The correct answer is\n\n### {}",
-    "- {}",
-    "Ans: {}",
-]
-CHOSEN += [
-    "I think it's {}.",
-    "Hence ({}).",
-    "I believe {} is correct.",
-    "A is too small. I'm going with {}.",
-    "Statement {} is correct.",
-]
-CHOSEN += [
-    "Option {} is correct.",
-    "A is too small.\nTherefore ({}) is the correct answer, not C",
-    "**{}** is clearly the best choice.",
-    "I choose {}.",
-    "I'd go with option {} because A is wrong",
-    "正确答案是{}。",
-    "C不对, 故选{}。",
-]
-
-
-@pytest.mark.parametrize("form", CHOSEN)
-def test_forms_of_a_choice(form: str) -> None:
-    assert total("multiple_choice", form.format("B"), "B") == 1.0
-    assert total("multiple_choice", form.format("D"), "D") == 1.0
-    for other in "AC":
-        assert total("multiple_choice", form.format("B"), other) == 0.0
-
-
-HEDGES = [
-    "{0} or {1}",
-    "{0}, {1}",
-    "{0}/{1}",
-    "{0} and {1}",
-    "{0} & {1}",
-    "{0}; {1}",
-    "({0}) ({1})",
-    "{0} {1}",
-    "{0}{1}",
-    "{0}-{1}",
-]
-HEDGES += [
-    "{0}. Or maybe {1}.",
-    "{0} (or {1})",
-    "{0}, possibly {1}",
-    "{0} but maybe {1}",
-    "{0}. Or {1}.",
-    "either {0} or {1}",
-    "both {0} and {1}",
-]
-HEDGES += [
-    "{0} as well as {1}",
-    "({0}), ({1})",
-    "{0} or the letter {1}",
-    "{0}? {1}?",
-    "{0} | {1}",
-    "{0}, {1}, or C",
-    "{0}. {1}.",
-    "{0} or {1} is correct",
-    "I choose {0} or {1}",
-]
-
-
-@pytest.mark.parametrize("form", ["answer: {}", "The answer is {}.", "The correct option is ({}) red."])
-def test_a_small_letter_is_a_choice(form: str) -> None:
-    assert total("multiple_choice", form.format("b"), "B") == 1.0
-    assert total("multiple_choice", form.format("b"), "A") == 0.0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["The wrong answer is A.", "The answer is a dog.", "B\nA", "A. red\nB. blue", "A\nmaybe B"],
-)
-def test_a_letter_that_is_no_choice(text: str) -> None:
-    assert total("multiple_choice", text, "A") == 0.0
-
-
-@pytest.mark.parametrize("form", HEDGES)
-def test_several_letters_are_no_choice(form: str) -> None:
-    for hedge in (form.format("A", "B"), form.format("B", "A")):
-        for text in (
-            f"The answer is {hedge}",
-            f"Answer: {hedge}",
-            rf"\boxed{{{hedge}}}",
-            f"<answer>{hedge}</answer>",
-            hedge,
-        ):
-            assert total("multiple_choice", text, "A") == 0.0, text
-            assert total("multiple_choice", text, "B") == 0.0, text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "If B is correct, then so is C.",
-        "Neither A nor B is correct.",
-        "Is it that B is correct?",
-        "B is correct only if x",
-        "选项B错误",
-    ],
-)
-def test_a_letter_that_may_be_right_is_no_choice(text: str) -> None:
-    assert total("multiple_choice", text, "B") == 0.0
-
-
-@pytest.mark.parametrize("answer", ["A or B", "A, C", "AB", "A big house", "", "5"])
-def test_an_answer_that_is_not_one_letter_is_an_error(answer: str) -> None:
-    sample = RewardInput("?", answer, "A", "stop")
-    assert isinstance(scores(get_reward("multiple_choice"), [sample]), RewardError)
 
 
 @pytest.mark.parametrize("answer", ["(3,4)", "12:30", "2x+1", "", "five", "3 or 4"])
@@ -577,24 +326,6 @@ def test_an_answer_that_is_not_one_number_is_an_error(answer: str) -> None:
 )
 def test_dapo_takes_the_whole_line(text: str, answer: str, right: bool) -> None:
     assert total("dapo", text, answer) == (1.0 if right else -1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{1}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{19}... wait, no: ... \boxed{18}", "18"),
-        (r"\boxed{19} ... \boxed{18}", "18"),
-        (r"\boxed 5 is it", "5"),
-        (r"\boxed{5", "5"),
-        (r"\boxed{5} $\boxed{5}$", "5"),
-        (r"$\boxed{5}$ or $\boxed{6}$", ""),
-        (r"\boxed{5}\text{ or }\boxed{6}", ""),
-        ("nothing", ""),
-    ],
-)
-def test_the_content_of_the_last_box(text: str, content: str) -> None:
-    assert boxed(text) == content
 
 
 BOMBS = [
