@@ -222,6 +222,12 @@ def test_a_number_that_is_refused_or_joined_in_chinese_is_no_answer(text: str) -
     assert total("math_answer", f"\u7b54\u6848{text}", "6") == 0.0
 
 
+def test_a_long_text_behind_a_number_takes_no_exponential_time() -> None:
+    # A search that tries every division of the letters would not end.
+    assert read_number(f"5 {'a' * 60}#") is None
+    assert read_number(f"5 {'a' * 60}") == 5
+
+
 def test_a_multiple_at_the_end_of_a_sentence_is_no_answer() -> None:
     assert total("math_answer", "It is the square root of 5.", "5") == 0.0
     assert total("math_answer", "The answer is a square garden of 10 meters.", "10") == 1.0
@@ -322,6 +328,10 @@ def test_an_answer_that_is_not_one_number_is_an_error(answer: str) -> None:
         (r"Answer: \frac 1 2", r"\frac{1}{2}", True),
         ("Answer: 2 1/2", "21/2", False),
         ("Answer: 3  4", "34", False),
+        ("Answer: 2**3", "23", False),
+        ("Answer: 2**-3", "2-3", False),
+        ("**Answer: 34**cm", "34", True),
+        ("Answer:** 34", "34", True),
     ],
 )
 def test_dapo_takes_the_whole_line(text: str, answer: str, right: bool) -> None:

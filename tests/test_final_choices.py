@@ -171,6 +171,13 @@ def test_several_letters_are_no_choice(form: str) -> None:
             assert total("multiple_choice", text, "B") == 0.0, text
 
 
+def test_a_long_row_of_joining_words_takes_no_exponential_time() -> None:
+    # A search that tries every division of the commas would not end.
+    hedge = " or,," * 60
+    assert total("multiple_choice", f"The answer is A{hedge} x", "A") == 1.0
+    assert total("multiple_choice", f"The answer is A{hedge} B", "A") == 0.0
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -68,7 +68,8 @@ _SECOND_LETTER = re.compile(
     r"[ )\]}(\[{]*(?:(?:[,;/&+|]|[-\u2013](?=[A-Z]))[ (\[{]*"
     r"|(?:or|and|but|maybe|perhaps|possibly|also|even|either|both|as well as|the|letter|option"
     r"|choice)\b"
-    rf"[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
+    # Possessive: a comma may also begin the next repetition, which takes exponential time.
+    rf"[ ,:(\[{{]*+)+[A-Z]{_NO_WORD}"
     rf"|[.?!)\]}} ]*(?:(?i:or|maybe|perhaps|possibly|alternatively)\b[ ,:(\[{{]*)+[A-Z]{_NO_WORD}"
 )
 """Another letter that is offered directly behind the first one."""

@@ -30,8 +30,10 @@ _UNITS = re.compile(
     r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|edges?|sides?|students|pounds?|bees|meals|cards|integers)$",
     re.IGNORECASE,
 )
-_MARKDOWN = re.compile(r"\*\*|`|\\[()\[\]]")
-"""Emphasis and signs of LaTeX around an answer."""
+_EMPHASIS = re.compile(r"(?<![\w)\]}])\*\*(?:(.+?)\*\*)?|\*\*(?![\w(\[{\\.+-])")
+"""Markdown's emphasis, or one end of it; between two operands ** is a power."""
+_MARKDOWN = re.compile(r"`|\\[()\[\]]")
+"""Signs of code and of LaTeX around an answer."""
 _NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|\s(?!(?<=\d\s)\d)|[$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
 _FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\})) ?(?:([^{\\])|(\{[^{}]*\}))")
 _ROOT = re.compile(r"\\sqrt([^{\[\\])")
@@ -49,7 +51,7 @@ def dapo(sample: RewardInput) -> dict[str, float]:
     >>> dapo(RewardInput("?", "34", "2 * 17 = 34.\\nAnswer: $34$", "stop"))
     {'total': 1.0, 'acc': 1.0}
     """
-    text = final_text(sample)[-_LAST:].replace("**", "")
+    text = _EMPHASIS.sub(r"\1", final_text(sample)[-_LAST:])
     answers = _ANSWER.findall(text)
     right = bool(answers) and normal_form(answers[-1]) == normal_form(sample.answer)
     return {"total": 1.0 if right else -1.0, "acc": float(right)}
@@ -62,7 +64,8 @@ def normal_form(answer: str) -> str:
     ('\\frac{1}{2}', '1234')
     """
     text = boxed(answer) if "\\boxed" in answer else answer
-    text = _GROUPED.sub("", _MARKDOWN.sub("", text).replace("\u2212", "-"))
+    text = _MARKDOWN.sub("", _EMPHASIS.sub(r"\1", text))
+    text = _GROUPED.sub("", text.replace("\u2212", "-"))
     label, _, value = text.rpartition("=")
     text = _ARTICLE.sub("", text if _OFFERS_ANOTHER.search(label) else value)
     text = _NOISE.sub("", " ".join(_INSIDE.sub(r"\1", text).split()))

@@ -25,8 +25,6 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-
-
 _CJK_SCALES = {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
 """Chinese words of a scale, which may have a unit behind them without a blank."""
 
@@ -68,7 +66,7 @@ _LETTER = r"[^\W\d_\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209f\u2150-\u218f]"
 """A letter of any script; small digits and fractions are word characters too."""
 _GREEK = re.compile("[\u0370-\u03ff]")
 _LETTERS = re.compile(rf"{_LETTER}+")
-_UNIT = re.compile(rf" ?[-%°'\" ./]?(?:[- ./°]|{_LETTER}+)*")
+_UNIT = re.compile(rf" ?[-%°'\" ./]?(?:[- ./°]|{_LETTER})*")
 _WORD = re.compile(rf"((?<![\\\w]){_LETTER}(?:{_LETTER}|')+|\b[aAI]\b|[\u4e00-\u9fff])")
 """A word of prose; any other single letter is a variable, and a command of LaTeX is no word."""
 _CLAUSE_END = re.compile(r"([;!?—]|[.,:](?= |$)| \((?=[^\W\d_]{2}))")
