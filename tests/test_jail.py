@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -377,3 +378,18 @@ def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monk
     monkeypatch.setattr(jail_cgroup, "delegated_parent", lambda: cgroups / "gone")
     with jail_cgroup.limited_group(640, 8) as descriptor:
         assert descriptor == -1
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_each_program_joins_its_group(weak: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Jail(dataclasses.replace(SETTINGS, weak=weak))
+    processes = tmp_path / "cgroup.procs"
+
+    @contextlib.contextmanager
+    def group(memory_mb: int, processes_limit: int) -> Iterator[int]:
+        with processes.open("wb") as file:
+            yield file.fileno()
+
+    monkeypatch.setattr(jail, "limited_group", group)
+    assert own.run("print(6 * 7)", "", 60.0).output == "42\n"
+    assert processes.read_text() == "0"

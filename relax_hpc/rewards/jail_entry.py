@@ -60,6 +60,7 @@ def main() -> None:
     try:
         if order["weak"]:
             os.chdir(order["folder"])
+            _join_cgroup(order)
             _become_nobody(order, [Path(order["folder"]), *Path(order["folder"]).rglob("*")])
             start_program(order, order["processes"])
         processes = order["processes"] + _count_others()
@@ -116,8 +117,7 @@ def _run_as_init(order: dict, processes: int) -> NoReturn:
     if program == 0:
         # Out of the process group of the processes above: `kill(0, SIGKILL)` would end them as well.
         os.setsid()
-        if order["cgroup_fd"] >= 0:
-            os.write(order["cgroup_fd"], b"0")
+        _join_cgroup(order)
         _become_nobody(order)
         start_program(order, processes)
     _release(order)
@@ -126,6 +126,12 @@ def _run_as_init(order: dict, processes: int) -> NoReturn:
         if pid == program:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+
+
+def _join_cgroup(order: dict) -> None:
+    """Move this process into the control group that limits the program's memory, if there is one."""
+    if order["cgroup_fd"] >= 0:
+        os.write(order["cgroup_fd"], b"0")
 
 
 def start_program(order: dict, processes: int) -> NoReturn:

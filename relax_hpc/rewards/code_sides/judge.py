@@ -72,7 +72,6 @@ class PythonTests:
         """Names of modules of the standard library. The judge imports them itself: a program must
         not decide what `math.isclose` says."""
 
-
     def problem(self) -> str:
         """Reason why the tests cannot run, whatever the program does; empty if they can."""
         # Not a name of the program, but of a file that the tests are not.
