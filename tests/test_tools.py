@@ -490,6 +490,23 @@ def test_a_server_that_does_not_read_is_ended() -> None:
         connection.close()
 
 
+def test_a_server_that_refuses_to_be_initialized_is_started_anew_for_the_next_call() -> None:
+    program = """if True:
+        import json, sys
+        for message in map(json.loads, sys.stdin):
+            answer = {"id": message["id"], "error": {"message": "refuses " + message["method"]}}
+            print(json.dumps(answer), flush=True)
+    """
+    server = {"command": [sys.executable, "-c", program], "tools": ["sum"]}
+    [tool] = tools_of({"mcp": {"servers": {"old": server}}}).values()
+    try:
+        for _ in range(2):
+            with pytest.raises(ToolError, match="^refuses initialize$"):
+                tool.called({})
+    finally:
+        tool.close()
+
+
 @pytest.mark.parametrize(("end", "kind"), [("exit(3)", ConfigError), ("os.kill(os.getpid(), 9)", RelaxError)])
 def test_a_server_that_never_starts_fails_the_episode_by_name(end: str, kind: type) -> None:
     command = [sys.executable, "-c", f"import os; {end}"]

@@ -203,6 +203,10 @@ class Server:
                     text = self._connection.read_error() or str(error)
                     kind = ServerBroken if self._connection.has_exited else ServerDied
                     raise kind(f"the tool's server cannot be started: {text}") from error
+                except ToolError:
+                    # It refuses. The next request must not go to a server that is not initialized.
+                    self._connection.close()
+                    raise
             return self._connection
 
 
