@@ -236,6 +236,31 @@ def test_a_stranger_at_the_port_of_a_server_gets_no_question_and_gives_no_reward
     assert not any(secret in stranger.heard for secret in (b"KEY", b"QUESTION", b"ANSWER", b"RESPONSE"))
 
 
+def test_requests_share_one_attempt_to_reach_a_dead_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead node answers nothing, so that each attempt takes all of its time."""
+    attempts = list[Endpoint]()
+
+    async def time_out(endpoint: Endpoint) -> None:
+        attempts.append(endpoint)
+        await asyncio.sleep(0.05)
+        raise TimeoutError("no proof")
+
+    async def main() -> Scores:
+        rewards = InThisProcess(tmp_path)
+        try:
+            first, second = await asyncio.gather(rewards.of(GROUP * 4), rewards.of(GROUP * 4))
+            assert first == second and len(attempts) == 1
+            return await rewards.of(GROUP)
+        finally:
+            await rewards.close()
+
+    monkeypatch.setattr(group_service, "open_endpoint", time_out)
+    publish_endpoints(tmp_path, 1, 0, [Endpoint("tcp://127.0.0.1:9", "key")])
+    result = asyncio.run(main())
+    assert isinstance(result, RewardError) and result.reason == "reward_away"
+    assert len(attempts) == 2
+
+
 def test_a_question_or_an_answer_that_is_too_large_costs_its_prompt_group(tmp_path: Path) -> None:
     async def serve(number: int, message: Message) -> Message:
         return {"status": 200, "body": bytes(9 << 20) if b"much" in message["body"] else b'{"choices": []}'}

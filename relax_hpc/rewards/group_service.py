@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,15 @@ class GroupService(Service):
         self._endpoints: list[Endpoint] = []
         self._looked = 0.0
         self._asked: Counter[str] = Counter()
-        self._links: dict[Endpoint, CallLink] = {}
-        self._opening: defaultdict[Endpoint, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._links: dict[Endpoint, asyncio.Task[CallLink]] = {}
 
     async def close(self) -> None:
         """See `Service`."""
-        for link in self._links.values():
-            link.close()
+        for opening in self._links.values():
+            if _is_open(opening):
+                opening.result().close()
+            else:
+                opening.cancel()
         await super().close()
 
     def _prepare(self, key: str) -> dict[str, str]:
@@ -70,16 +72,17 @@ class GroupService(Service):
         return status, parse_json(content) if status == 200 else content.decode(errors="replace")
 
     async def _link(self, endpoint: Endpoint) -> CallLink:
-        """An open connection to a server that has proven its identity. Away: there is none."""
-        async with self._opening[endpoint]:
-            link = self._links.get(endpoint)
-            if link and not link.lost.is_set():
-                return link
-            try:
-                link = self._links[endpoint] = await open_endpoint(endpoint)
-            except OSError as error:
-                raise self._away(f"{endpoint.url}: {error}") from error
-            return link
+        """An open connection to a server that has proven its identity. Away: there is none.
+
+        Concurrent requests share one attempt, so that they do not wait for a dead node one after the other.
+        """
+        opening = self._links.get(endpoint)
+        if opening is None or (opening.done() and not _is_open(opening)):
+            opening = self._links[endpoint] = asyncio.create_task(open_endpoint(endpoint))
+        try:
+            return await asyncio.shield(opening)
+        except OSError as error:
+            raise self._away(f"{endpoint.url}: {error}") from error
 
     def _next_endpoint(self) -> Endpoint:
         if not self._endpoints or time.monotonic() - self._looked > _LOOK_S:
@@ -92,6 +95,13 @@ class GroupService(Service):
         # Others may be there by now.
         self._endpoints = []
         return Away(why)
+
+
+def _is_open(opening: asyncio.Task[CallLink]) -> bool:
+    """Whether a connection was opened and has not ended since."""
+    if not opening.done() or opening.cancelled() or opening.exception():
+        return False
+    return not opening.result().lost.is_set()
 
 
 async def open_endpoint(endpoint: Endpoint) -> CallLink:
