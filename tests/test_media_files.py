@@ -87,6 +87,10 @@ def wav_of(rate: int) -> bytes:
         (Reason.TRUNCATED, AUDIO, sound(tone(3.0), form="MP3")[:8000]),
         (Reason.TRUNCATED, AUDIO, sound(tone(3.0), form="W64")[:8000]),
         (Reason.TRUNCATED, AUDIO, sound(tone(3.0), form="RF64")[:8000]),
+        # Boxes whose lengths lead to offsets that no file system has.
+        (Reason.TRUNCATED, VIDEO, b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 56)),
+        (Reason.TRUNCATED, VIDEO, b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 63)),
+        (Reason.TRUNCATED, VIDEO, b"\x1a\x45\xdf\xa3" + struct.pack(">Q", 0x01FF << 48) + bytes(40)),
         (Reason.MISLABELLED, IMAGE, WAV),
         (Reason.MISLABELLED, IMAGE, b"<!doctype html><title>404</title>"),
         (Reason.MISLABELLED, VIDEO, PNG),

@@ -34,7 +34,7 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
     if head[4:8] == b"ftyp":
         return _boxes(file, size)
     if head[:4] == _EBML:
-        return _matroska(file)
+        return _matroska(file, size)
     if head[:4] == b"OggS":
         return _ogg(file, size)
     if head[:4] == _ASF:
@@ -107,6 +107,9 @@ def _boxes(file: BinaryIO, size: int) -> int:
     """End of the last box of an MP4; one with only a part of its index or its frames ends beyond the file."""
     at = 0
     for _ in range(_MOST_BOXES):
+        if at >= size:
+            # No file system can seek to 2**56.
+            break
         file.seek(at)
         head = file.read(16)
         if len(head) < 8 or not head[4:8].isalnum():
@@ -121,11 +124,13 @@ def _boxes(file: BinaryIO, size: int) -> int:
     return at
 
 
-def _matroska(file: BinaryIO) -> int:
+def _matroska(file: BinaryIO, size: int) -> int:
     """End of the segment, which is all but the header."""
     file.seek(4)
-    header = _ebml_length(file)
-    file.seek(header or 0, io.SEEK_CUR)
+    header = _ebml_length(file) or 0
+    if header > size:
+        return header
+    file.seek(header, io.SEEK_CUR)
     if file.read(4) != _SEGMENT:
         return 0
     length = _ebml_length(file)

@@ -96,18 +96,19 @@ _NO_FILE = frozenset(
 def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
     """``source``, open to be read as a medium of ``kind``. BadMedium: it is none, or not whole."""
     try:
-        with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as file:
-            size = file.seek(0, io.SEEK_END)
-            file.seek(0)
-            _check_size(size, limits)
-            _check_kind(source, file.read(_HEAD_BYTES), kind)
-            _check_length(file, size)
-            file.seek(0)
-            yield file
+        source_file = io.BytesIO(source) if isinstance(source, bytes) else open_regular(source)
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
         raise BadMedium(Reason.MISSING, str(error.strerror)) from error
+    with source_file as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        _check_size(size, limits)
+        _check_kind(source, file.read(_HEAD_BYTES), kind)
+        _check_length(file, size)
+        file.seek(0)
+        yield file
 
 
 @contextmanager
