@@ -116,6 +116,9 @@ def _error_behind(lines: list[str], start: int) -> LastError:
     in_group = bool(_GROUP_MARGIN.match(lines[start]))
     files = list[str]()
     for number in range(start + 1, len(lines)):
+        if _TRACEBACK in lines[number]:
+            # Its error is found from there. A search to the end would take quadratic time.
+            break
         line = _GROUP_MARGIN.sub("", lines[number], count=1) if in_group else lines[number]
         if frame := _FRAME.match(line):
             files.append(frame[1])

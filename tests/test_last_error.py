@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_only_the_part_of_a_log_that_belongs_to_this_start_counts(tmp_path: Path
     log.write_text(CPLUSPLUS)
     assert "no kernel image" in read_last_error(log, start).text, "the log was cut meanwhile"
     assert read_last_error(tmp_path / "missing.log").text == ""
+
+
+def test_a_log_of_many_tracebacks_without_an_error_is_read_in_linear_time() -> None:
+    tracebacks = "rank 0: Traceback (most recent call last):\n" * 24_000
+    start_s = time.monotonic()
+    assert find_last_error(tracebacks).text == ""
+    assert find_last_error(f"{tracebacks}ValueError: too small").text == "ValueError: too small"
+    # Quadratic time would be minutes.
+    assert time.monotonic() - start_s < 20.0
 
 
 def test_sizes_and_folders_make_no_other_error() -> None:
