@@ -39,14 +39,14 @@ WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 @pytest.fixture(scope="module", params=["ourselves", "a plain user"] if os.getuid() == 0 else ["ourselves"])
 def ran(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
-    """What became of each program, by whom it was started."""
+    """Result of each program, for each user that starts them."""
     before = {process.pid for process in psutil.process_iter()}
-    words = "-m", "tests.hostile_programs"
+    command = "-m", "tests.hostile_programs"
     if request.param == "ourselves":
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, umask=0o077)
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, umask=0o077)
     else:
         with plain_user() as user:
-            done = user.run(user.python, *words, timeout=300)
+            done = user.run(user.python, *command, timeout=300)
     assert done.returncode == 0, done.stderr
     results = {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert results.keys() == {*PROGRAMS, "packages"}
@@ -85,7 +85,7 @@ def test_there_is_no_network_and_nobody_elses_file_or_process(ran: dict) -> None
     assert ran["network"]["output"] == "False\nNetwork is unreachable\n"
     folders, *refused = ran["looks around"]["output"].splitlines()
     # The interpreter may lie in a home directory. Nothing else of that is shown, see below.
-    shown = {Path(part).parts[1] for part in find_interpreter("", "").parts}
+    shown = {Path(path).parts[1] for path in find_interpreter("", "").parts}
     assert not {"home", "root", "proc", "sys", "var", "run"}.difference(shown).intersection(folders.split("'"))
     assert refused == ["30", "30"] and "['main.py']" in folders
     assert ran["environment"]["output"] == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH'] 6\n"
@@ -121,12 +121,12 @@ def test_usual_programs_work(ran: dict) -> None:
 @pytest.mark.parametrize("user", ["ourselves", "a plain user"])
 def test_mounts_below_the_system_are_hidden_and_keys_kept(user: str, kernel: str) -> None:
     with plain_user() as plain:
-        words = [plain.python, "-m", "tests.mounts_and_keys", kernel]
+        command = [plain.python, "-m", "tests.mounts_and_keys", kernel]
         if user == "ourselves" and os.getuid() == 0:
-            ended = subprocess.run(["unshare", "-m", *words], capture_output=True, text=True, timeout=90)
+            ended = subprocess.run(["unshare", "-m", *command], capture_output=True, text=True, timeout=90)
         else:
             ids = f"--map-user={plain.entry.pw_uid}", f"--map-group={plain.entry.pw_gid}"
-            ended = plain.run("unshare", "-Um", *ids, "--keep-caps", *words)
+            ended = plain.run("unshare", "-Um", *ids, "--keep-caps", *command)
     assert ended.returncode == 0, ended.stderr
     answers = json.loads(ended.stdout)
     read_only = "Read-only file system"
@@ -150,8 +150,8 @@ PREFIXES = {
 def test_an_interpreter_in_a_home_shows_nothing_else_of_it(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["sh", "-ec", PREFIXES[prefix].format(system=Path(sys.executable).resolve())]
-    subprocess.run(words, cwd=tmp_path, check=True, timeout=60)
+    command = ["sh", "-ec", PREFIXES[prefix].format(system=Path(sys.executable).resolve())]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id").write_text("PRIVATE-KEY")
     (tmp_path / "notes").write_text("PRIVATE")
@@ -199,18 +199,18 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
         findings = {path: check(load([path])) for path in sys.argv[1:]}
         print(json.dumps([Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60).output, findings]))
     """
-    words = [*([] if os.getuid() == 0 else ["unshare", "-Ur"]), *WITHOUT_RIGHTS, sys.executable, "-c", program]
-    ended = subprocess.run([*words, *configs], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [*([] if os.getuid() == 0 else ["unshare", "-Ur"]), *WITHOUT_RIGHTS, sys.executable, "-c", program]
+    ended = subprocess.run([*command, *configs], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     output, findings = json.loads(ended.stdout)
     assert output == "42\n"
     apart = {name: [line for line in lines if "kept apart" in line] for name, lines in findings.items()}
-    why = (
+    reason = (
         f"no program can be kept apart on {os.uname().nodename}: Operation not permitted: unshare; the site has to "
         "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces)"
     )
     keys = ("reward.code", "environment.options.tools.python")
-    both = [f"{key}: {why}, or set {key}.image, or {key}.weak: true" for key in keys]
+    both = [f"{key}: {reason}, or set {key}.image, or {key}.weak: true" for key in keys]
     assert apart == {"both": both, "weak": [], "on other machines": []}
 
 
@@ -219,13 +219,13 @@ def test_an_interpreter_may_lie_where_programs_have_folders_of_their_own(below: 
     with tempfile.TemporaryDirectory(prefix=memory_prefix(), dir=below) as folder:
         Path(folder).chmod(0o755)
         venv.create(folder, symlinks=True)
-        own = dataclasses.replace(SETTINGS, python=f"{folder}/bin/python")
+        code_settings = dataclasses.replace(SETTINGS, python=f"{folder}/bin/python")
         prints = "import sys; open('/tmp/a', 'w').close(); print(sys.prefix, open('/dev/null').read())"
-        assert Jail(own).run(prints, "", 60.0).output.split() == [folder]
+        assert Jail(code_settings).run(prints, "", 60.0).output.split() == [folder]
 
 
 class Killer:
-    """Kills processes of programs, from outside of their jails, when somebody waits for them."""
+    """Kills processes of programs, from outside of their jails, while a test waits for them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deaths: int, depth: int, number: int = 0) -> None:
         """``deaths``: times that it kills; ``depth``: which process below this one, see `jail_entry`; ``number``: of
@@ -238,8 +238,9 @@ class Killer:
                 self.kills += 1
                 victims = [psutil.Process(started._process.pid)]
                 if number:
-                    parent = psutil.Process()
-                    victims = [child for child in parent.children() if child.pid != started._process.pid]
+                    # Pytest may have other children, such as the guardian of the session.
+                    jails = [child for child in psutil.Process().children() if jail_entry.__file__ in child.cmdline()]
+                    victims = [child for child in jails if child.pid != started._process.pid]
                 for _ in range(depth):
                     victims = self.children(victims[0])
                 victims[0].kill()
@@ -260,13 +261,13 @@ class Killer:
 def test_a_program_that_is_killed_from_outside_runs_again(
     process: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Jail(SETTINGS)
+    program_jail = Jail(SETTINGS)
     monkeypatch.setattr(jail, "_PAUSE_S", 0.0)
     killer = Killer(monkeypatch, deaths=2, depth=depth)
-    assert own.run("print(input())", "read again", 60.0).output == "read again\n" and killer.kills == 2
+    assert program_jail.run("print(input())", "read again", 60.0).output == "read again\n" and killer.kills == 2
     killer.kills, killer.deaths = 0, 3
     with pytest.raises(OSError, match="killed from outside of its jail, by SIGKILL"):
-        own.run("print(input())", "read again", 60.0)
+        program_jail.run("print(input())", "read again", 60.0)
     assert killer.kills == 3
 
 
@@ -305,11 +306,11 @@ def test_a_shortage_of_the_moment_is_no_wrong_configuration(monkeypatch: pytest.
 
 
 def test_a_program_that_kills_itself_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, starts = Jail(SETTINGS), list[str]()
+    program_jail, starts = Jail(SETTINGS), list[str]()
     real = Jail._start
     monkeypatch.setattr(Jail, "_start", lambda self, *arguments: starts.append("") or real(self, *arguments))
     for victim in ("os.getpid()", "0"):
-        ran = own.run(f"import os, signal; os.kill({victim}, signal.SIGKILL)", "", 60.0)
+        ran = program_jail.run(f"import os, signal; os.kill({victim}, signal.SIGKILL)", "", 60.0)
         assert ran.code == 128 + signal.SIGKILL
     assert len(starts) == 2
 
@@ -382,7 +383,7 @@ def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monk
 
 @pytest.mark.parametrize("weak", [False, True])
 def test_each_program_joins_its_group(weak: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Jail(dataclasses.replace(SETTINGS, weak=weak))
+    program_jail = Jail(dataclasses.replace(SETTINGS, weak=weak))
     processes = tmp_path / "cgroup.procs"
 
     @contextlib.contextmanager
@@ -391,5 +392,5 @@ def test_each_program_joins_its_group(weak: bool, tmp_path: Path, monkeypatch: p
             yield file.fileno()
 
     monkeypatch.setattr(jail, "limited_group", group)
-    assert own.run("print(6 * 7)", "", 60.0).output == "42\n"
+    assert program_jail.run("print(6 * 7)", "", 60.0).output == "42\n"
     assert processes.read_text() == "0"
