@@ -64,27 +64,26 @@ def may_pass(text: str) -> bool:
 
 def read_last_error(log: Path, start: int = 0) -> LastError:
     """The error in ``log`` behind byte ``start``; none if the log cannot be read."""
+    return find_last_error(_read_end(log, start, _MAX_BYTES))
+
+
+def read_last_line(log: Path, start: int = 0) -> str:
+    """Last line of ``log`` behind byte ``start``, for a program that has printed no error."""
+    text = _read_end(log, start, _MAX_LINE_BYTES).rstrip()
+    return _one_line(text.rpartition("\n")[2])
+
+
+def _read_end(log: Path, start: int, max_bytes: int) -> str:
+    """Text at the end of ``log``, behind byte ``start``; empty if the log cannot be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             # A log that is shorter than it was has been cut, see `relax_hpc.parts`.
             start = start if start <= size else 0
-            file.seek(max(start, size - _MAX_BYTES))
-            return find_last_error(file.read().decode(errors="replace"))
-    except OSError:
-        return LastError()
-
-
-def read_last_line(log: Path, start: int = 0) -> str:
-    """Last line of ``log`` behind byte ``start``, for a program that has printed no error."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start if start <= size else 0, size - _MAX_LINE_BYTES))
-            text = file.read().decode(errors="replace").rstrip()
+            file.seek(max(start, size - max_bytes))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    return _one_line(text.rpartition("\n")[2])
 
 
 def find_last_error(text: str) -> LastError:

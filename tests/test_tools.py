@@ -501,7 +501,7 @@ def test_a_server_that_refuses_to_be_initialized_is_started_anew_for_the_next_ca
     [tool] = tools_of({"mcp": {"servers": {"old": server}}}).values()
     try:
         for _ in range(2):
-            with pytest.raises(ToolError, match="^refuses initialize$"):
+            with pytest.raises(ToolError, match=r"^refuses initialize$"):
                 tool.called({})
     finally:
         tool.close()

@@ -192,14 +192,14 @@ class Host:
     async def _answer(self, do: Callable[[Wire], Coroutine[Any, Any, Wire]], message: Wire) -> None:
         live = self._live.get(message["session"])
         try:
-            found = await do(message)
+            answer = await do(message)
         except EnvironmentFault as fault:
             live = live or self._live[message["session"]]
             origin = [fault.origin.location, fault.origin.traceback]
-            found = {"fault": [fault.reason, fault.detail, *origin], "stuck": live.is_stuck}
+            answer = {"fault": [fault.reason, fault.detail, *origin], "stuck": live.is_stuck}
         except ConfigError as error:
-            found = {"error": str(error)}
-        write(self._answers, {"id": message["id"], **found})
+            answer = {"error": str(error)}
+        write(self._answers, {"id": message["id"], **answer})
 
     async def _play(self, message: Wire) -> Wire:
         session = message["session"]

@@ -258,11 +258,11 @@ TAKEN = {
 def _read(path: Path) -> dict[str, Any]:
     """Content of a JSON file, nothing if there is none. ConfigError: it cannot be read."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: found {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {type(content).__name__}, expected a JSON object")
+    return content

@@ -46,7 +46,7 @@ _MAIN = "main.py"
 _ATTEMPTS = 3
 """Attempts at a program that does not start, or that somebody outside of its jail kills."""
 _EXIT_S = 0.5
-"""Seconds for a program to exit after the judge, with which its input ends."""
+"""Seconds for a program to exit after the exit of the judge has ended its input."""
 _PAUSE_S = 0.2
 """Seconds before the second attempt; twice as long before the third. The process table or the disk may be full."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -240,7 +240,7 @@ class _Started:
     """Program that was started in a jail."""
 
     def __init__(self, process: subprocess.Popen[bytes], is_apart: bool) -> None:
-        """``is_apart``: in namespaces of its own, where it cannot kill the process that has started it."""
+        """``is_apart``: it runs in its own namespaces, where it cannot kill the process that has started it."""
         self._process, self._is_apart = process, is_apart
         self.memory = MemoryWatch()
 

@@ -244,9 +244,9 @@ def _show_input(path: Path, disk_bytes: int) -> None:
 
     Programs read /dev/stdin, which is a link to /proc on other systems: there is no /proc here.
     """
-    found = os.fstat(0)
-    if stat.S_ISREG(found.st_mode) and found.st_size <= disk_bytes // 4:
-        path.write_bytes(os.pread(0, found.st_size, 0))
+    status = os.fstat(0)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= disk_bytes // 4:
+        path.write_bytes(os.pread(0, status.st_size, 0))
         path.chmod(0o444)
 
 
@@ -306,7 +306,8 @@ def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
 def _hide_mounts_below(folder: Path) -> list[Path]:
     """Cover each file system that is mounted below ``folder`` by an empty one, and each mounted file by an empty file.
 
-    An unmount is not allowed: to a user namespace they are one with what is above them. Returns the mount points.
+    A user namespace may not unmount them: they are locked to the mount above (mount_namespaces(7)). Returns the mount
+    points.
     """
     covered = list[Path]()
     for point in _mount_points_below(folder):
@@ -365,8 +366,8 @@ def _unless_unreachable() -> Iterator[None]:
 
 
 def _mount(source: str | Path | None, point: str | Path, kind: str | None, flags: int, data: str = "") -> None:
-    words = [None if word is None else os.fsencode(word) for word in (source, point, kind)]
-    _check(_LIBC.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mount {point}")
+    names = [None if name is None else os.fsencode(name) for name in (source, point, kind)]
+    _check(_LIBC.mount(*names, ctypes.c_ulong(flags), data.encode() or None), f"mount {point}")
 
 
 def _check(result: int, call: str) -> None:

@@ -57,7 +57,7 @@ def find_interpreter(python: str, key: str) -> Interpreter:
         executable, prefixes = json.loads(answer.stdout)
     except subprocess.TimeoutExpired:
         raise OSError(f"{python} did not start within {_START_S:g} s") from None
-    except ValueError:
+    except (ValueError, TypeError):
         last_line = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigError(f"{key}: found {python!r}, which is no Python that starts: {last_line}") from None
     return _interpreter(executable, prefixes)
@@ -65,9 +65,9 @@ def find_interpreter(python: str, key: str) -> Interpreter:
 
 def _interpreter(executable: str, prefixes: Sequence[str]) -> Interpreter:
     real = Path(executable).resolve()
-    parts = [Path(executable), *sorted(real.parent.glob("lib*.so*"))]
+    paths = [Path(executable), *sorted(real.parent.glob("lib*.so*"))]
     for prefix in dict.fromkeys(map(Path, prefixes)):
         is_home = prefix.resolve() == Path.home().resolve()
         for pattern in _PARTS_OF_HOME if is_home else _PARTS:
-            parts += sorted(prefix.glob(pattern))
-    return Interpreter(executable, tuple(str(path) for path in parts if path.exists()))
+            paths += sorted(prefix.glob(pattern))
+    return Interpreter(executable, tuple(str(path) for path in paths if path.exists()))

@@ -26,7 +26,7 @@ _AGAIN = {408, 425, 429}
 """Statuses by which a service asks for patience, beside 5xx."""
 _PIECE_BYTES = 1 << 16
 _AUTHORIZATION, _BEARER = "Authorization", "Bearer "
-"""Header that has a token, and what is before the token in it."""
+"""Header of the token, and the prefix of its value."""
 _COMPRESSED = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 """Encodings of answers that are read, though none was asked for, and zlib's name for each."""
 

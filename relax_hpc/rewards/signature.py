@@ -99,13 +99,13 @@ def _adapter(trainer: str, signature: inspect.Signature, code: str, awaits: bool
 
 def _argument_names(trainer: str, signature: inspect.Signature) -> list[str]:
     """Parameters that a reward for ``trainer`` must get, and those that are known here."""
-    known = _PER_SAMPLE if trainer == "verl" else _PER_GROUP
+    sources = _PER_SAMPLE if trainer == "verl" else _PER_GROUP
     names = list[str]()
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             names += [name for name in _ALWAYS.get(trainer, ()) if name not in names]
         elif parameter.kind is parameter.VAR_POSITIONAL:
             continue
-        elif parameter.name in known or parameter.default is parameter.empty:
+        elif parameter.name in sources or parameter.default is parameter.empty:
             names.append(parameter.name)
     return names

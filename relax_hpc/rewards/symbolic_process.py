@@ -180,7 +180,7 @@ def _right(answer: str) -> list[Any]:
         text = final_expression(text)
     forms = [f"\\boxed{{{text}}}"]
     if _MARKED.search(text):
-        # Of other text Math-Verify would read the first number of what it cannot read whole.
+        # In other text that it cannot read whole, Math-Verify would read the first number.
         forms.append(text)
     if (number := read_number(text)) is not None:
         is_scientific = _SCIENTIFIC.search(text) is not None

@@ -67,7 +67,7 @@ class WhileAway:
 
 
 async def _any_proven(endpoints: Sequence[Endpoint]) -> bool:
-    """Whether the server of one of them is there, and no stranger at its address."""
+    """Whether a server answers at one of ``endpoints`` and proves that it has the endpoint's key."""
     for endpoint in endpoints:
         with contextlib.suppress(OSError):
             (await open_endpoint(endpoint)).close()

@@ -73,9 +73,9 @@ class Pool(Generic[Q, A]):
         self._leave(await self._place())
 
     async def of(self, asked: Q) -> A:
-        """The answer to what is asked, or how a worker failed at it.
+        """The answer to a request; if its worker failed, an answer that says how.
 
-        If the worker dies, another one is asked, twice at most. RelaxError: no worker can be started.
+        If the worker dies, another one gets the request, twice at most. RelaxError: no worker can be started.
         """
         deaths = 0
         while True:

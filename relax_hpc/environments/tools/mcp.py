@@ -36,7 +36,7 @@ _MOST_LINE = 1 << 26
 _ERRORS_BYTES, _ERRORS_S = 1 << 14, 1.0
 """Bytes of standard error that are kept, and seconds for its end after that of the server."""
 _MOST_PAGES = 1000
-"""Pages of a list of tools at most; a server could go on for ever."""
+"""Pages of a list of tools at most; a server could send pages without end."""
 _START_S = 60.0
 """Seconds for a server to start, which may be read from a shared filesystem."""
 _PING_S = 5.0
