@@ -53,8 +53,7 @@ def locate(error: BaseException) -> ErrorOrigin:
     if all(map(_is_of_package, formatted.stack)) and not isinstance(error, SyntaxError):
         return NO_ORIGIN
     location = _location(formatted)
-    visited: set[int] = set()
-    _drop_outer_frames(formatted, visited)
+    _drop_outer_frames(formatted)
     return ErrorOrigin(location, shorten("".join(formatted.format()).rstrip()))
 
 
@@ -129,14 +128,17 @@ def _from_first_user_frame(
     yield from stack[first:]
 
 
-def _drop_outer_frames(formatted: traceback.TracebackException, visited: set[int]) -> None:
-    """Leave out the frames before the user's first, of an error and of its causes."""
-    if id(formatted) in visited:
-        return
-    visited.add(id(formatted))
-    formatted.stack = traceback.StackSummary.from_list(
-        list(_from_first_user_frame(formatted.stack))
-    )
-    for cause in (formatted.__cause__, formatted.__context__):
-        if cause:
-            _drop_outer_frames(cause, visited)
+def _drop_outer_frames(formatted: traceback.TracebackException) -> None:
+    """Leave out the frames before the user's first, of an error and of its causes.
+
+    Without recursion: a function that calls itself may wrap an error at each level.
+    """
+    pending, visited = [formatted], set[int]()
+    while pending:
+        error = pending.pop()
+        if id(error) in visited:
+            continue
+        visited.add(id(error))
+        frames = list(_from_first_user_frame(error.stack))
+        error.stack = traceback.StackSummary.from_list(frames)
+        pending += filter(None, (error.__cause__, error.__context__))

@@ -94,6 +94,21 @@ def test_an_exception_that_has_no_text_is_described() -> None:
     assert text.startswith("Silent: it has no text") and text.endswith(" in score")
 
 
+def test_a_long_chain_of_causes_is_located() -> None:
+    error = ValueError("the first cause")
+    for number in range(3000):
+        error.__traceback__ = None
+        outer = RuntimeError(str(number))
+        outer.__cause__ = error
+        error = outer
+    try:
+        raise error
+    except RuntimeError as raised:
+        origin = locate(raised)
+    assert origin.location.endswith("in test_a_long_chain_of_causes_is_located")
+    assert "the first cause" in origin.traceback
+
+
 def test_tracebacks_are_bounded() -> None:
     def score(depth: int) -> int:
         return score(depth + 1) if depth < 900 else score(len("x" * depth) / 0)
