@@ -376,6 +376,8 @@ def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monk
         "pids.max": "8",
         "cgroup.procs": "0",
     }
+    # Processes in other sessions end with the group.
+    assert (groups[0] / "cgroup.kill").read_text() == "1"
     monkeypatch.setattr(jail_cgroup, "delegated_parent", lambda: cgroups / "gone")
     with jail_cgroup.limited_group(640, 8) as descriptor:
         assert descriptor == -1

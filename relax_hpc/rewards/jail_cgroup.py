@@ -80,8 +80,13 @@ def delegated_parent(mount: Path = _MOUNT, process: Path = Path("/proc/self/cgro
 
 
 def _remove(group: Path) -> None:
-    """Remove a group, when all of its processes are gone; they were killed."""
+    """Kill all processes of a group, and remove the group when they are gone.
+
+    A weak program may have started processes in other sessions, which still live.
+    """
     deadline = time.monotonic() + _REMOVE_S
+    with contextlib.suppress(OSError):  # Linux before 5.14 has no such file
+        (group / "cgroup.kill").write_text("1")
     while group.exists() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             group.rmdir()
