@@ -131,6 +131,13 @@ def test_broken_tests_are_an_error(code: Code, tests: str, detail: str) -> None:
             code(response(program, tests))
 
 
+def test_a_module_that_cannot_be_imported_breaks_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('no device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    tests = PythonTests("\nimport broken_module\nassert add(1, 2) == 3")
+    assert tests.problem() == "line 2: RuntimeError: no device"
+
+
 def test_tests_may_replace_standard_output(code: Code) -> None:
     tests = (
         "import io\nfrom unittest.mock import patch\n"

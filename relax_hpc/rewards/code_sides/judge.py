@@ -86,7 +86,7 @@ class PythonTests:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 try:
                     exec(compile(ast.Module([node], []), "tests", "exec"), {})
-                except ImportError as error:
+                except Exception as error:  # a module may raise anything
                     return f"line {node.lineno}: {_text(error)}"
         return ""
 
