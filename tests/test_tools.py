@@ -507,6 +507,33 @@ def test_a_server_that_refuses_to_be_initialized_is_started_anew_for_the_next_ca
         tool.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ('"result": []', "^the tool's server gave a result that is no object$"),
+        ('"error": "no memory"', "^no memory$"),
+        ('"error": {"message": "no disk"}', "^no disk$"),
+    ],
+)
+def test_a_malformed_answer_is_reported_without_a_wait(answer: str, text: str) -> None:
+    program = """if True:
+        import json, sys
+        for message in map(json.loads, sys.stdin):
+            if "id" in message:
+                answer = sys.argv[1] if message["method"] == "tools/call" else '"result": {}'
+                print('{"id": %d, %s}' % (message["id"], answer), flush=True)
+    """
+    server = {"command": [sys.executable, "-c", program, answer], "tools": ["sum"], "timeout_s": 10 * LIMIT_S}
+    [tool] = tools_of({"mcp": {"servers": {"odd": server}}}).values()
+    start_s = time.monotonic()
+    try:
+        with pytest.raises(ToolError, match=text):
+            tool.called({})
+    finally:
+        tool.close()
+    assert time.monotonic() - start_s < LIMIT_S
+
+
 @pytest.mark.parametrize(("end", "kind"), [("exit(3)", ConfigError), ("os.kill(os.getpid(), 9)", RelaxError)])
 def test_a_server_that_never_starts_fails_the_episode_by_name(end: str, kind: type) -> None:
     command = [sys.executable, "-c", f"import os; {end}"]

@@ -342,10 +342,14 @@ class Connection:
                 refused = {"error": {"code": _NO_SUCH_METHOD, "message": "not offered"}}
                 self.tell({"id": message["id"], **(known or refused)})
         elif answer := self._asked.pop(message["id"], None):
-            if "error" in message:
-                answer.set_exception(ToolError(str(message["error"].get("message"))))
+            error, result = message.get("error"), message.get("result")
+            if error is not None:
+                text = error.get("message") if isinstance(error, dict) else error
+                answer.set_exception(ToolError(str(text)))
+            elif isinstance(result, dict):
+                answer.set_result(result)
             else:
-                answer.set_result(dict(message["result"]))
+                answer.set_exception(ToolError("the tool's server gave a result that is no object"))
 
 
 def _read_content(item: Any) -> str | MediaPart:
