@@ -18,7 +18,7 @@ _OTHER_ENDS = re.compile(
     r"(?:^|\s)(what\(\): .+|Fatal Python error: .+|error while loading shared libraries: .+"
     r"|(?:Syntax|Indentation)Error: .+)"
 )
-"""Last words of C++ programs, of the interpreter, and of the dynamic loader. A syntax error of the
+"""Last messages of C++ programs, of the interpreter, and of the dynamic loader. A syntax error of the
 main program has no traceback."""
 _CONSEQUENCES = (
     "EOFError",
@@ -30,7 +30,7 @@ _CONSEQUENCES = (
     "concurrent.futures.process.BrokenProcessPool",
     "torch.multiprocessing.spawn.ProcessExitedException",
 )
-"""Exceptions of processes whose peer has failed; the peer's own says why."""
+"""Exceptions of a process whose peer has failed. The exception of the peer is the cause."""
 
 
 _TRANSIENT = re.compile(

@@ -4,7 +4,7 @@ Limits of a process (`setrlimit`) count its address space, its files and its pro
 gets memory that none of them counts by other calls: memory files, System V segments, message queues,
 pages in pipes, rings of io_uring. It also reaches beyond its namespaces by some calls: keyrings, and
 sockets of virtual machines, belong to no namespace. The filter answers such a call with ENOSYS, as a
-kernel without it does, so that libraries take the other way that they have.
+kernel without the call does, so that libraries fall back to another call.
 
 See seccomp(2), and Documentation/userspace-api/seccomp_filter.rst of Linux. libseccomp would make the
 same filter, but a container's interpreter does not have its bindings.

@@ -17,7 +17,7 @@ _TRAINERS = {
     "TRL": {"completions"},
     "OpenRLHF": {"queries"},
 }
-"""Trainer -> names of parameters by which its rewards are known."""
+"""Trainer -> names of parameters that identify its rewards."""
 _PER_SAMPLE = {
     "data_source": "sample.metadata.get('data_source')",
     "solution_str": "sample.response_text",
@@ -36,8 +36,8 @@ _PER_GROUP = {
     **dict.fromkeys(("answer", "answers", "ground_truth", "solution", "target"), "s.answer"),
     **dict.fromkeys(("label", "labels"), "s.answer"),
 }
-"""Arguments of rewards of several samples: what stands there for each of them. Other names are
-columns of the rows."""
+"""Arguments of rewards of several samples, which are lists: the item for a sample `s`. Other names
+are columns of the rows."""
 _ALWAYS = {"TRL": ("prompts", "completions", "answer")}
 """Trainer -> arguments for a reward that takes all (`**kwargs`)."""
 
@@ -65,7 +65,8 @@ def reward_misfits(name: str) -> Iterator[str]:
 
 
 def function_misfits(reward: Callable[..., Any], name: str, code: str) -> Iterator[str]:
-    """The same of a function, which messages call ``name``, and Python in its module ``code``."""
+    """Mistakes in the parameters of a function, one line each. ``name``: its name in messages;
+    ``code``: its expression in Python, in its module."""
     signature = parameters_of(reward)
     if signature is None:
         return
