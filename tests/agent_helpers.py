@@ -1,4 +1,4 @@
-"""Parts of tests of agents: a chat model's tokenizer and template, and an engine that says what a test wants."""
+"""Helpers of tests of agents: a tokenizer and template for chats, sessions, and an engine with chosen answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.agents.bounds import Bounds
+from relax_hpc.rollout.agents.rendering import Renderer
+from relax_hpc.rollout.agents.session import Session
+from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.rollout.turns import Start
 from relax_hpc.versions import Version
 
+Body = dict[str, Any]
+COMPLETIONS = "/v1/chat/completions"
+USER = {"role": "user", "content": "What is 2 + 2?"}
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
 {% if messages[0].role == 'system' %}{{ messages[0].content }}
@@ -115,7 +124,7 @@ Say = Callable[[list[int], int], list[int]]
 
 @dataclass
 class ToldEngine:
-    """An engine that says what it is told to, and notes what it was asked with."""
+    """An engine that draws what `say` returns, and records its requests."""
 
     say: Say
     versions: Iterator[int] = field(default_factory=lambda: iter(range(1, 10_000)))
@@ -140,3 +149,44 @@ class ToldEngine:
         """Start of an episode that it is asked in."""
         request = GenerateRequest((1, 2, 3), "7/p", 0, Sampling(1.0, 1.0, (), 0), 2000)
         return Start(Prompt("p", (1, 2, 3), "2+2?", "4", {"level": 3}), request, self.once)
+
+
+@pytest.fixture(scope="module", name="chats")
+def chats_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
+    """A model for chats, made once for each test file."""
+    model = Chats.in_folder(tmp_path_factory.mktemp("model"))
+    yield model
+    model.template.close()
+
+
+def session_of(chats: Chats, engine: ToldEngine, history: History | None = None, **limits: int) -> Session:
+    """A session that asks ``engine``. ``limits``: fields of `EnvironmentConfig`."""
+    bounds = Bounds(EnvironmentConfig(**{"max_turns": 50} | limits), 4000, 8000)
+    renderer = Renderer(chats.template, chats.tokenizer)
+    return Session(engine.start(), history or History(), renderer, chats.tokenizer, bounds, lambda reason: None)
+
+
+async def ask(session: Session, messages: list[Body], **about: Any) -> Body:
+    """The message that answers a chat."""
+    body = json.dumps({"messages": messages, **about}).encode()
+    reply = await session.reply(COMPLETIONS, body, 0)
+    if session.error:
+        raise session.error
+    assert reply.status == 200, reply.body
+    return json.loads(reply.body)["choices"][0]["message"]
+
+
+def rows(session: Session) -> list[OpenRow]:
+    """All rows of ``session``."""
+    return session._history.rows
+
+
+def tokens(row: OpenRow) -> list[int]:
+    """Tokens of the prompt and of the draft."""
+    return [*row.prompt, *row.draft.token_ids]
+
+
+def scripted(chats: Chats, *texts: str) -> ToldEngine:
+    """An engine whose answers are these ``texts``, in this order."""
+    answers = iter(texts)
+    return ToldEngine(lambda before, limit: chats.said(next(answers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,9 @@ from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History
 from relax_hpc.transport.exchange import Message
-from tests.agent_helpers import TEMPLATE, TOOLS, Chats, ToldEngine
+from tests.agent_helpers import TEMPLATE, TOOLS, Chats, ToldEngine, chats_fixture, rows, session_of  # noqa: F401
 from tests.gateway_helpers import gateway
 from tests.requirements import requires
-from tests.test_agents import rows, session_of
 
 requires("sglang")
 
@@ -32,13 +31,6 @@ CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n<
 SAID = [f"Let me see.\n{CALL}", "It is 4.", "Bye."]
 FUNCTION = TOOLS[0]["function"]
 QUESTION = "What is 2 + 2?"
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
-    made = Chats.in_folder(tmp_path_factory.mktemp("model"))
-    yield made
-    made.template.close()
 
 
 def session_that_says(chats: Chats) -> tuple[Session, ToldEngine]:
