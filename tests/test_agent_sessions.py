@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation
+from relax_hpc.rollout.agents import session as session_module
 from relax_hpc.rollout.agents.session import Session
 from relax_hpc.rollout.history import History, OpenRow
 from relax_hpc.versions import Version
@@ -245,6 +246,35 @@ def test_a_client_that_counts_its_retries_has_time_for_one(chats: Chats) -> None
         retry = asyncio.create_task(session.reply(COMPLETIONS, body, 1))
         gate.set()
         assert (await retry).status == 200 and len(engine.asked) == 1
+
+    asyncio.run(play())
+
+
+def test_a_retry_that_comes_after_its_request_was_taken_back_is_answered(
+    chats: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_RETRY_S", 0.0)
+
+    async def play() -> None:
+        engine, drawing = ToldEngine(lambda before, limit: chats.said("ok")), asyncio.Event()
+        start = engine.start()
+
+        async def once(request: GenerateRequest) -> Generation | BadAnswer:
+            if drawing.is_set():
+                return await engine.once(request)
+            drawing.set()
+            return await asyncio.get_running_loop().create_future()
+
+        session = session_of(chats, engine)
+        session._start = replace(start, ask=once)
+        body = json.dumps({"messages": [USER]}).encode()
+        abandoned = asyncio.create_task(session.reply(COMPLETIONS, body, 0))
+        await drawing.wait()
+        abandoned.cancel()
+        await asyncio.gather(abandoned, return_exceptions=True)
+        while session._running:
+            await asyncio.sleep(0)
+        assert (await session.reply(COMPLETIONS, body, 1)).status == 200 and len(engine.asked) == 1
 
     asyncio.run(play())
 

@@ -179,7 +179,8 @@ ASK = "ask('x'); "
 @pytest.mark.parametrize("asks", [True, False])
 def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(chats: Chats, tmp_path: Path, asks: bool) -> None:
     """Clients print their key when they are refused, and programs their environment."""
-    program = "key = os.environ['OPENAI_API_KEY']; print(key, flush=True); sys.exit(f'Incorrect API key: {key}')"
+    program = "key = os.environ['OPENAI_API_KEY']; print(key, flush=True); "
+    program += "os.write(3, json.dumps({'key': key}).encode()); sys.exit(f'Incorrect API key: {key}')"
 
     async def play() -> Any:
         async with gateway(tmp_path) as node:
@@ -191,6 +192,7 @@ def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(chats: Chats, t
     if asks:
         info = episode.outcome["info"]
         assert (info["output"].strip(), info["errors"].strip()) == ("***", "Incorrect API key: ***")
+        assert info["said"] == {"key": "***"}
     else:
         assert "Incorrect API key: ***" in str(episode)
 

@@ -50,7 +50,7 @@ class Program:
     ) -> None:
         """``command``: words, not a shell's; ``variables``: of its environment beyond this process's; ``task``: its
         input, as JSON in one line; ``memory_bytes``: of each of its processes; ``pid_namespace``: whether it gets one,
-        where the kernel allows that; ``secret``: a text that is taken out of what it prints, empty: none."""
+        where the kernel allows that; ``secret``: text that `***` replaces in its output and its result."""
         self._command, self._variables, self._task = command, variables, task
         self._memory_bytes, self._pid_namespace, self._secret = memory_bytes, pid_namespace, secret
         self._output, self._errors = _Tail(_MAX_RESULT_BYTES), _Tail(_MAX_ERROR_BYTES)
@@ -145,7 +145,8 @@ class Program:
         ValueError: it sent something that is no object, or that is too long.
         """
         if self.has_sent_result:
-            return _read_object(self._result.content)
+            content = self._result.content
+            return _read_object(content.replace(self._secret.encode(), b"***") if self._secret else content)
         text = self.output.strip()
         if "\n" not in text and self._output.is_cut:
             raise ValueError(f"the last line of standard output is longer than {_MAX_RESULT_BYTES} bytes")

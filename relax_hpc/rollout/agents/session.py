@@ -79,6 +79,11 @@ class _Pending:
     is_read: bool = False
     """Whether a connection got the reply."""
 
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether it was cancelled before there was a reply."""
+        return self.reply is not None and self.reply.cancelling() > 0
+
 
 class Session:
     """One episode's; for one event loop."""
@@ -131,10 +136,9 @@ class Session:
         the same. If this is cancelled, the client has hung up: without anybody else who waits, the request is taken
         back. Gone: the episode has ended."""
         name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
-        is_repeated = name in self._requests and (repeats or idempotency)
-        if not is_repeated:
-            self._requests[name] = self._begin_reply(path, body)
-        request = self._requests[name]
+        request = self._requests.get(name) if repeats or idempotency else None
+        if not request or request.is_taken_back:
+            request = self._requests[name] = self._begin_reply(path, body)
         task = request.reply
         assert task
         request.waiting += 1
