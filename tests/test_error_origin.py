@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import statistics
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from relax_hpc.error_origin import NO_ORIGIN, describe_with_location, locate, shorten
 from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.first_failures import FailureWriter, FirstFailure, read_failures
+from relax_hpc.metrics.first_failures import FAILURES_FILE, FailureWriter, FirstFailure, read_failures
 from relax_hpc.named import named
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.ask import scores
@@ -135,6 +136,22 @@ def test_of_failures_of_one_kind_the_first_is_written(tmp_path: Path) -> None:
     writer.close()
     assert read_failures(tmp_path) == [written[0], written[2], written[3]]
     with (tmp_path / "failures.jsonl").open("ab") as file:
-        file.write(b'[]\n{"group": 1}\n{"torn')
+        file.write(b'[]\n{"group": 1}\n' + b"[" * 100_000 + b'\n{"torn')
     assert len(read_failures(tmp_path)) == 3
     assert written[3].headline == "reward_timeout: KeyError: 'x' at a.py:3 in f"
+
+
+def test_failures_of_another_user_are_read_only_from_a_file_of_the_run(tmp_path: Path) -> None:
+    assert read_failures(tmp_path) == []
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    writer = FailureWriter(outside)
+    writer.write(FirstFailure(group="rollout", reason="r", detail="private"))
+    writer.close()
+    run.mkdir()
+    (run / FAILURES_FILE).symlink_to(outside / FAILURES_FILE)
+    with pytest.raises(ConfigError, match="a link that leads out of"):
+        read_failures(run)
+    (run / FAILURES_FILE).unlink()
+    os.mkfifo(run / FAILURES_FILE)
+    with pytest.raises(ConfigError, match="a FIFO"):
+        read_failures(run)

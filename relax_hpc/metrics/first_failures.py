@@ -16,6 +16,8 @@ from typing import Any
 
 from relax_hpc.disk import Lines
 from relax_hpc.error_origin import ErrorOrigin, shorten
+from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import ForeignFileError, parse_json, read_in_run
 
 FAILURES_FILE = "failures.jsonl"
 _MAX_KINDS = 64
@@ -108,7 +110,7 @@ class FailureWriter:
 def parse_failure(line: bytes) -> FirstFailure | None:
     """Failure in a line of failures.jsonl; None: the line is not whole, or somebody else's."""
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError:
         return None
     if not isinstance(fields, Mapping):
@@ -120,10 +122,17 @@ def parse_failure(line: bytes) -> FirstFailure | None:
 
 
 def read_failures(run_dir: Path) -> list[FirstFailure]:
-    """The first failure of each kind in a run, in the order in which they came."""
+    """The first failure of each kind in a run, in the order of their occurrence.
+
+    ConfigError: the file is no regular file of a run, or too large.
+    """
     path = run_dir / FAILURES_FILE
-    if not path.is_file():
+    try:
+        lines = read_in_run(path).splitlines()
+    except FileNotFoundError:
         return []
+    except ForeignFileError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     first_failures = FirstFailures()
-    parsed = map(parse_failure, path.read_bytes().splitlines())
+    parsed = map(parse_failure, lines)
     return [failure for failure in parsed if failure and first_failures.is_first(failure)]
