@@ -14,8 +14,9 @@ from relax_hpc.gateway.broker import message_of
 from relax_hpc.gateway.forward import Forwarder
 from relax_hpc.gateway.front import MOST_BYTES, Reply, key_of
 from relax_hpc.gateway.place import purpose_of
-from relax_hpc.transport.exchange import Gone, Message, TooLarge
+from relax_hpc.transport.exchange import Exchange, Gone, Message, TooLarge
 from relax_hpc.transport.sockets import connect
+from relax_hpc.transport.wire import BadMessage, pack
 from tests.gateway_helpers import LIMIT_S, gateway
 
 
@@ -248,6 +249,15 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
 def test_neither_gateway_nor_forwarder_imports_torch() -> None:
     code = "import sys, relax_hpc.roles.gateway, relax_hpc.gateway.forward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+
+
+@pytest.mark.parametrize("message", [{"re": [1]}, {"re": {}}, {"cancel": "1"}, {"id": None}])
+def test_a_message_without_the_number_of_a_request_is_refused(message: Message) -> None:
+    async def serve(message: Message) -> Message:
+        return message
+
+    with pytest.raises(BadMessage, match="as the number of a request"):
+        Exchange(lambda payload: None, serve).take(pack(message))
 
 
 def test_an_answer_that_is_too_large_costs_its_request_alone(tmp_path: Path) -> None:

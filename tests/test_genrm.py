@@ -308,20 +308,28 @@ def test_questions_go_to_the_server_with_the_fewest_and_its_key_stays_on_the_nod
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("first", ["run", "server"])
+@pytest.mark.parametrize("first", ["run", "server", "listener"])
 def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> None:
     async def main() -> None:
         over, ended = Future[None](), asyncio.get_running_loop().create_future()
         client = SimpleNamespace(status=SimpleNamespace(over=lambda: over))
         session = SimpleNamespace(ended=ended)
         server = SimpleNamespace(session=session, log="judge-0.log", quoted_error=lambda: ": no memory")
-        serving = asyncio.create_task(genrm._over(SimpleNamespace(client=client), [server]))
+        listener = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(genrm._over(SimpleNamespace(client=client), [server], listener))
         await asyncio.sleep(0)
-        (over if first == "run" else ended).set_result("sglang::scheduler (process 7) ended")
-        await serving
+        if first == "listener":
+            listener.set_exception(OSError("its selector is closed"))
+        else:
+            (over if first == "run" else ended).set_result("sglang::scheduler (process 7) ended")
+        async with asyncio.timeout(WAIT_S):
+            await serving
 
     if first == "run":
         asyncio.run(main())
+    elif first == "listener":
+        with pytest.raises(OSError, match="its selector is closed"):
+            asyncio.run(main())
     else:
         with pytest.raises(RelaxError, match=r"sglang::scheduler \(process 7\) ended: no memory; see judge-0\.log"):
             asyncio.run(main())

@@ -63,7 +63,7 @@ def run(context: Context) -> None:
             answering = asyncio.create_task(listener.run())
             try:
                 with context.spans("wait", cause=_ASKED):
-                    await _over(context, servers)
+                    await _over(context, servers, answering)
             finally:
                 answering.cancel()
                 await asyncio.gather(answering, return_exceptions=True)
@@ -160,12 +160,14 @@ async def _start(context: Context, server: ServerProcess) -> None:
         await client.close()
 
 
-async def _over(context: Context, servers: list[ServerProcess]) -> None:
-    """Return once the run is finished. RelaxError: a server has ended before."""
+async def _over(context: Context, servers: list[ServerProcess], answering: asyncio.Task[None]) -> None:
+    """Return once the run is finished. RelaxError: a server has ended before. ``answering``: its error is raised."""
     assert context.client is not None
     over = asyncio.wrap_future(context.client.status.over())
     ended = {server.session.ended: server for server in servers}
-    await asyncio.wait([over, *ended], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([over, answering, *ended], return_when=asyncio.FIRST_COMPLETED)
+    if answering.done():
+        answering.result()
     for future, server in ended.items():
         if future.done() and not over.done():
             raise RelaxError(f"{future.result()}{server.quoted_error()}; see {server.log}")

@@ -77,7 +77,7 @@ class Exchange:
             number = _number(message.get("id"))
             self._serving[number] = task = asyncio.create_task(self._answer(message))
             task.add_done_callback(lambda ended: self._forget(number, ended))
-        elif (answer := self._asked.get(message["re"])) and not answer.done():
+        elif (answer := self._asked.get(_number(message["re"]))) and not answer.done():
             if "gone" in message:
                 answer.set_exception(Gone(str(message["gone"])))
             else:
