@@ -256,6 +256,14 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     ]
 
 
+def test_one_repeated_name_among_many_is_found_in_linear_time(tmp_path: Path) -> None:
+    """A row of somebody else's data set must not stop the reading of the other rows."""
+    names = [f'"{number}":0' for number in (*range(400_000), 399_999)]
+    (tmp_path / "p.jsonl").write_text(f"{{{','.join(names)}}}\n")
+    (row,) = read_rows(tmp_path / "p.jsonl")
+    assert isinstance(row, BadLine) and row.detail.startswith("found '399999' twice")
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
 def test_numbers_of_float32_are_the_shortest_that_name_them(values: list[float]) -> None:
     requires("pyarrow")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,8 +141,10 @@ def _with_short_floats(path: Path | str, batch: Any) -> Any:
     0.1, where 0.10000000149 is the same float32. ConfigError: two columns have the same name."""
     arrow = import_module("pyarrow")
     names = batch.schema.names
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{path}: found two columns {twice[0]!r}, allowed: one of each name; rename one of them")
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{path}: found two columns {_first_repeated(names)!r}, allowed: one of each name; rename one of them"
+        )
     for index, column in enumerate(batch.schema):
         if column.type in (arrow.float16(), arrow.float32()):
             short = batch.column(index).cast(arrow.string()).cast(arrow.float64())
@@ -312,10 +315,15 @@ def _object(pairs: list[tuple[str, Any]]) -> Record:
     """Object of JSON with the members ``pairs``. ValueError: two have the same name, of which one would be lost."""
     members = dict(pairs)
     if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"found {twice[:40]!r} twice in one object, allowed: once")
+        repeated = _first_repeated([name for name, _ in pairs])
+        raise ValueError(f"found {repeated[:40]!r} twice in one object, allowed: once")
     return members
+
+
+def _first_repeated(names: Sequence[str]) -> str:
+    """The first of ``names`` that another one equals."""
+    counts = Counter(names)
+    return next(name for name in names if counts[name] > 1)
 
 
 def _has_half_a_character(line: bytes, record: Record) -> bool:
