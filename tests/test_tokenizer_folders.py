@@ -66,6 +66,15 @@ def config_file(change: Callable[[JSON], Any]) -> Change:
     return edited("tokenizer_config.json", change)
 
 
+def generation_ids(**ids: Any) -> Change:
+    """These ids of tokens in generation_config.json."""
+
+    def write(folder: Path) -> None:
+        (folder / "generation_config.json").write_text(json.dumps(ids))
+
+    return write
+
+
 def move_names(folder: Path) -> None:
     """Names of special tokens stand in special_tokens_map.json, as in older repositories."""
     path = folder / "tokenizer_config.json"
@@ -216,6 +225,7 @@ def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
             "token '<think>' has the id 128, but 60 in tokenizer_config.json",
         ),
         (config_file(lambda c: c.update(pad_token={"text": "<pad>"})), "as a token, allowed: a text, or an object"),
+        (generation_ids(eos_token_id=[7, -1]), "eos_token_id: found -1, allowed: ids of tokens"),
         (config_template([{"name": "rag", "template": BASE}]), "allowed: one named default"),
         (config_template({"default": 7}), "neither a text nor a list of objects"),
     ],
@@ -228,6 +238,15 @@ def test_what_cannot_be_read_as_transformers_reads_it_is_refused(
     change(folder)
     tokens = own_tokens(folder, [])
     assert isinstance(tokens, str) and says in tokens
+
+
+def test_a_negative_id_of_padding_is_not_used(model: Path, tmp_path: Path) -> None:
+    """Conversions of LLaMA have `pad_token_id: -1`, which no embedding has."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    config_file(lambda config: config.pop("pad_token"))(folder)
+    generation_ids(pad_token_id=-1)(folder)
+    assert load_tokenizer(folder).pad_id >= 0
 
 
 def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(model: Path, tmp_path: Path) -> None:

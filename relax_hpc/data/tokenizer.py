@@ -192,7 +192,7 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     if not eos_ids:
         raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")
     pads = [id_named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
-    pad_id = next(number for number in pads if type(number) is int)
+    pad_id = next(number for number in pads if _is_token_id(number))
     tokenizer = Tokenizer(backend, id_named("bos_token"), settings.add_bos, eos_ids, pad_id)
     try:
         tokenizer.decode(tokenizer.encode(_SAMPLE))
@@ -244,6 +244,11 @@ def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]], directory
         value = config.get("eos_token_id")
         numbers += value if isinstance(value, list) else [value]
     numbers = [number for number in numbers if number is not None]
-    if wrong := [number for number in numbers if type(number) is not int]:
+    if wrong := [number for number in numbers if not _is_token_id(number)]:
         raise ConfigError(f"{directory}: eos_token_id: found {str(wrong[0])[:_SHOWN]}, allowed: ids of tokens")
     return tuple(dict.fromkeys(numbers))
+
+
+def _is_token_id(number: Any) -> bool:
+    """Whether ``number`` may be the id of a token. Some configurations have -1, or a boolean."""
+    return type(number) is int and number >= 0
