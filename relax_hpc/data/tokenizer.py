@@ -97,16 +97,27 @@ class Tokenizer:
         bare, is_everywhere = self._without_prefix
         if not bare or not before:
             return self.encode(text, special=False, special_tokens=special_tokens)
-        added = self._backend.get_added_tokens_decoder().values()
-        if is_everywhere and before.endswith(tuple(token.content for token in added)):
+        if is_everywhere and before.endswith(self._added_names):
             return self.encode(text, special=False, special_tokens=special_tokens)
-        names = [re.escape(token.content) for token in added if special_tokens or not token.special]
-        token = re.search("|".join(names) or "(?!)", text)
-        end = token.start() if token else len(text)
+        match = self._added_patterns[special_tokens].search(text)
+        end = match.start() if match else len(text)
         with without_panics():
             ids = bare.encode(text[:end], add_special_tokens=False).ids
         # What begins with a token is no beginning of a text.
         return ids + self.encode(text[end:], special=False, special_tokens=special_tokens)
+
+    @functools.cached_property
+    def _added_names(self) -> tuple[str, ...]:
+        """Texts of all added tokens. Some tokenizers have thousands."""
+        return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+    @functools.cached_property
+    def _added_patterns(self) -> dict[bool, re.Pattern[str]]:
+        """Expression that finds the texts of added tokens; with the special ones -> True."""
+        added = self._backend.get_added_tokens_decoder().values()
+        words = [re.escape(token.content) for token in added if not token.special]
+        names = [re.escape(name) for name in self._added_names]
+        return {False: _any_of(words), True: _any_of(names)}
 
     @functools.cached_property
     def _without_prefix(self) -> tuple[Any, bool]:
@@ -247,6 +258,11 @@ def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]], directory
     if wrong := [number for number in numbers if not _is_token_id(number)]:
         raise ConfigError(f"{directory}: eos_token_id: found {str(wrong[0])[:_SHOWN]}, allowed: ids of tokens")
     return tuple(dict.fromkeys(numbers))
+
+
+def _any_of(expressions: Sequence[str]) -> re.Pattern[str]:
+    """Expression that matches each of ``expressions``; nothing, if there are none."""
+    return re.compile("|".join(expressions) or "(?!)")
 
 
 def _is_token_id(number: Any) -> bool:

@@ -62,8 +62,8 @@ def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, P
 
 
 def check_unchanged(run: RunDir, config: Config) -> None:
-    """ConfigError: a file of prompts, or a rule by which its rows become prompts, is not what it was when the run
-    began. Roles say so too, once they have GPUs."""
+    """ConfigError: a file of prompts, or a rule that makes prompts of its rows, has changed since the run began. Roles
+    check this too, once they have GPUs."""
     sets = [(path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()]
     sets += [(path, _train_index(run, name), name, "train") for name, path in train_files(run, config).items()]
     indexed = [entry for entry in sets if entry[1].is_file()]
