@@ -1,7 +1,7 @@
-"""Reading of files that another user may have put in place: a run, a model or a data set of somebody else.
+"""Reading of files that another user may have written: their run, model or data set.
 
-A FIFO blocks whoever opens it, a device may never end, and a link may lead to a private file of the reader. So only
-regular files are opened, and only a bounded number of bytes is read.
+Opening a FIFO blocks, a device may never end, and a link may lead to a private file of the reader. So only regular
+files are opened, and only a bounded number of bytes is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 JSON_BYTES = 16 << 20
-"""Bytes of a JSON file, unless its reader has a bound of its own. Parsed, it takes up to 20 times as many."""
+"""Default bound of the bytes of a JSON file. Parsed, it takes up to 20 times as many."""
 INDEX_BYTES = 256 << 20
 """Bytes of a JSON file that names all tensors of a model; mixtures of experts have hundreds of thousands."""
 LINE_BYTES = 4 << 20
@@ -36,7 +36,7 @@ _GZIP_WINDOW = zlib.MAX_WBITS | 16
 
 
 class ForeignFileError(OSError):
-    """Error of a file that is not read: its kind, its size, or the place that it leads to is not allowed."""
+    """Error of a file that is not read, because of its kind, its size, or the target of its link."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -79,7 +79,7 @@ def copy_regular(source: Path, target: Path) -> None:
 def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
     """Remaining bytes of ``file``, whose name is ``path``. ForeignFileError: more than ``most_bytes``."""
     data = bytearray()
-    # In blocks: CPython 3.11 allocates as many bytes as `read` may return, before it reads any.
+    # In blocks, because CPython 3.11 allocates the bytes that `read` may return before it reads any.
     while block := file.read(_BLOCK_BYTES):
         data += block
         if len(data) > most_bytes:
@@ -103,8 +103,8 @@ def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
     """Objects and lists directly inside of ``values``."""
     for value in values:
         items = list(value.values()) if isinstance(value, dict) else value
-        items = items if isinstance(items, list) else []
-        yield from (item for item in items if isinstance(item, dict | list))
+        if isinstance(items, list):
+            yield from (item for item in items if isinstance(item, dict | list))
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -116,7 +116,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
-    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` comes as an empty one, and is not kept."""
+    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` is replaced by an empty one."""
     while line := file.readline(most_bytes):
         if len(line) < most_bytes or line.endswith(b"\n"):
             yield line
@@ -131,27 +131,27 @@ def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
 
     ``path``: the name of the file in errors. EOFError: a member is not complete. zlib.error: it is damaged.
     """
-    parts, size, rest = [], 0, data
-    while rest:
+    blocks, size, remaining = list[bytes](), 0, data
+    while remaining:
         stream = zlib.decompressobj(_GZIP_WINDOW)
         while not stream.eof:
-            part = stream.decompress(rest, min(_BLOCK_BYTES, most_bytes + 1 - size))
-            rest = stream.unconsumed_tail
-            size += len(part)
+            block = stream.decompress(remaining, min(_BLOCK_BYTES, most_bytes + 1 - size))
+            remaining = stream.unconsumed_tail
+            size += len(block)
             if size > most_bytes:
                 raise ForeignFileError(errno.EFBIG, f"unpacks to more than {most_bytes} bytes", str(path))
-            if not part and not rest and not stream.eof:
+            if not block and not remaining and not stream.eof:
                 raise EOFError(f"{path}: ends within a gzip member")
-            parts.append(part)
-        rest = stream.unused_data
-    return b"".join(parts)
+            blocks.append(block)
+        remaining = stream.unused_data
+    return b"".join(blocks)
 
 
 def check_link(path: Path) -> None:
-    """ForeignFileError: ``path`` is a link that leads out of its run directory, and out of its own folder.
+    """ForeignFileError: ``path`` is a link that leads out of its run directory and out of its parent folder.
 
-    A run directory is the nearest folder above that has a config.yaml. Links in the place of folders are allowed: users
-    keep checkpoints on another file system.
+    The run directory is the nearest parent folder that has a config.yaml. Folders may be links, because users keep
+    checkpoints on another file system.
     """
     if not path.is_symlink():
         return

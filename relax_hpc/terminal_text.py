@@ -1,4 +1,4 @@
-"""Text that a model, or anybody else, has written, neutralised for terminals and logs, and fitted to a width."""
+"""Text that a model or another program has written, made safe for terminals and logs, and wrapped to a width."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _TAB = " " * 4
 
 
 def harmless(text: str) -> str:
-    """``text`` with every character spelled out that a terminal would obey, or hide.
+    """``text`` with an escape sequence in place of each character that a terminal would obey or hide.
 
     >>> harmless("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
     """
     if text.isprintable():
         return text
-    return "".join(c if c in _PLAIN or unicodedata.category(c) not in _HIDDEN else _spelled(c) for c in text)
+    return "".join(map(_harmless_character, text))
 
 
 def one_line(text: str) -> str:
-    """``text`` as of `harmless`, in one line: a text of a service cannot begin a line of a log.
+    """``text`` as `harmless` returns it, in one line, so that it cannot begin another line of a log.
 
     >>> one_line("bad request\\nrollout: all is well")
     'bad request\\\\nrollout: all is well'
@@ -35,9 +35,9 @@ def one_line(text: str) -> str:
 
 
 def log_entry(text: str) -> str:
-    """``text`` as of `harmless`, its further lines indented: in a log none of them looks like another entry.
+    """``text`` as `harmless` returns it, with all lines after the first indented, so that none looks like an entry.
 
-    >>> print(log_entry("it failed: bad\nrollout: all is well"))
+    >>> print(log_entry("it failed: bad\\nrollout: all is well"))
     it failed: bad
         rollout: all is well
     """
@@ -45,21 +45,21 @@ def log_entry(text: str) -> str:
 
 
 class HarmlessStream:
-    """A text stream whose written text is neutralised by `harmless`; all else is that of ``stream``.
+    """A text stream that writes text as `harmless` returns it; its other attributes are those of ``stream``.
 
-    Our own colours and cursor movements are written to `unfiltered`.
+    This package writes its colours and cursor movements to `unfiltered`.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.unfiltered = stream
 
     def write(self, text: str) -> int:
-        """Write ``text``; the number of its characters."""
+        """Write ``text``. Returns the number of its characters."""
         self.unfiltered.write(harmless(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write ``lines``, which have their ends."""
+        """Write ``lines``, each of which has its line end."""
         for line in lines:
             self.write(line)
 
@@ -68,13 +68,13 @@ class HarmlessStream:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """The stream below ``stream``, for text that has been neutralised already, or is ours."""
+    """The stream below ``stream``, for text that is already harmless, or that this package composes."""
     return stream.unfiltered if isinstance(stream, HarmlessStream) else stream
 
 
 @contextlib.contextmanager
 def harmless_output() -> Iterator[None]:
-    """Neutralise what this process prints within the block, by `HarmlessStream`."""
+    """Write the output of this process within the block through `HarmlessStream`."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = HarmlessStream(unfiltered(sys.stdout)), HarmlessStream(unfiltered(sys.stderr))
     try:
@@ -83,13 +83,17 @@ def harmless_output() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def _spelled(character: str) -> str:
+def _harmless_character(character: str) -> str:
+    if character in _PLAIN or unicodedata.category(character) not in _HIDDEN:
+        return character
     number = ord(character)
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines of at most ``width`` columns, broken behind blanks where there are some; East Asian ones count twice.
+    """Lines of at most ``width`` columns, broken after blanks where possible. East Asian characters take two columns.
 
     >>> list(wrapped("one two three", 8))
     ['one two ', 'three']
@@ -100,16 +104,16 @@ def wrapped(text: str, width: int) -> Iterator[str]:
 
 def _pieces(line: str, width: int) -> Iterator[str]:
     start, used, blank = 0, 0, 0
-    for place, character in enumerate(line):
+    for index, character in enumerate(line):
         columns = _columns(character)
         if used + columns > width:
-            end = blank if blank > start else place
+            end = blank if blank > start else index
             yield line[start:end]
             start = end
-            used = sum(map(_columns, line[start:place]))
+            used = sum(map(_columns, line[start:index]))
         used += columns
         if character == " ":
-            blank = place + 1
+            blank = index + 1
     yield line[start:]
 
 

@@ -40,9 +40,9 @@ from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.medium import Kind
 
 _WEIGHTS = (None, 0, 1)
-_LONG_PROMPT = 16
-"""Characters from which on an answer that begins with its prompt repeats it, rather than by chance."""
 """Values of a message's `weight`, as OpenAI's fine-tuning has it; with 0 it is not learned."""
+_LONG_PROMPT = 16
+"""Characters of a prompt at least. Only an answer that begins with such a prompt is refused for repeating it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ MAX_STEPS = 1000
 """Steps of a normalizer, pre-tokenizer, post-processor or decoder at most, because each one reads the whole text."""
 MAX_ADDED = 1000
 """Characters that all steps of a normalizer, and tokens that all of a post-processor, may put around a text."""
+_COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Fields of a tokenizer.json that process each text in steps."""
 _TRIE_SIZE_BYTES = 4
 _MAX_DEPTH = 100
 
@@ -29,69 +32,61 @@ def problems(content: Any) -> Iterator[str]:
     if not isinstance(content, dict):
         yield "found no JSON object"
         return
-    for name, part in content.items():
+    for name, value in content.items():
         if name != "model":
-            yield from _large_numbers(part, name)
+            yield from _large_numbers(value, name)
+    steps = {name: list(_steps(content.get(name))) for name in _COMPONENTS}
     for name in ("normalizer", "decoder"):
-        steps = list(_steps(content.get(name)))
-        yield from (f"{name}: {problem}" for step in steps for problem in _step_problems(step))
-        growth = 1.0
-        for step in steps:
-            growth *= _growth(step)
+        for step in steps[name]:
+            yield from (f"{name}: {problem}" for problem in _step_problems(step))
+        growth = math.prod(map(_growth, steps[name]))
         if growth > MAX_GROWTH:
             yield f"{name}: replacements lengthen a text {growth:.3g} times, allowed: at most {MAX_GROWTH:g} times"
-    for step in _steps(content.get("pre_tokenizer")):
+    for step in steps["pre_tokenizer"]:
         if step.get("type") == "FixedLength" and step.get("length") == 0:
             yield "pre_tokenizer: FixedLength.length: found 0, allowed: at least 1"
-    added_tokens = sum(map(_template_tokens, _steps(content.get("post_processor"))))
+    added_tokens = sum(map(_template_tokens, steps["post_processor"]))
     if added_tokens > MAX_ADDED:
         yield f"post_processor: puts {added_tokens} tokens around a text, allowed: at most {MAX_ADDED}"
-    added_chars = sum(map(_prepended_chars, _steps(content.get("normalizer"))))
+    added_chars = sum(map(_prepended_chars, steps["normalizer"]))
     if added_chars > MAX_ADDED:
         yield f"normalizer: prepends {added_chars} characters to a text, allowed: at most {MAX_ADDED}"
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (count := sum(1 for _ in _steps(content.get(name)))) > MAX_STEPS:
-            yield f"{name}: found {count} steps, allowed: at most {MAX_STEPS}"
+    for name in _COMPONENTS:
+        if len(steps[name]) > MAX_STEPS:
+            yield f"{name}: found {len(steps[name])} steps, allowed: at most {MAX_STEPS}"
 
 
-def _large_numbers(value: Any, place: str, depth: int = 0) -> Iterator[str]:
+def _large_numbers(value: Any, field: str, depth: int = 0) -> Iterator[str]:
     if depth > _MAX_DEPTH:
-        yield f"{place[:80]}: nested deeper than {_MAX_DEPTH} levels"
+        yield f"{field[:80]}: nested deeper than {_MAX_DEPTH} levels"
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _large_numbers(item, f"{place}.{name}", depth + 1)
+            yield from _large_numbers(item, f"{field}.{name}", depth + 1)
     elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _large_numbers(item, f"{place}[{number}]", depth + 1)
+        for index, item in enumerate(value):
+            yield from _large_numbers(item, f"{field}[{index}]", depth + 1)
     elif type(value) is int and abs(value) > MAX_NUMBER:
-        yield f"{place}: found {value}, allowed: at most {MAX_NUMBER}"
+        yield f"{field}: found {value}, allowed: at most {MAX_NUMBER}"
 
 
-def _steps(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+def _steps(component: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     """Steps of a normalizer, pre-tokenizer, post-processor or decoder; those of a `Sequence` one by one."""
-    if not isinstance(part, dict) or depth > _MAX_DEPTH:
+    if not isinstance(component, dict) or depth > _MAX_DEPTH:
         return
-    yield part
-    for inner in ("normalizers", "pretokenizers", "processors", "decoders"):
-        entries = part.get(inner)
-        for entry in entries if isinstance(entries, list) else ():
+    yield component
+    for key in ("normalizers", "pretokenizers", "processors", "decoders"):
+        for entry in _list(component.get(key)):
             yield from _steps(entry, depth + 1)
 
 
 def _template_tokens(step: dict[str, Any]) -> int:
-    """Tokens that a step `TemplateProcessing` puts around a text, or around two; 0 of another step."""
-    specials, templates = step.get("special_tokens"), [step.get("single"), step.get("pair")]
-    if not isinstance(specials, dict):
-        return 0
-    most = 0
-    for template in templates:
-        count = 0
-        for piece in template if isinstance(template, list) else ():
-            special = specials.get(str(_entry(_entry(piece, "SpecialToken"), "id")))
-            ids = _entry(special, "ids")
-            count += len(ids) if isinstance(ids, list) else 0
-        most = max(most, count)
-    return most
+    """Tokens that a step `TemplateProcessing` puts around one text or two: the larger number. 0: another step."""
+    counts = []
+    for template in (step.get("single"), step.get("pair")):
+        names = [str(_entry(_entry(piece, "SpecialToken"), "id")) for piece in _list(template)]
+        specials = (_entry(step.get("special_tokens"), name) for name in names)
+        counts.append(sum(len(_list(_entry(special, "ids"))) for special in specials))
+    return max(counts)
 
 
 def _prepended_chars(step: dict[str, Any]) -> int:
@@ -101,6 +96,10 @@ def _prepended_chars(step: dict[str, Any]) -> int:
 
 def _entry(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _step_problems(step: dict[str, Any]) -> Iterator[str]:
@@ -130,7 +129,7 @@ def _growth(step: dict[str, Any]) -> float:
 
 
 def _matches_nothing(pattern: str) -> bool:
-    """Whether an expression may match the empty text; true as well if it is not known."""
+    """Whether an expression may match the empty text; also true if Python cannot tell."""
     try:
         return re.match(pattern, "") is not None
     except (re.error, RecursionError, OverflowError):

@@ -1,4 +1,4 @@
-"""Requests and answers over connections whose ends have proven themselves, in one event loop: see `exchange`.
+"""Requests and answers over authenticated connections, in one event loop: see `exchange`.
 
 CallLink (connecting end)  <--frames-->  CallListener (listening end, of any number of links)
 """
@@ -15,7 +15,7 @@ from relax_hpc.transport.sockets import Connection, connect
 from relax_hpc.transport.wire import BadMessage
 
 _TURN_S = 0.5
-"""Seconds between two looks at who has not proven itself in time."""
+"""Seconds between two checks for connections that did not authenticate in time."""
 
 
 class CallListener:
@@ -29,8 +29,8 @@ class CallListener:
         serve: Callable[[int, Message], Awaitable[Message]],
         forget: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``token``, ``purpose``: see `Listener`. ``serve`` answers a request of a peer, by its number; ``forget`` is
-        called with the number of each peer that has gone."""
+        """``token``, ``purpose``: see `Listener`. ``serve`` is called with the number of a peer and its request, and
+        returns the answer. ``forget`` is called with the number of each peer whose connection has ended."""
         self._listener = Listener(listening, token, purpose)
         self.endpoint = self._listener.endpoint
         self._peers: dict[int, Exchange] = {}
@@ -51,13 +51,15 @@ class CallListener:
             self._listener.close()
 
     async def call(self, number: int, **message: object) -> Message:
-        """Answer of the peer ``number`` to ``message``. Gone; KeyError: there is no such peer."""
+        """Answer of the peer ``number`` to ``message``. Gone: its connection ends before. KeyError: unknown peer."""
         return await self._peers[number].call(**message)
 
     def _receive(self) -> None:
-        """Take what peers have sent, and drop those that have gone."""
+        """Process the messages that have arrived, and forget peers whose connections have ended."""
         for number, payload in self._listener.receive(0.0):
-            peer = self._peers.get(number) or self._peers.setdefault(number, self._exchange(number))
+            if number not in self._peers:
+                self._peers[number] = self._exchange(number)
+            peer = self._peers[number]
             try:
                 peer.take(payload)
             except BadMessage:
@@ -73,36 +75,37 @@ class CallListener:
 
         return Exchange(lambda payload: self._listener.send(number, payload), serve)
 
-    def _end(self, number: int, why: str) -> None:
-        self._peers.pop(number).end(why)
+    def _end(self, number: int, reason: str) -> None:
+        self._peers.pop(number).end(reason)
         self._forget(number)
 
 
 async def serve_nothing(message: Message) -> Message:
-    """Refuse every request, as an end does that only asks. ValueError."""
+    """Refuse every request, for an end that only sends requests. ValueError."""
     raise ValueError("this end answers nothing")
 
 
 class CallLink:
-    """Connecting end of calls; see `open_link`."""
+    """Connecting end of calls. `open_link` makes one."""
 
     def __init__(self, connection: Connection, serve: Callable[[Message], Awaitable[Message]] = serve_nothing) -> None:
         self._connection = connection
         self._exchange = Exchange(self._send, serve)
         self.call = self._exchange.call
         self.lost = asyncio.Event()
-        """Event that is set when it has ended."""
+        """Event that is set when the connection has ended."""
         asyncio.get_running_loop().add_reader(connection.socket, self._receive)
 
-    def close(self, why: str = "it was closed") -> None:
-        """End it; safe to call twice."""
-        if not self.lost.is_set():
-            self.lost.set()
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._connection.socket)
-            loop.remove_writer(self._connection.socket)
-            self._connection.close()
-            self._exchange.end(f"the connection has ended: {why}")
+    def close(self, reason: str = "it was closed") -> None:
+        """End the connection; ``reason`` is in the error of each request that waits. Safe to call twice."""
+        if self.lost.is_set():
+            return
+        self.lost.set()
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._connection.socket)
+        loop.remove_writer(self._connection.socket)
+        self._connection.close()
+        self._exchange.end(f"the connection has ended: {reason}")
 
     def _receive(self) -> None:
         try:
@@ -129,5 +132,5 @@ class CallLink:
 
 
 async def open_link(endpoint: str, token: bytes, purpose: bytes, within_s: float) -> CallLink:
-    """A link to ``endpoint``, whose ends have proven themselves. OSError: there is none ``within_s`` seconds."""
+    """An authenticated link to ``endpoint``. OSError: there is no connection after ``within_s`` seconds."""
     return CallLink(await asyncio.to_thread(connect, endpoint, token, purpose, within_s))

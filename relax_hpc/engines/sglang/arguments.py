@@ -64,11 +64,11 @@ class ServerArgument:
             return ""
         if not self.is_list:
             return self._value_misfit(value)
-        text = f"a list of {_PLURALS.get(self.type_name, 'values')}"
+        allowed = f"a list of {_PLURALS.get(self.type_name, 'values')}"
         if not isinstance(value, list):
-            return text
-        misfits = [misfit for misfit in map(self._value_misfit, value) if misfit]
-        return f"{text}, each {misfits[0]}" if misfits else ""
+            return allowed
+        misfit = next(filter(None, map(self._value_misfit, value)), "")
+        return f"{allowed}, each {misfit}" if misfit else ""
 
     def _value_misfit(self, value: Any) -> str:
         if self.choices and value not in self.choices:
@@ -91,8 +91,8 @@ def server_arguments() -> Mapping[str, ServerArgument]:
 
 
 def range_misfit(name: str, value: Any) -> str:
-    """The values that are allowed instead of ``value``, which is of the right type, by what it
-    means; empty: it is allowed, or unknown."""
+    """Allowed values of ``name``, if ``value`` has the right type and is out of range; empty: it is
+    allowed, or its range is unknown."""
     if value is None:
         return ""
     if name in _POSITIVE and isinstance(value, int) and value < 1:

@@ -92,7 +92,8 @@ class ServerProcess:
         return f"http://{self.arguments['host']}:{self.arguments['port']}"
 
     async def start(self) -> None:
-        """Start the process, which does not serve yet. ConfigError: the port is taken. `close` follows in any case."""
+        """Start the process, which does not serve yet; `close` follows in any case. EngineFault, ConfigError: see
+        `listen`."""
         self.listening = self._open.enter_context(listen(self.arguments["host"], self.arguments["port"]))
         self.arguments["port"] = self.listening.getsockname()[1]
         self.scratch = self._open.enter_context(Scratch())
@@ -155,7 +156,7 @@ class ServerProcess:
             )
         self.session = Session(leader)
         self.session.ended.add_done_callback(lambda _: self._turn_away())
-        # Of one that died while it started, nobody has looked at what it had. Called last.
+        # A server that dies while it starts leaves shared memory that `remember_memory` did not see. Called last.
         self._open.callback(sweep_orphaned_memory)
         # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
@@ -164,9 +165,10 @@ class ServerProcess:
         self._open.callback(self.remember_memory)
 
     def _turn_away(self) -> None:
-        """Close the connections of those that ask a server which has ended.
+        """Close new connections to a server that has ended.
 
-        The port stays ours until `close`: a stranger who took it would be sent the key with the next request.
+        The socket stays open until `close`: a process of another user that took the port would get the key with the
+        next request.
         """
         if self.listening.fileno() < 0:
             return
@@ -228,8 +230,8 @@ def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dic
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: a free one) of `host`. EngineFault if the port is taken, maybe
-    by a server that is about to end; ConfigError if it can never be taken.
+    """A socket that listens on `port` (0: a free one) of `host`. EngineFault: the port is in use, maybe
+    by a server that is about to end. ConfigError: this process may not listen there.
 
     One that is bound and does not listen could be taken over by any user of the node, who only has to set SO_REUSEADDR.
     """
