@@ -53,7 +53,7 @@ _RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHI
 
 
 def record_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Record of what the queue reads of ``algorithm``, as JSON, for processes that do not import its class."""
+    """Properties of ``algorithm`` that the queue reads, as JSON, for processes that do not import its class."""
     return {
         "name": algorithm.name,
         "needs": list(algorithm.needs),
@@ -120,11 +120,11 @@ def algorithm_class(name: str) -> type[Algorithm]:
     try:
         return _checked(name, named("algorithm", name, ALGORITHMS))
     except ConfigError as error:
-        about: dict[str, Any] = {"why": str(error).partition(": ")[2]}
+        attributes: dict[str, Any] = {"why": str(error).partition(": ")[2]}
         record = _RECORDED.get()
         if record.get("name") == name:
-            about |= {"record": record, "gives": tuple(record["gives"]), "sequences": record["sequences"]}
-        return type("Unavailable", (Unavailable,), about)
+            attributes |= {"record": record, "gives": tuple(record["gives"]), "sequences": record["sequences"]}
+        return type("Unavailable", (Unavailable,), attributes)
 
 
 _PARTS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")

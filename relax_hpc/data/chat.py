@@ -44,7 +44,7 @@ _OVER_LIMIT = -signal.SIGPROF
 _NO_ANSWER = 0
 """Exit code of a child that did not answer within ANSWER_S, in `_ChildDied`."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, _NO_ANSWER)
-"""Exit codes of a child that somebody killed or suspended. They say nothing about the template."""
+"""Exit codes of a child that another process killed or suspended. They say nothing about the template."""
 
 
 class TemplateError(Exception):
@@ -88,8 +88,8 @@ class ChatTemplate:
         return any(pattern.search(source) for source in self._sources.values())
 
     def reads(self, key: str) -> bool:
-        """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`. A word
-        of its prose is no such key."""
+        """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`. The same
+        word in the template's text does not count."""
         pattern = re.compile(rf"[.'\"]{re.escape(key)}(?!\w)")
         return any(pattern.search(source) for source in self._sources.values())
 

@@ -18,7 +18,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts that are text, in OpenAI's two interfaces and in Hugging Face's."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _KEYS = frozenset(["role", "content", "name", "tool_call_id", "weight", *_THOUGHTS])
-"""Keys of a message that are read here, or that say nothing more if the template does not read them."""
+"""Keys of a message that are read here, or that the template may ignore without loss."""
 _PART_KEYS = frozenset(["type", "text", "cache_control", "annotations"])
 """Keys of a part that is text. The last two concern a service's cache and citations alone."""
 _WORD = re.compile(r"\w+")
@@ -113,8 +113,10 @@ def _check_tool_calls(where: str, message: Message) -> None:
 
 def says_something(content: Any) -> bool:
     """Whether a content that `check_messages` returned has a text that is not blank, or a medium."""
+    if isinstance(content, str):
+        return bool(content.strip())
     if not isinstance(content, list):
-        return bool(content.strip() if isinstance(content, str) else content)
+        return bool(content)
     return any(part.get("type") != "text" or part["text"].strip() for part in content)
 
 
@@ -123,16 +125,14 @@ def left_out_message(messages: Sequence[Message], text: str) -> int | None:
     None. Templates ignore roles that they do not know, such as `developer`, and some show the first of
     several parts alone. The longest word of each text is looked for, as often as all these messages have
     it. Messages of the assistant are not looked for: templates drop its thoughts."""
-    texts = [
-        (number, said)
-        for number, message in enumerate(messages)
-        if message["role"] != ASSISTANT
-        for said in _texts_in(message["content"])
-    ]
-    everything = "\n".join(said for _, said in texts)
-    for number, said in texts:
-        word = _longest_word(said)
-        if word and text.count(word) < everything.count(word):
+    texts: list[tuple[int, str]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            texts += [(number, message_text) for message_text in _texts_in(message["content"])]
+    all_texts = "\n".join(message_text for _, message_text in texts)
+    for number, message_text in texts:
+        word = _longest_word(message_text)
+        if word and text.count(word) < all_texts.count(word):
             return number
     return None
 
@@ -141,12 +141,14 @@ def left_out_of_turn(message: Message, turn: str) -> str:
     """Name of a part of the assistant's ``message`` that ``turn``, the text which a template made of it,
     does not show: `content`, a key of thoughts, or a call; empty: it shows all. The longest word of each
     is looked for. A content may begin with thoughts, which some templates cut off."""
-    said = [("content", text) for text in _texts_in(message["content"]) for text in text.split("</think>")]
-    said += [(key, message[key]) for key in _THOUGHTS if isinstance(message.get(key), str)]
+    parts: list[tuple[str, str]] = []
+    for content in _texts_in(message["content"]):
+        parts += [("content", text) for text in content.split("</think>")]
+    parts += [(key, message[key]) for key in _THOUGHTS if isinstance(message.get(key), str)]
     for call in message.get("tool_calls") or []:
         function = call.get("function") or call
-        said += [(f"a call of {function.get('name')}", text) for text in _texts_of_call(function)]
-    return next((part for part, text in said if _longest_word(_TAG.sub(" ", text)) not in turn), "")
+        parts += [(f"a call of {function.get('name')}", text) for text in _texts_of_call(function)]
+    return next((name for name, text in parts if _longest_word(_TAG.sub(" ", text)) not in turn), "")
 
 
 def says_nothing(message: Message) -> bool:

@@ -378,7 +378,7 @@ def rendered(
         role = messages[number]["role"]
         raise BadRecord("chat_template", f"the chat template leaves out message {number} (role {role!r})")
     hidden = [name for name in map(_name_of_tool, tools) if name not in text]
-    # A policy may learn an environment's tools by itself, with a template that knows of none.
+    # If the template shows no tools at all, a policy may still learn those of its environment by trying.
     if hidden and how.template.mentions("tools"):
         raise BadRecord("chat_template", f"the chat template does not show the tool {hidden[0]!r}")
     return text

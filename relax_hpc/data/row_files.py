@@ -206,8 +206,8 @@ def _state_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: Any, source: Path) -> Path:
-    """Path of the file ``name`` in ``folder``, as the file ``source`` in it says. ConfigError: it would leave the
-    folder, whose rows would then be files of somebody else."""
+    """Path of the file ``name`` in ``folder``, which the file ``source`` in it names. ConfigError: it leads out of the
+    folder, maybe to a private file of the reader."""
     path = folder / str(name)
     if Path(str(name)).is_absolute() or ".." in path.parts[len(folder.parts) :] or not _is_inside(path, folder):
         raise ConfigError(f"{source}: found {str(name)[:80]!r}, allowed: files inside of {folder}; correct it")
@@ -224,8 +224,8 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _check_link(path: Path, folder: Path) -> None:
-    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to files which are not theirs, such
-    as a private one of the reader's."""
+    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to a file of a third user, such as a
+    private one of the reader."""
     if not path.is_symlink() or _is_inside(path, folder):
         return
     owner = path.lstat().st_uid
@@ -248,8 +248,8 @@ def _described(folder: Path) -> tuple[Splits, list[Path]]:
         root = _inside(folder, entry.get("data_dir") or "", readme)
         splits = _named_files(folder, root, entry.get("data_files"))
         if not splits and "data_dir" in entry:
-            splits, others = _by_names(root)
-            unread += others
+            splits, unread_files = _by_names(root)
+            unread += unread_files
             if not splits:
                 raise ConfigError(f"{root}: found no rows in the data_dir of README.md; download the data set again")
         for split, paths in splits.items():
@@ -277,7 +277,8 @@ def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
 
 
 def _matching(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
-    """Paths below ``root`` that match a pattern of the file ``source``. ConfigError: it is none of paths below it."""
+    """Paths below ``root`` that match a ``pattern`` of the file ``source``. ConfigError: the pattern is not valid, or
+    leads out of ``root``."""
     try:
         if not isinstance(pattern, str) or ".." in Path(pattern).parts:
             raise ValueError("it leaves the folder")

@@ -85,10 +85,10 @@ def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
         is_everywhere = True
     # Only the first step is changed: a later one puts a blank before each word, wherever a text begins.
     splitter = state["pre_tokenizer"] or {}
-    first, *others = splitter.get("pretokenizers") or [splitter]
+    first, *later = splitter.get("pretokenizers") or [splitter]
     bare = first | _NO_PREFIX.get(first.get("type", ""), {})
     if bare != first:
-        changed["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [bare, *others]}
+        changed["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [bare, *later]}
         is_everywhere = is_everywhere or first.get("prepend_scheme") != "first"
     return (changed, is_everywhere) if changed != state else None
 

@@ -216,9 +216,9 @@ class Draft:
     @property
     def turn(self) -> int:
         """Place of the first token of the turn that is drawn: behind what others said last."""
-        for place in range(len(self.token_versions), 0, -1):
-            if not self.token_versions[place - 1]:
-                return place
+        for index in range(len(self.token_versions), 0, -1):
+            if not self.token_versions[index - 1]:
+                return index
         return 0
 
     def so_far(self) -> Generation | Episode:
@@ -279,11 +279,11 @@ class EngineFault(Exception):
     def __init__(
         self, reason: FaultReason, detail: str, origin: ErrorOrigin = NO_ORIGIN
     ) -> None:
-        """``origin``: place in a user's code that failed, if one did."""
+        """``origin``: line of a user's code that failed, if one did."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.origin = reason, origin
         self.start_error = ""
-        """Error of an engine that did not start, in its own words; see `errors.start_error_of`."""
+        """Error message of an engine that did not start; see `errors.start_error_of`."""
 
 
 class BadAnswer(EngineFault):

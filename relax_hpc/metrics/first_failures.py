@@ -108,7 +108,7 @@ class FailureWriter:
 
 
 def parse_failure(line: bytes) -> FirstFailure | None:
-    """Failure in a line of failures.jsonl; None: the line is not whole, or somebody else's."""
+    """Failure in a line of failures.jsonl; None: the line is not whole, or has other fields."""
     try:
         fields = parse_json(line)
     except ValueError:

@@ -46,7 +46,7 @@ _EDGE = 0.03
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
 _LEGEND_CHARS, _HANDLE_CHARS = 44, 6
-"""Characters of a legend that have room beside a title, and the width of the line before a label."""
+"""Characters of a legend that fit next to a title, and the width of the line before a label."""
 _SPARSE = 40
 """Points of a curve below which it gets markers, and no smoothing."""
 
@@ -245,8 +245,8 @@ def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
 
 
 def _legend(axes: Axes, labels: list[str], shown: list[int], tags: list[str], restarted: bool) -> None:
-    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries stand beside
-    the title, so that the data has the whole width; long ones right of the data."""
+    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries are next to
+    the title, so that the data has the whole width; long ones are right of the data."""
     from matplotlib.lines import Line2D
 
     entries = [

@@ -72,12 +72,12 @@ def run(context: Context) -> None:
 
 
 class JudgeFront:
-    """Passes questions of others on to the servers of this process, each to the one with the fewest."""
+    """Forwards questions of other groups, each to the server of this process with the fewest open questions."""
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
         self._asked: Counter[str] = Counter()
-        # No limits of its own: clients bound how many questions they ask at a time, and for how long they wait.
+        # Without limits here: clients bound the number of their questions, and the time they wait.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -86,8 +86,9 @@ class JudgeFront:
         )
 
     async def serve(self, number: int, message: Message) -> Message:
-        """Status and body of the answer to a question; ``number``: of the peer. aiohttp.ClientError: the server ends.
-        ValueError: the answer is too large, or ``message`` is no question."""
+        """Status and body of a server's answer. ``number``: number of the peer, which is not used.
+        aiohttp.ClientError: the server has ended. ValueError: the answer is too large, or ``message`` is no
+        question."""
         body = message["body"]
         if not isinstance(body, bytes):
             raise ValueError(f"found {type(body).__name__} as a question, allowed: bytes of JSON")
@@ -101,7 +102,7 @@ class JudgeFront:
             self._asked[server.url] -= 1
 
     async def close(self) -> None:
-        """End all requests."""
+        """Close the connections to the servers."""
         await self._session.close()
 
 

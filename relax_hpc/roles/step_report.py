@@ -92,12 +92,12 @@ class RowCounts:
     turns: int
     """Stretches of sampled tokens behind the prompts, of all rows."""
     heard: int
-    """Tokens behind the prompts that nobody sampled, of all rows."""
+    """Tokens behind the prompts that the policy did not sample, of all rows."""
 
 
 def row_counts(rows: Sequence[Row]) -> RowCounts:
-    """Count the tokens of all ``rows``, at least one, at once: a call of numpy takes longer than a
-    row has tokens."""
+    """Count the tokens of all ``rows``, at least one, in a few calls of numpy. Calls for each row would
+    cost more than the counting."""
     lengths = np.array([len(row["token_versions"]) for row in rows])
     prompts = np.array([row["prompt_len"] for row in rows])
     starts = np.cumsum(lengths) - lengths

@@ -79,7 +79,7 @@ class ChatTokens:
         return ids
 
     def _name(self, token: int | None) -> str:
-        """Name of a ``token``; empty: there is none."""
+        """Name of a ``token``; empty: no token, or one without a name."""
         return "" if token is None else self._tokenizer.name_of(token) or ""
 
     def _protect(self, value: Any) -> Any:

@@ -21,7 +21,7 @@ class Gone(Exception):
 
 
 class TooLarge(ValueError):
-    """Error of a request that the other end would not receive."""
+    """Error of a request of more than `MAX_PAYLOAD_BYTES`."""
 
 
 class Exchange:
@@ -33,8 +33,8 @@ class Exchange:
     ...     one = Exchange(lambda payload: two.take(payload), double)
     ...     two = Exchange(lambda payload: one.take(payload), double)
     ...     return await one.call(number=3)
-    >>> asyncio.run(talk())
-    {'twice': 6}
+    >>> asyncio.run(talk())["twice"]
+    6
     """
 
     def __init__(self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]) -> None:
@@ -49,7 +49,7 @@ class Exchange:
     async def call(self, **message: Any) -> Message:
         """The other end's answer to ``message``. If this is cancelled, so is the work of the other end.
 
-        Gone; TooLarge: ``message`` is more than the other end takes."""
+        Gone: there will be no answer. TooLarge: ``message`` has more than `MAX_PAYLOAD_BYTES`."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         payload = pack({"id": number, **message})
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -96,7 +96,7 @@ class Exchange:
             answer = {"gone": f"{type(error).__name__}: {error}"}
         payload = pack({**answer, "re": message.get("id")})
         if len(payload) > MAX_PAYLOAD_BYTES:
-            # The other end would close the connection, with everything that others have asked over it.
+            # The other end would close the connection, on which other requests wait.
             why = f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}"
             payload = pack({"gone": why, "re": message.get("id")})
         with contextlib.suppress(OSError):

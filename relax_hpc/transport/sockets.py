@@ -219,7 +219,7 @@ def wake(endpoint: str, seconds: float) -> None:
 
 
 def dial(endpoint: str, seconds: float) -> socket.socket:
-    """A connection to whoever listens at ``endpoint``. OSError: nobody does, or it is no endpoint."""
+    """A connection to ``endpoint``. OSError: no process listens there, or it is no endpoint."""
     try:
         place = urlsplit(endpoint)
         return socket.create_connection((place.hostname or "", place.port or 0), seconds)

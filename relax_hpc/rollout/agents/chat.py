@@ -92,20 +92,20 @@ class Fields:
 def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with the results of an answer's calls in the order of the calls.
 
-    A program that runs calls in parallel may send the results in the order in which they came. A result that names no
-    call of the answer stays where it is, and so do those behind it.
+    A program that runs calls in parallel may send the results in the order in which the calls have ended. A result that
+    names no call of the answer stays where it is, and so do the results behind it.
     """
-    ordered, places, first_result = list[Message](), dict[str, int](), 0
+    ordered, order, first_result = list[Message](), dict[str, int](), 0
     for message in messages:
         ordered.append(message)
         if message["role"] != "tool":
             names = [call.get("id") for call in message.get("tool_calls", ())]
-            places = {name: place for place, name in enumerate(names) if name}
+            order = {name: index for index, name in enumerate(names) if name}
             first_result = len(ordered)
-        elif message.get("tool_call_id") in places:
-            ordered[first_result:] = sorted(ordered[first_result:], key=lambda result: places[result["tool_call_id"]])
+        elif message.get("tool_call_id") in order:
+            ordered[first_result:] = sorted(ordered[first_result:], key=lambda result: order[result["tool_call_id"]])
         else:
-            places = {}
+            order = {}
     return ordered
 
 

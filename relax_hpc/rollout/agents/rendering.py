@@ -20,7 +20,7 @@ class Renderer(ChatTokens):
         self._check_messages(messages, text)
         names = [str(tool["function"]["name"]) for tool in self._protect(tools)]
         hidden = [name for name in names if name not in text]
-        # A policy may learn a program's tools by itself, with a template that knows of none.
+        # If the template shows no tools at all, a policy may still learn those of the program by trying.
         if hidden and self._template.mentions("tools"):
             raise TemplateError(f"the chat template does not show the tool {hidden[0]!r}")
         return self.tokens(text)
@@ -35,7 +35,7 @@ class Renderer(ChatTokens):
 
     def _check_messages(self, messages: Sequence[Message], text: str) -> None:
         """TemplateError: ``text``, which the template made of ``messages``, lacks a text of one. The policy would
-        answer to something else than the program has sent."""
+        not see all that the program has sent."""
         number = left_out_message(self._protect(messages), text)
         if number is not None:
             raise TemplateError(f"the chat template leaves out a message of the role {messages[number]['role']}")

@@ -162,14 +162,13 @@ class Session:
         return request
 
     def _note_read(self, request: _Pending) -> None:
-        """Note that a client gets the reply; the newest answer is the one that was read last."""
+        """Record that a client gets the reply. The last answer is the one whose reply was read last."""
         if request.answer and not request.is_read:
             self.last, self._cut = request.answer.row, request.cut
         request.is_read = True
 
     def drop_unread(self) -> None:
-        """Take back the turns that no client has read: it had hung up before they were there, and did not ask
-        again."""
+        """Remove the turns that no client has read, because it had hung up before and did not retry."""
         for request in reversed(self._answered_requests):
             answer = request.answer
             # A chat with the same words may have continued the row.
@@ -335,6 +334,8 @@ def _key(before: str, message: Message) -> str:
     content = message["content"]
     if message["role"] == "assistant":
         content = _THOUGHT_MARK.sub(r"\1", content.strip())
-    about = [message["role"], content, *([message["name"]] if "name" in message else ())]
-    about += [call["function"] for call in message.get("tool_calls", ())]
-    return hashlib.sha256(f"{before}{json.dumps(about, sort_keys=True)}".encode()).hexdigest()
+    fields = [message["role"], content]
+    if "name" in message:
+        fields.append(message["name"])
+    fields += [call["function"] for call in message.get("tool_calls", ())]
+    return hashlib.sha256(f"{before}{json.dumps(fields, sort_keys=True)}".encode()).hexdigest()

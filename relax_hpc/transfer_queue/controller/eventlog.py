@@ -252,9 +252,9 @@ class EventLog:
 
 
 def event_lines(path: Path) -> Iterator[bytes]:
-    """All lines of a log, with their ends, as they are now; of a part that is damaged those before the damage.
+    """All lines of a log now, with their line ends; of a damaged part, those before the damage.
 
-    ForeignFileError: a file or a part is no file of a run, or a part has more than no part of ours has.
+    ForeignFileError: a file or a part is no file of a run, or is larger than this package makes them.
     """
     yield from _lines_of(_bytes_after(path, 0))
 

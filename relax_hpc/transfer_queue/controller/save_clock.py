@@ -25,10 +25,10 @@ class SaveClock:
         self._trained_at: float | None = None
 
     def is_next_due(self, steps: int, saved: bool) -> bool:
-        """Whether time requires a checkpoint after the next step; to be asked once for each step.
+        """Whether time requires a checkpoint after the next step. Call it once for each step.
 
-        ``steps``: that are trained now. ``saved``: whether a checkpoint is made of them because
-        time required it. The next step is expected to take as long as this one.
+        ``steps``: number of trained steps. ``saved``: whether their end is saved because time
+        required it. The next step is expected to take as long as this one.
         """
         now = self._now()
         step_s = 0.0 if self._trained_at is None else now - self._trained_at

@@ -133,7 +133,7 @@ class JournalCopy:
             self.torn = {f"inc-{int(e):06d}.journal": sizes[e] - end for e, end in journal.lengths.items()}
 
     def _check_room(self, files: Sequence[Path], folder: Path) -> None:
-        """JournalError: the files of somebody else's journal would fill the disk of ``folder``."""
+        """JournalError: a copy of the journal's ``files`` would take over half of the free disk of ``folder``."""
         size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(folder).free
         if size > free // 2:
             raise JournalError(

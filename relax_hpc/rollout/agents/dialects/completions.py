@@ -130,7 +130,7 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         "completion_tokens": answer.tokens,
         "total_tokens": answer.known + answer.tokens,
     }
-    # Clients expect null beside calls alone: smolagents and others fail at an answer without a text.
+    # Without calls, smolagents and other clients fail at a content of null.
     said = {"role": "assistant", "content": answer.content or (None if calls else "")}
     if request.streams:
         return streamed(_events(about, said, calls, reason, usage if request.tells_usage else None))

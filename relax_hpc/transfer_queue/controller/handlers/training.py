@@ -66,7 +66,7 @@ def trained(service: QueueService, request: Request, step: int, leases: list[int
 def _next_timed_save(service: QueueService, step: int) -> int:
     """Step of the checkpoint that is due by time at the end of the step after ``step``; 0: none.
 
-    Decided for the first trainer that has trained ``step``; the others are told the same.
+    Decided when the first trainer has trained ``step``; the other trainers get the same answer.
     """
     progress = service.state.progress
     if step < progress.furthest:
