@@ -86,6 +86,7 @@ def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, t
             ["train.jsonl"],
         ),
         ("---\nconfigs: [{data_files: x/*.jsonl}]\n---\n", {"train": ["x/1.jsonl"]}, ["y.jsonl"]),
+        ("---\r\nconfigs: [{data_files: x/*.jsonl}]\r\n---\r\n", {"train": ["x/1.jsonl"]}, ["y.jsonl"]),
         ("---\nconfigs: [1, {data_files: 7}]\n---\n", {"train": ["a.jsonl"]}, []),
         ("---\n\t{\n---\n", {"train": ["a.jsonl"]}, []),
     ],

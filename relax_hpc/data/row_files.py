@@ -343,7 +343,7 @@ def _object(path: Path) -> dict[str, Any]:
 def _front_matter(path: Path) -> dict[str, Any]:
     """Content of the YAML between the first two lines of dashes of a README.md; {}: there is none."""
     try:
-        text = read_regular(path, _README_BYTES).decode()
+        text = read_regular(path, _README_BYTES).decode().replace("\r\n", "\n")
         found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError):
         return {}
