@@ -265,6 +265,20 @@ def test_a_readme_names_no_file_outside_of_its_folder(tmp_path: Path, text: str)
         RowFiles.of(folder)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 5000], ids=["nul", "surrogate", "long"])
+@pytest.mark.parametrize("file", ["state.json", "dataset_dict.json", "README.md"])
+def test_a_name_that_no_file_can_have_is_an_error_of_the_folder(tmp_path: Path, file: str, name: str) -> None:
+    folder = write(tmp_path / "set", {"a.jsonl": rows("1")})
+    texts = {
+        "state.json": json.dumps({"_data_files": [{"filename": name}]}),
+        "dataset_dict.json": json.dumps({"splits": [name]}),
+        "README.md": f"---\nconfigs: [{{data_dir: {json.dumps(name)}}}]\n---\n",
+    }
+    (folder / file).write_text(texts[file])
+    with pytest.raises(ConfigError, match="set"):
+        RowFiles.of(folder)
+
+
 def test_a_snapshot_of_the_hub_has_its_files_in_the_blobs_of_its_repository(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "datasets--me--set" / "snapshots" / "a1", tmp_path / "datasets--me--set" / "blobs"
     write(blobs, {"b2": rows("1")})

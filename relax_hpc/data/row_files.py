@@ -163,11 +163,11 @@ def is_there(named: str | Path) -> bool:
 def _splits(folder: Path) -> tuple[Splits, list[Path]]:
     """Files of each split of ``folder``, at least one of one, and files of rows that are of none.
     ConfigError: there are no rows, or a split has files of two formats."""
-    splits, unread = _saved(folder), list[Path]()
-    if not splits:
-        splits, unread = _described(folder)
-    if not splits:
-        splits, unread = _by_names(folder)
+    try:
+        splits, unread = _listed(folder)
+    except (OSError, ValueError) as error:
+        # A name that another user has written may be too long, or have a NUL in it.
+        raise ConfigError(f"{folder}: its files cannot be listed: {error}") from error
     if not splits:
         raise ConfigError(
             f"{folder}: found a folder without rows, allowed: files whose names end with {', '.join(SUFFIXES)}, or "
@@ -181,6 +181,15 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
                 "move the files of one format away"
             )
     return splits, unread
+
+
+def _listed(folder: Path) -> tuple[Splits, list[Path]]:
+    """Files of each split of ``folder``, by what describes them, and files of no split. OSError, ValueError: it has, or
+    names, a file that cannot be looked up."""
+    if splits := _saved(folder):
+        return splits, []
+    splits, unread = _described(folder)
+    return (splits, unread) if splits else _by_names(folder)
 
 
 def _saved(folder: Path) -> Splits:
