@@ -260,6 +260,24 @@ def test_a_message_without_the_number_of_a_request_is_refused(message: Message) 
         Exchange(lambda payload: None, serve).take(pack(message))
 
 
+@pytest.mark.parametrize("value", [2**70, "\ud800", object()], ids=["integer", "surrogate", "object"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_answer_that_no_message_can_hold_is_an_error_of_its_request(value: object, raises: bool) -> None:
+    async def serve(message: Message) -> Message:
+        if raises:
+            raise ValueError(value)
+        return {"value": value}
+
+    async def play() -> None:
+        asking = Exchange(lambda payload: answering.take(payload), serve)
+        answering = Exchange(lambda payload: asking.take(payload), serve)
+        with pytest.raises(Gone, match="Error: "):
+            async with asyncio.timeout(LIMIT_S):
+                await asking.call(number=3)
+
+    asyncio.run(play())
+
+
 def test_an_answer_that_is_too_large_costs_its_request_alone(tmp_path: Path) -> None:
     """The connection of its rollout process goes on, with all other sessions."""
 

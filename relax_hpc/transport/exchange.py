@@ -88,17 +88,16 @@ class Exchange:
             del self._serving[number]
 
     async def _answer(self, message: Message) -> None:
+        number = message.get("id")
         try:
-            answer = await self._serve(message)
+            payload = pack({**await self._serve(message), "re": number})
         except Gone as gone:
-            answer = {"gone": str(gone)}
-        except Exception as error:  # of what no one of ours asks, above all; whoever asked is not to wait
-            answer = {"gone": f"{type(error).__name__}: {error}"}
-        payload = pack({**answer, "re": message.get("id")})
+            payload = _refusal(number, str(gone))
+        except Exception as error:  # also of `pack`: without any answer, the other end would wait for ever
+            payload = _refusal(number, f"{type(error).__name__}: {error}")
         if len(payload) > MAX_PAYLOAD_BYTES:
             # The other end would close the connection, on which other requests wait.
-            why = f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}"
-            payload = pack({"gone": why, "re": message.get("id")})
+            payload = _refusal(number, f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}")
         with contextlib.suppress(OSError):
             self._send(payload)
 
@@ -109,6 +108,12 @@ class Exchange:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(Gone(why))
+
+
+def _refusal(number: Any, reason: str) -> bytes:
+    """Payload that refuses the request ``number``. The text of an error may have half of a character, which UTF-8
+    lacks."""
+    return pack({"gone": reason.encode(errors="replace").decode(), "re": number})
 
 
 def _number(number: Any) -> int:
