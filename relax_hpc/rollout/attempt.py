@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -58,8 +59,8 @@ class Attempt:
     def tokens(self) -> int:
         """Tokens of all episodes so far that were sampled."""
         begun = [draft for draft in self.drafts if draft.ended or isinstance(draft, History) or draft.token_versions]
-        generations = [row.made for draft in begun for row in _rows(draft.so_far())]
-        return sum(int(np.count_nonzero(generation.token_versions)) for generation in generations)
+        rows = chain.from_iterable(_rows(draft.so_far()) for draft in begun)
+        return sum(int(np.count_nonzero(row.made.token_versions)) for row in rows)
 
     @property
     def whole(self) -> bool:

@@ -34,8 +34,10 @@ def has_compiler(toolkit: Path) -> bool:
 def wheel_toolkit() -> Path | None:
     """Root of the newest CUDA toolkit among the installed wheels. None: none of them has nvcc."""
     spec = find_spec("nvidia")
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    toolkits = [path for folder in folders for path in Path(folder).glob("cu[0-9]*") if has_compiler(path)]
+    folders = spec.submodule_search_locations if spec else None
+    toolkits: list[Path] = []
+    for folder in folders or ():
+        toolkits += filter(has_compiler, Path(folder).glob("cu[0-9]*"))
     return max(toolkits, key=lambda path: int(path.name.removeprefix("cu")), default=None)
 
 
