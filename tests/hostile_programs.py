@@ -1,5 +1,5 @@
 """Programs that a policy may write to harm, and what becomes of each: `python -m tests.hostile_programs [NAME...]`
-prints that as JSON.
+prints that as JSON, and which of their processes are left.
 
 They are the smallest programs of each kind of attack: use up the node, reach something outside, stay alive, disturb
 the processes that run them.
@@ -7,6 +7,8 @@ the processes that run them.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import platform
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
+import psutil
 
 from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.jail import Jail
@@ -23,6 +26,7 @@ from relax_hpc.rewards.jail_interpreter import find_interpreter
 
 SETTINGS = CodeSettings(memory_mb=512, disk_mb=16, processes=8)
 LIMIT_S, ENDLESS_S = 60.0, 1.5
+PR_SET_CHILD_SUBREAPER = 36
 AT_ONCE = 4
 LITTLE_MEMORY = dataclasses.replace(SETTINGS, memory_mb=128, disk_mb=4)
 """Settings of programs whose name begins with `little memory`."""
@@ -253,6 +257,8 @@ asyncio.run(main())
 
 def main(names: list[str]) -> None:
     """Run those of ``names``, or all."""
+    # Processes that lose their parent become children of this one, so that none is overlooked below.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     usual, little = Jail(SETTINGS), Jail(LITTLE_MEMORY)
 
     def run(name: str) -> str:
@@ -267,6 +273,17 @@ def main(names: list[str]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in pool.map(run, names or PROGRAMS):
             print(line, flush=True)
+    print(json.dumps({"name": "left", "programs": remaining_programs()}))
+
+
+def remaining_programs() -> list[str]:
+    """Pid and command of each process of a program that is there although all calls have returned."""
+    remaining = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and "main.py" in child.cmdline():
+                remaining.append(f"{child.pid} {' '.join(child.cmdline())}")
+    return remaining
 
 
 if __name__ == "__main__":
