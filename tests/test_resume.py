@@ -137,7 +137,8 @@ def close_its_terminal(directory: Path) -> int:
     progress = queue_state(live.run).progress
     step = progress.whole[-1]
     assert step == progress.trained_steps > EVERY, "saved at the edge of the step it was at"
-    assert "--resume" in (live.run.root / "supervisor.log").read_text().splitlines()[-1]
+    log = (live.run.root / "supervisor.log").read_text()
+    assert "--resume" in log.splitlines()[-1], log
     return step
 
 

@@ -17,6 +17,7 @@ from relax_hpc.algorithms import Algorithm, Distill, Grpo, Ppo
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.config.schema import Config
+from relax_hpc.errors import RelaxError
 from relax_hpc.metrics.writer import MetricsWriter
 from relax_hpc.roles.step_report import StepResult, Tally, policy_values, row_counts, staleness_report
 from relax_hpc.rundir import RunDir
@@ -162,6 +163,20 @@ def test_it_is_said_once_of_each_stretch_that_nothing_was_learned(tmp_path: Path
         "step 4: rewards are learned from again",
         "step 6: nothing was learned from rewards: no token was trained, all were masked (loss/empty_updates)",
     ]
+
+
+@pytest.mark.parametrize("error", [RelaxError("the disk is gone"), KeyError("a bug")])
+def test_the_log_has_the_error_that_ends_a_run(tmp_path: Path, error: Exception) -> None:
+    """A terminal that is closed shows nothing."""
+    run = RunDir(tmp_path)
+    run.create()
+    with pytest.raises(type(error)), contextlib.ExitStack() as stack:
+        terminal = stack.enter_context(contextlib.closing(Terminal(run, Config(steps=10))))
+        stack.push(terminal.log_error)
+        raise error
+    log = (run.root / "supervisor.log").read_text()
+    assert str(error) in log.splitlines()[-1]
+    assert ("Traceback" in log) == isinstance(error, KeyError), "a bug is shown with its place"
 
 
 def test_staleness_is_the_mean_the_least_and_the_most_of_the_prompt_groups() -> None:

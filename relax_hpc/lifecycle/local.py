@@ -37,6 +37,7 @@ def run(config: Config, resume: bool) -> int:
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
         stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
+        stack.push(terminal.log_error)
         start_guard(directory)
         stack.enter_context(reporting_end(directory, config))
         if not prepare(directory, config, terminal):

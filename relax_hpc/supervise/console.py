@@ -6,11 +6,14 @@ import contextlib
 import json
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from relax_hpc.config.schema import Config
+from relax_hpc.errors import RelaxError
 from relax_hpc.metrics.first_failures import FirstFailure, parse_failure
 from relax_hpc.metrics.learning_signal import why_nothing_learned
 from relax_hpc.metrics.progress import Progress
@@ -63,10 +66,22 @@ class Terminal:
         # A full disk must not end the supervision.
         with contextlib.suppress(OSError):
             print(line, flush=True)
+        self._log(line)
+
+    def _log(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self.log.write(line + "\n")
             self.log.flush()
             cut_log(self.run.root / "supervisor.log")
+
+    def log_error(self, _kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write the exception that ends the command to the log. The terminal, which shows it too, may be closed."""
+        if error is not None and not isinstance(error, RelaxError):
+            for text in traceback.format_exception(type(error), error, trace):
+                for line in text.splitlines():
+                    self._log(one_line(line))
+        elif error is not None:
+            self._log(one_line(str(error)))
 
     def show_doing(self, doing: Mapping[str, str]) -> None:
         """Say what each group is ``doing``, if it is something new: a start of minutes would pass without a word."""
