@@ -12,9 +12,12 @@ import os
 import shutil
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from relax_hpc.errors import ConfigError
 
 JSON_BYTES = 16 << 20
 """Default bound of the bytes of a JSON file. Parsed, it takes up to 20 times as many."""
@@ -24,6 +27,8 @@ LINE_BYTES = 4 << 20
 """Bytes of one line of a file of JSON lines."""
 MAX_DEPTH = 100
 """Levels of nesting of a JSON file."""
+_NAME_SHOWN = 40
+"""Characters of a member's name that an error shows."""
 _BLOCK_BYTES = 1 << 20
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -87,10 +92,41 @@ def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
     return bytes(data)
 
 
+def read_json_object(
+    path: Path,
+    fix: str = "name a complete Hugging Face directory, or download it again",
+    *,
+    is_optional: bool = False,
+    most_bytes: int = JSON_BYTES,
+) -> dict[str, Any]:
+    """The JSON object in a regular file, see `read_json`.
+
+    ``fix``: what the user can do about a bad file. ``is_optional``: a missing file counts as an
+    empty object. ConfigError: names the file, what was found, and ``fix``.
+    """
+    try:
+        value = read_json(path, most_bytes)
+    except FileNotFoundError:
+        if is_optional:
+            return {}
+        raise ConfigError(f"found no {path.name} in {path.parent}; {fix}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}; {fix}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}; {fix}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: found {type(value).__name__}, expected a JSON object; {fix}")
+    return value
+
+
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
-    """JSON value in a regular file, nested at most `MAX_DEPTH` levels deep, so that functions which call themselves
-    can process it. OSError: see `read_regular`. ValueError: it is no such value."""
-    value = parse_json(read_regular(path, most_bytes))
+    """JSON value in a regular file.
+
+    It is nested at most `MAX_DEPTH` levels deep, so that recursive functions can process it.
+    OSError: see `read_regular`. ValueError: the file is no JSON, is nested deeper, or an object in
+    it has two members of one name.
+    """
+    value = parse_json(read_regular(path, most_bytes), is_unique=True)
     level = [value]
     for _ in range(MAX_DEPTH):
         level = list(_containers(level))
@@ -107,12 +143,28 @@ def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
             yield from (item for item in items if isinstance(item, dict | list))
 
 
-def parse_json(text: bytes | str) -> Any:
-    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser permits."""
+def parse_json(text: bytes | str, is_unique: bool = False) -> Any:
+    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser permits.
+
+    ``is_unique``: refuse objects with two members of one name, too.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_members if is_unique else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object with the members ``pairs``, a hook for `json.loads`. ValueError: two members have the same name.
+
+    Parsers differ in which of the two they keep, so such a file can mean different things to different programs.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        repeated = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"found {repeated[:_NAME_SHOWN]!r} twice in one object, allowed: once")
+    return members
 
 
 def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import INDEX_BYTES, open_regular, parse_json, read_json
+from relax_hpc.foreign_files import INDEX_BYTES, open_regular, parse_json, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,9 +83,11 @@ def weight_files(directory: Path) -> list[Path]:
 def _indexed(path: Path) -> list[str]:
     """Names of the files in an index. ConfigError: it is none."""
     try:
-        names = sorted(set(read_json(path, INDEX_BYTES)["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
+        names = sorted(set(read_json_object(path, most_bytes=INDEX_BYTES)["weight_map"].values()))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: found no weight_map of file names ({error!r}); download it again"
+        ) from error
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
         found = repr(wrong[0]) if wrong else "no files"
@@ -108,7 +110,7 @@ def read_header(path: Path) -> Header:
 
 def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
     """Tensors of a header ``text``, whose bytes lie from ``begin`` to ``size`` without gaps."""
-    entries: dict[str, Any] = parse_json(text)
+    entries: dict[str, Any] = parse_json(text, is_unique=True)
     entries.pop("__metadata__", None)
     tensors, end = {}, begin
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

@@ -79,7 +79,12 @@ BROKEN = [
         "model.layers.4.input_layernorm.weight is missing",
     ),
     ("config.json", lambda data: data.replace(b'_layers": 4', b'_layers": 3'), "unknown tensor model.layers.3."),
-    ("model.safetensors.index.json", b"{", "found an unreadable"),
+    (
+        "config.json",
+        lambda data: data.replace(b'"vocab_size": 64', b'"vocab_size": 8, "vocab_size": 64'),
+        "config.json: not JSON: found 'vocab_size' twice in one object",
+    ),
+    ("model.safetensors.index.json", b"{", "index.json: not JSON"),
 ]
 
 

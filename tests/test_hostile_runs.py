@@ -25,7 +25,7 @@ from relax_hpc.algorithms import Unavailable, record_of
 from relax_hpc.cli import main
 from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.foreign_files import ForeignFileError, open_in_run, read_json, unpack_gzip
+from relax_hpc.foreign_files import ForeignFileError, open_in_run, read_json, read_json_object, unpack_gzip
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.named import no_imports
 from relax_hpc.parts import lines_of
@@ -280,6 +280,29 @@ def test_json_that_is_nested_too_deep_is_refused_by_value(tmp_path: Path, depth:
         read_json(path)
     path.write_text("[" * 100 + "]" * 100)
     assert read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, "found no a.json in .*; copy it again"),
+        ("[]", "a.json: found list, expected a JSON object; copy it again"),
+        ("{", "a.json: not JSON: .*; copy it again"),
+        ('{"a": {"b": 1, "b": 2}}', "a.json: not JSON: found 'b' twice in one object, allowed: once; copy it again"),
+        ('{"a": "' + "x" * 100 + '"}', "a.json: cannot be read: more than 100 bytes.*; copy it again"),
+    ],
+    ids=["missing", "list", "broken", "repeated", "large"],
+)
+def test_a_json_file_without_an_object_is_named_with_the_fix(
+    tmp_path: Path, content: str | None, error: str
+) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=error):
+        read_json_object(path, "copy it again", most_bytes=100)
+    if content is None:
+        assert read_json_object(path, is_optional=True) == {}
 
 
 RECORDS = [b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa2op\x01", b"\x81\xa1x\x01", b"\xdd\xff\xff\xff\xff"]

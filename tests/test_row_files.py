@@ -191,7 +191,8 @@ def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(tokenizer: To
     ("files", "says"),
     [
         ({}, "found a folder without rows, allowed: files whose names end with .jsonl, .parquet, .arrow"),
-        ({"state.json": ["{"]}, "state.json: cannot be read"),
+        ({"state.json": ["{"]}, "state.json: not JSON"),
+        ({"state.json": [[]]}, "state.json: found list, expected a JSON object; save the data set again"),
         ({"state.json": [{"_data_files": [{"filename": "gone.arrow"}]}]}, "names files that are not there"),
         ({"dataset_dict.json": [{"splits": ["train"]}]}, "train/state.json: names files that are not there"),
     ],

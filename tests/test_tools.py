@@ -77,7 +77,7 @@ def test_whatever_is_no_call_is_told_of(pieces: list[str]) -> None:
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"name": "a", "arguments": {"x": NaN}}', "found NaN"),
-        ('{"name": "a", "arguments": {}, "name": "b"}', "a key stands twice"),
+        ('{"name": "a", "arguments": {}, "name": "b"}', "found 'name' twice in one object"),
         ('{"name": "a"}', "has name and arguments, found 'name'"),
         ('{"name": "a", "arguments": "{}"}', "its arguments are an object"),
         ('["a"]', "has name and arguments, found list"),

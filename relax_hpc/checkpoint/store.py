@@ -20,7 +20,7 @@ import xxhash
 
 from relax_hpc.checkpoint.random_state import load_random_state
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.foreign_files import open_regular, read_json
+from relax_hpc.foreign_files import open_regular, read_json_object
 from relax_hpc.rundir import sync_directory
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ def remove_others(root: Path, keep: Collection[str], incarnation: int, role: str
 def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
     """The marker, or {"error": why not}, so that rank 0 can tell the others."""
     path = directory / MARKER
+    # The marker is written last.
+    fix = "the save did not finish, or the file was changed; take an older checkpoint"
     try:
-        marker = read_json(path)
-    except FileNotFoundError:
-        return {"error": f"{path}: missing, so saving did not come to its end; take an older checkpoint"}
-    except (OSError, ValueError) as error:
-        return {"error": f"{path}: {error}; take an older checkpoint"}
-    if not isinstance(marker, dict) or marker.get("format") != FORMAT_VERSION:
+        marker = read_json_object(path, fix)
+    except ConfigError as error:
+        return {"error": str(error)}
+    if marker.get("format") != FORMAT_VERSION:
         return {"error": f"{path}: not a marker of format {FORMAT_VERSION}, which this version reads"}
     if digest is not None and digest_of(path) != digest:
         return {"error": f"{path}: not the marker that was recorded for this checkpoint; take an older one"}

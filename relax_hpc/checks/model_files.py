@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.hf_mapping import check_names
 from relax_hpc.models.spec import ModelSpec
@@ -97,7 +97,7 @@ def spec_at(config: ModelConfig) -> ModelSpec:
         from relax_hpc.models.tiny_model import model_config
 
         return spec_of(model_config(config.tiny))
-    return spec_of(_read_json(Path(config.path) / "config.json"), config.ignore_keys)
+    return spec_of(read_json_object(Path(config.path) / "config.json"), config.ignore_keys)
 
 
 def unread() -> list[str]:
@@ -109,7 +109,7 @@ def _look(path: Path, config: ModelConfig) -> Model:
     """Everything that is wrong with the files, and the sizes if config.json is in order."""
     about, spec = path / "config.json", None
     try:
-        found = _read_json(about)
+        found = read_json_object(about)
         wrong = [f"{about}: {one}" for one in problems(found, config.ignore_keys)]
         spec = None if wrong else spec_of(found, config.ignore_keys)
     except ConfigError as error:
@@ -183,15 +183,3 @@ def _stored_tensors(path: Path, _: tuple[tuple[int, ...], ...]) -> dict[str, tup
 def _check_tied(path: Path, stamps: tuple[tuple[int, ...], ...], output: str, embedding: str) -> None:
     """See `check_tied`, which reads two large tensors; repeated if the files change."""
     check_tied(_stored_tensors(path, stamps), output, embedding)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except FileNotFoundError:
-        raise ConfigError(f"found no {path.name} in {path.parent}; name a Hugging Face directory") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"found no JSON object in {path}; download it again")
-    return found

@@ -20,7 +20,7 @@ from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.convert.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, check_free
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.foreign_files import INDEX_BYTES, read_json
+from relax_hpc.foreign_files import INDEX_BYTES, read_json_object
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.spec import ModelSpec
@@ -165,10 +165,8 @@ def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
 
 
 def _kept_headers(path: Path) -> dict[str, str]:
-    try:
-        return dict(read_json(path, INDEX_BYTES))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}; name the model with --model, or give --shard-size") from error
+    fix = "name the model with --model, or give --shard-size"
+    return read_json_object(path, fix, most_bytes=INDEX_BYTES)
 
 
 def _dtype(request: Request) -> torch.dtype | None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from relax_hpc.checkpoint.store import MARKER, checksum
 from relax_hpc.convert.metadata import UnknownEntryError, read_metadata
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular, read_json
+from relax_hpc.foreign_files import open_regular, read_json_object
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"
@@ -110,10 +110,13 @@ class StoredState:
 
 def _recorded(marker: Path) -> dict[str, str]:
     """Checksums that a marker has; none without a marker."""
-    try:
-        return dict(read_json(marker)["files"]) if marker.exists() else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{marker}: {_DAMAGED} ({_brief(error)})") from error
+    if not marker.exists():
+        return {}
+    files = read_json_object(marker, _DAMAGED).get("files")
+    if not isinstance(files, dict):
+        found = type(files).__name__
+        raise ConfigError(f"{marker}: files: found {found}, expected an object; {_DAMAGED}")
+    return files
 
 
 def _brief(error: Exception) -> str:

@@ -20,7 +20,7 @@ import yaml
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json, read_regular
+from relax_hpc.foreign_files import read_json_object, read_regular
 
 Splits = dict[str, list[Path]]
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -340,13 +340,7 @@ def _split_of(path: Path) -> str:
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if there is none. ConfigError: it cannot be read."""
-    try:
-        found = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; save the data set again") from error
-    return found if isinstance(found, dict) else {}
+    return read_json_object(path, "save the data set again", is_optional=True)
 
 
 def _front_matter(path: Path) -> dict[str, Any]:

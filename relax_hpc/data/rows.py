@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular
+from relax_hpc.foreign_files import open_regular, unique_members
 
 _TABLES = {b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
 """Beginning of a table -> its form."""
@@ -301,7 +301,7 @@ def _refuse_others(path: Path | str, head: bytes) -> None:
 
 def _record(number: int, line: bytes) -> Row:
     try:
-        record = json.loads(line, object_pairs_hook=_object)
+        record = json.loads(line, object_pairs_hook=unique_members)
     except (ValueError, RecursionError) as error:
         return BadLine(number, "broken_json", str(error))
     if not isinstance(record, dict):
@@ -309,15 +309,6 @@ def _record(number: int, line: bytes) -> Row:
     if _has_half_a_character(line, record):
         return BadLine(number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text")
     return number, record
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Record:
-    """Object of JSON with the members ``pairs``. ValueError: two have the same name, of which one would be lost."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        repeated = _first_repeated([name for name, _ in pairs])
-        raise ValueError(f"found {repeated[:40]!r} twice in one object, allowed: once")
-    return members
 
 
 def _first_repeated(names: Sequence[str]) -> str:

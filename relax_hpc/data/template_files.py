@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.data.tokenizer_settings import read_object
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_regular
+from relax_hpc.foreign_files import read_json_object, read_regular
 
 MAX_CHARS = 1 << 20
 """Characters of a template, and of the text that it renders, at most."""
@@ -29,7 +28,7 @@ def find_templates(chosen: str, model_dir: Path) -> dict[str, str]:
     templates = _template_files(model_dir) or _processor_templates(model_dir)
     if not templates:
         path = model_dir / "tokenizer_config.json"
-        templates = _templates_in(read_object(path).get("chat_template"), path)
+        templates = _templates_in(read_json_object(path, is_optional=True).get("chat_template"), path)
     if not templates:
         raise ConfigError(
             f"data.chat_template: found model, but {model_dir} has no chat_template.jinja, and no "
@@ -58,7 +57,7 @@ def _template_files(model_dir: Path) -> dict[str, str]:
 def _processor_templates(model_dir: Path) -> dict[str, str]:
     """The template of a processor, which models with media were published with."""
     path = model_dir / "chat_template.json"
-    return _templates_in(read_object(path).get("chat_template"), path)
+    return _templates_in(read_json_object(path, is_optional=True).get("chat_template"), path)
 
 
 def _templates_in(value: Any, path: Path) -> dict[str, str]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.tokenizer_bounds import problems
-from relax_hpc.data.tokenizer_settings import CONFIG, add_tokens, read_object, read_settings, without_prefix
+from relax_hpc.data.tokenizer_settings import CONFIG, add_tokens, read_settings, without_prefix
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import parse_json, read_regular
+from relax_hpc.foreign_files import parse_json, read_json_object, read_regular
 from relax_hpc.terminal_text import one_line
 
 _SHOWN, _FEW = 200, 4
@@ -198,7 +198,8 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
         text = settings.named.get(name)
         return None if text is None else backend.token_to_id(text)
 
-    configs = [read_object(directory / name) for name in ("generation_config.json", "config.json")]
+    paths = [directory / name for name in ("generation_config.json", "config.json")]
+    configs = [read_json_object(path, is_optional=True) for path in paths]
     eos_ids = _end_tokens(id_named("eos_token"), configs, directory)
     if not eos_ids:
         raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -48,12 +48,12 @@ class TokenizerSettings:
 def read_settings(directory: Path) -> TokenizerSettings:
     """Settings of the tokenizer in ``directory``. ConfigError: a file cannot be read, or has a
     setting that would change tokens and is not supported."""
-    config = read_object(directory / CONFIG)
+    config = read_json_object(directory / CONFIG, is_optional=True)
     _refuse_unsupported(config, directory / CONFIG)
     decoder = config.pop("added_tokens_decoder", None)
     if decoder is None:
         # transformers reads these two files only where tokenizer_config.json has no decoder.
-        config |= read_object(directory / "special_tokens_map.json")
+        config |= read_json_object(directory / "special_tokens_map.json", is_optional=True)
     if config.get("extra_special_tokens") is None:
         config["extra_special_tokens"] = config.get("additional_special_tokens")
     named = _named_tokens(config)
@@ -115,20 +115,6 @@ def add_tokens(backend: Any, settings: TokenizerSettings, path: Path) -> None:
             )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in the JSON file ``path``; empty if there is no such file. ConfigError: it cannot
-    be read."""
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: no JSON object; download it again")
-    return content
-
-
 def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     """ConfigError: a setting makes transformers produce other tokens than tokenizer.json says."""
     if config.get("split_special_tokens"):
@@ -176,5 +162,5 @@ def _legacy_tokens(path: Path, named: Mapping[str, AddedToken]) -> dict[int, Add
     special = {token.content for token in named.values()}
     return {
         int(number): AddedToken(text, special=text in special, normalized=text not in special)
-        for text, number in read_object(path).items()
+        for text, number in read_json_object(path, is_optional=True).items()
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from relax_hpc.environments.plain import clean_texts
+from relax_hpc.foreign_files import unique_members
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
@@ -104,7 +105,7 @@ def opens_thought(text: str) -> bool:
 
 def _call_or_error(body: str) -> ToolCall | ToolError:
     try:
-        call = json.loads(body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_doubles)
+        call = json.loads(body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=unique_members)
         return _checked(clean_texts(call))
     except ToolError as error:
         return error
@@ -129,9 +130,3 @@ def _finite(number: str) -> float:
     if not math.isfinite(value := float(number)):
         raise ValueError(f"found {number[:_SHOWN]}")
     return value
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return found

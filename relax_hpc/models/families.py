@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 from relax_hpc.models.llama import Llama
 from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.models.qwen3_moe import Qwen3Moe
@@ -106,7 +106,7 @@ def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
     ConfigError as `understood`."""
     if model.routing_replay == "off":
         return None
-    return spec_of(read_json(directory / "config.json"), model.ignore_keys).route_shape
+    return spec_of(read_json_object(directory / "config.json"), model.ignore_keys).route_shape
 
 
 def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> Iterator[str]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import copy_regular, read_json
+from relax_hpc.foreign_files import copy_regular, read_json_object
 from relax_hpc.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -75,14 +75,7 @@ def passengers_of(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. ConfigError if it is missing or no JSON object."""
-    path = directory / "config.json"
-    try:
-        found = read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
-        return found
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; expected a Hugging Face model directory") from error
+    return read_json_object(directory / "config.json")
 
 
 def write_directory(

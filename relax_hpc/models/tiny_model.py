@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 from relax_hpc.imports import many_imports
 from relax_hpc.models import tiny_audio, tiny_vision
 from relax_hpc.models.families import spec_of
@@ -164,10 +164,7 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
 
 
 def _check_same(directory: Path, config: dict[str, Any]) -> None:
-    try:
-        found = read_json(directory / "config.json")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory}: not a model made here ({error}); remove the directory") from error
+    found = read_json_object(directory / "config.json", "remove the directory, so that the model is made again")
     differing = [key for key, value in config.items() if found.get(key) != value]
     if differing:
         key = differing[0]

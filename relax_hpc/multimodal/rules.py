@@ -13,7 +13,7 @@ import numpy as np
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 from relax_hpc.multimodal.medium import Grid, Header, Kind, Medium
 from relax_hpc.multimodal.sizes import Budget, Size, resized, squeezed
 
@@ -72,13 +72,14 @@ class Rules:
         ConfigError: it takes no media, or not such.
         """
         config = Path(directory) / "config.json"
-        model, together = _read(config), _read(config.with_name("processor_config.json"))
+        model = read_json_object(config, is_optional=True)
+        together = read_json_object(config.with_name("processor_config.json"), is_optional=True)
         kind = model.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
             allowed = ", ".join(FAMILIES)
             raise ConfigError(f"{config}: model_type is {kind!r}, which takes no media here; allowed: {allowed}")
-        pictures = _read(config.with_name("preprocessor_config.json"))
-        videos = _read(config.with_name("video_preprocessor_config.json"))
+        pictures = read_json_object(config.with_name("preprocessor_config.json"), is_optional=True)
+        videos = read_json_object(config.with_name("video_preprocessor_config.json"), is_optional=True)
         try:
             pictures |= together.get("feature_extractor", {}) | together.get("image_processor", {})
             videos |= together.get("video_processor", {})
@@ -253,16 +254,3 @@ TAKEN = {
     for name, made in FAMILIES.items()
 }
 """Kinds of media that each takes."""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Content of a JSON file, nothing if there is none. ConfigError: it cannot be read."""
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: found {type(content).__name__}, expected a JSON object")
-    return content

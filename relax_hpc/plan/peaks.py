@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json_object
 
 RESULTS = Path(__file__).parents[2] / "tools/bench/results"
 """Folder of the results in a checkout of this code; an installation has none."""
@@ -20,11 +22,11 @@ def basis(folder: Path = RESULTS) -> str:
 def _peaks(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("gpu-*.json")):
         try:
-            result = json.loads(path.read_text())
+            result = read_json_object(path)
             machine = f"{result['machine']['device']}, commit {result['machine']['commit']}"
             for job, figures in result["measured"].items():
                 if {"memory_gib", "worked_out_gib"} <= figures.keys():
                     peak, ours = figures["memory_gib"], figures["worked_out_gib"]
                     yield f"{peak:.1f} GiB, worked out {ours:.1f} ({job}; {machine})"
-        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        except (ConfigError, ValueError, LookupError, AttributeError, TypeError):
             continue

@@ -11,7 +11,7 @@ from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
+from relax_hpc.foreign_files import read_json_object
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.models.spec import ModelSpec
@@ -121,11 +121,11 @@ def _judge_bytes(config: Config) -> float:
 
 def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
     """Spec of the model in ``directory``, which ``key`` names. ConfigError: it is not in order."""
-    path = Path(directory) / "config.json"
     try:
-        return spec_of(read_json(path), ignore_keys)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path}: {error}") from error
+        hf_config = read_json_object(Path(directory) / "config.json")
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return spec_of(hf_config, ignore_keys)
 
 
 def _together(config: Config, found: list[Footprint]) -> float:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.foreign_files import read_json_object
 
 MAX_NODES = 60
 """Nodes at most: more would not fit into a folder's block of ports."""
@@ -95,14 +96,11 @@ def save(options: Options, path: Path) -> None:
 
 def load(path: Path) -> Options | None:
     """Options saved at `path`; None if there are none."""
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except ValueError as error:
-        raise ConfigError(f"{path}: found no valid JSON ({error}), remove the file and call up again") from None
+    saved = read_json_object(path, "remove the file and call up again")
     known = {item.name for item in fields(Options)}
-    if not isinstance(saved, dict) or not set(saved) <= known:
+    if not set(saved) <= known:
         raise ConfigError(f"{path}: found unknown options, remove the file and call up again")
     lists = {name: tuple(saved.get(name, ())) for name in ("extra", "declared")}
     return replace(Options(), **saved | lists)
