@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments.tools import tools_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.workers.blocking import BlockingWorker
+from relax_hpc.workers.process import ATTEMPTS
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
 
@@ -139,7 +142,7 @@ def test_a_text_that_takes_too_long_is_refused_and_the_next_one_is_rendered(monk
     _limit_cpu_time(monkeypatch, tmp_path)
     with closing(ChatTemplate(ENDLESS, {})) as template:
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
-        with pytest.raises(TemplateError, match="the template's process ended by signal 27"):
+        with pytest.raises(TemplateError, match="the template's process was ended by SIGPROF"):
             template.render([{"role": "user", "content": "loop"}])
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
 
@@ -157,30 +160,54 @@ def test_a_template_that_never_renders_stops_the_run(monkeypatch, tmp_path) -> N
 def test_a_template_process_that_was_killed_is_started_again() -> None:
     with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
-        os.kill(template._child.pid, signal.SIGKILL)
+        os.kill(template._worker.pid, signal.SIGKILL)
         assert template.render([{"role": "user", "content": "again"}]) == "again"
 
 
 def test_a_template_process_that_is_killed_over_each_text_is_no_wrong_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kills, max_kills, exchange = 0, 3 * chat.ATTEMPTS, ChatTemplate._exchange
+    kills, max_kills, ask = 0, 3 * ATTEMPTS, BlockingWorker.ask
 
-    def kill_and_exchange(self: ChatTemplate, line: dict, seconds: float) -> dict:
+    def kill_and_ask(self: BlockingWorker, request: dict, limit_s: float) -> dict:
         nonlocal kills
-        if "messages" in line and kills < max_kills:
+        if kills < max_kills:
             kills += 1
-            os.kill(self._child.pid, signal.SIGKILL)
-        return exchange(self, line, seconds)
+            os.kill(self.pid, signal.SIGKILL)
+        return ask(self, request, limit_s)
 
-    monkeypatch.setattr(ChatTemplate, "_exchange", kill_and_exchange)
+    monkeypatch.setattr(BlockingWorker, "ask", kill_and_ask)
     text = [{"role": "user", "content": "hi"}]
     with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
         for _ in range(3):
-            with pytest.raises(TemplateError, match="the template's process ended by signal 9"):
+            with pytest.raises(TemplateError, match="the template's process was ended by SIGKILL"):
                 template.render(text)
         max_kills += 2
         assert template.render(text) == "hi" and kills == max_kills
+
+
+def test_a_suspended_template_process_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+        process = template._worker._process
+        os.kill(process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(chat, "ANSWER_S", 0.5)
+        # More than a pipe holds, in both directions.
+        text = "x" * 500_000
+        assert template.render([{"role": "user", "content": text}]) == text
+        assert process.returncode == -signal.SIGKILL
+
+
+def test_a_template_process_outlives_the_thread_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    text = [{"role": "user", "content": "hi"}]
+    with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
+        thread = threading.Thread(target=template.render, args=(text,))
+        thread.start()
+        thread.join()
+        worker = template._worker
+        assert "SLURM_JOB_ID" not in Path(f"/proc/{worker.pid}/environ").read_text()
+        assert template.render(text) == "hi" and template._worker is worker
 
 
 def _limit_cpu_time(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Chat messages rendered to text by a model's chat template: the only code that renders.
 
 A template is a program of whoever made the model directory. It runs in jinja2's sandbox, in a child
-process (`relax_hpc.data.template_process`) with limits on CPU time and memory. Parent and child
-exchange lines of JSON.
+process (`relax_hpc.data.template_process`, one of `relax_hpc.workers`) with limits on CPU time and
+memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import functools
 import hashlib
 import json
 import re
-import select
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -25,26 +22,24 @@ from relax_hpc.data.template_files import DEFAULT, choose_template, find_templat
 from relax_hpc.data.template_process import MEMORY_BYTES, RENDER_CPU_S
 from relax_hpc.errors import ConfigError
 from relax_hpc.terminal_text import one_line
+from relax_hpc.workers.blocking import BlockingWorker
+from relax_hpc.workers.process import ATTEMPTS, WorkerEnded
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
     from relax_hpc.data.tokenizer import Tokenizer
 
-START_S = 60.0
-"""Seconds for the child process to start."""
 ANSWER_S = 120.0
 """Seconds to wait for one text. The child's own limit counts CPU time, so a busy or suspended node
 does not fail a prompt."""
-ATTEMPTS = 3
-"""Times that a text is asked for: a child that was killed from outside is started again."""
 UNUSABLE_TEXTS = 3
 """Texts on which a template may exceed its limits before it has rendered any. It is refused then."""
 _OVER_LIMIT = -signal.SIGPROF
 """Exit code of a child that took more CPU time than allowed."""
-_NO_ANSWER = 0
-"""Exit code of a child that did not answer within ANSWER_S, in `_ChildDied`."""
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, _NO_ANSWER)
-"""Exit codes of a child that another process killed or suspended. They say nothing about the template."""
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, None)
+"""Exit codes of a child that another process killed or suspended, see `WorkerEnded`. They say nothing
+about the template."""
+_MODULE = "relax_hpc.data.template_process"
 
 
 class TemplateError(Exception):
@@ -68,7 +63,7 @@ class ChatTemplate:
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._setup = {"sources": self._sources, "variables": dict(variables), "day": day or str(date.today())}
         self._system = system
-        self._child: subprocess.Popen[bytes] | None = None
+        self._worker: BlockingWorker | None = None
         self._lock = threading.Lock()
         self._has_rendered = False
         self._failed_texts = 0
@@ -123,20 +118,22 @@ class ChatTemplate:
     def close(self) -> None:
         """End the child process; the next text starts another."""
         with self._lock:
-            if self._child:
-                self._end_child()
+            if self._worker:
+                self._worker.end()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer of the child. TemplateError: this text exceeds its limits, or the child was killed
         each time. ConfigError: the first texts of all exceed them."""
         for _ in range(ATTEMPTS):
             try:
-                if self._child is None:
-                    self._start_child()
-                answer = self._exchange(question, ANSWER_S)
+                if self._worker is None or self._worker.has_ended:
+                    self._worker = _start_worker(self._setup)
+                answer = self._worker.ask(question, ANSWER_S)
                 self._has_rendered = True
                 return answer
-            except _ChildDied as error:
+            except (TypeError, ValueError, RecursionError) as error:
+                raise TemplateError(f"not JSON: {one_line(str(error))}") from None
+            except WorkerEnded as error:
                 died = error
                 if error.code == _OVER_LIMIT:
                     break
@@ -147,48 +144,13 @@ class ChatTemplate:
             raise ConfigError(f"data.chat_template: {reason}; {self._failed_texts} texts, none rendered")
         raise TemplateError(reason)
 
-    def _start_child(self) -> None:
-        command = [sys.executable, "-m", "relax_hpc.data.template_process"]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        error = self._exchange(self._setup, START_S).get("error")
-        if error:
-            self._end_child()
-            raise ConfigError(f"data.chat_template: {error}")
 
-    def _exchange(self, line: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Answer to ``line``. _ChildDied: the child ended, or did not answer in time."""
-        child = self._child
-        assert child and child.stdin and child.stdout
-        try:
-            child.stdin.write(json.dumps(line).encode() + b"\n")
-            child.stdin.flush()
-            ready, _, _ = select.select([child.stdout], [], [], seconds)
-            if not ready:
-                self._end_child()
-                raise _ChildDied(f"did not answer within {seconds:g} s", _NO_ANSWER)
-            return json.loads(child.stdout.readline())
-        except (OSError, ValueError):
-            code = self._end_child()
-            how = f"signal {-code}" if code < 0 else f"code {code}"
-            raise _ChildDied(f"ended by {how}", code) from None
-
-    def _end_child(self) -> int:
-        """Kill the child process if it is alive. Returns its exit code."""
-        child, self._child = self._child, None
-        assert child
-        child.kill()
-        child.communicate()
-        return child.returncode
-
-
-class _ChildDied(Exception):
-    """The child process ended, or was too slow."""
-
-    def __init__(self, how: str, code: int) -> None:
-        super().__init__(how)
-        self.code = code
+def _start_worker(setup: dict[str, Any]) -> BlockingWorker:
+    """A child process that renders. WorkerEnded: see `BlockingWorker`. ConfigError: it refuses the template."""
+    try:
+        return BlockingWorker(_MODULE, setup)
+    except ConfigError as error:
+        raise ConfigError(f"data.chat_template: {error}") from None
 
 
 def template_for(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:

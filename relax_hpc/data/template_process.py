@@ -1,21 +1,22 @@
 """`python -m relax_hpc.data.template_process`: a process that renders chat templates.
 
-The first line of standard input holds the templates and their variables, each later line one chat.
-Each line is answered by one line of standard output.
+It is a worker, see `relax_hpc.workers.serving`: the first message holds the templates and their
+variables, each later one a chat.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.data.template_files import MAX_CHARS
+from relax_hpc.workers import frames
+from relax_hpc.workers.serving import serve, write
 
 RENDER_CPU_S = 10
 """Seconds of CPU time for one text. The kernel kills a process that takes longer."""
@@ -24,26 +25,42 @@ MEMORY_BYTES = 1 << 30
 _PROBE = "probe"
 
 
-def main() -> None:
-    """Answer lines until standard input ends, which happens when the parent ends."""
+def render_requests(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    renderer: Renderer | None = None
-    with os.fdopen(os.dup(1), "wb") as answers:
-        for line in sys.stdin.buffer:
-            question, answer = json.loads(line), {}
-            # The default action of SIGPROF ends this process, also within one long multiplication.
-            signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
-            try:
-                if renderer is None:
-                    renderer = Renderer(**question)
-                else:
-                    answer["text"] = renderer.render(**question)
-            except (Exception, RecursionError, MemoryError) as error:
-                answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.write(json.dumps(answer).encode() + b"\n")
-            answers.flush()
+    setup = frames.read(requests)
+    try:
+        with _limited_cpu():
+            renderer = Renderer(**setup)
+    except (Exception, RecursionError, MemoryError) as error:
+        write(answers, _failure(error))
+        return
+    write(answers, {"at_once": 1})
+    while True:
+        request = frames.read(requests)
+        number = request.pop("id")
+        try:
+            with _limited_cpu():
+                answer = {"text": renderer.render(**request)}
+        except (Exception, RecursionError, MemoryError) as error:
+            answer = _failure(error)
+        write(answers, {"id": number, **answer})
+
+
+@contextlib.contextmanager
+def _limited_cpu() -> Iterator[None]:
+    """Kill this process if the block takes more than RENDER_CPU_S of CPU time."""
+    # The default action of SIGPROF ends this process, also within one long multiplication.
+    signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 class Renderer:
@@ -165,4 +182,4 @@ def _raise(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    serve(render_requests, dies_with_thread=False)

@@ -150,6 +150,8 @@ class Jail:
             failures = stack.enter_context(os.fdopen(read_fd))
             passed = [] if settings.image else [fd for fd in (failure_fd, cgroup_fd) if fd >= 0]
             try:
+                # Not one of relax_hpc.workers: untrusted code has these three streams and could
+                # write messages of that protocol. bubblewrap is the process that is started here.
                 process = subprocess.Popen(
                     self._words(folder, failure_fd, cgroup_fd, timeout_s),
                     stdin=streams[0],

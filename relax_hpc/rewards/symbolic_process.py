@@ -48,6 +48,9 @@ _WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
 class SymbolicProcess:
     """Process that compares expressions. The first use starts it, and so does the next one if it has died."""
 
+    # Not one of relax_hpc.workers: it is forked from a process that has imported sympy and filled
+    # the caches of its parsers. A worker would start a new interpreter for each expression that
+    # takes too long.
     def __init__(self) -> None:
         self._pid = 0
         self._parent_pid = 0

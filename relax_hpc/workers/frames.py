@@ -9,11 +9,13 @@ from typing import Any, BinaryIO
 HEAD = struct.Struct("<I")
 MOST_BYTES = 1 << 30
 """Bytes of a message at most."""
+# Kept, because json.dumps makes a new encoder for each call that has options.
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def pack(message: Any) -> bytes:
     """``message`` as bytes. ValueError, TypeError: JSON has no such thing, or it is too long."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = _encode(message).encode()
     if len(body) > MOST_BYTES:
         raise ValueError(f"{len(body)} bytes, allowed {MOST_BYTES}")
     return HEAD.pack(len(body)) + body

@@ -27,8 +27,10 @@ Message = dict[str, Any]
 class WorkerEnded(Exception):
     """Error of a request to a worker that ended; it says how the worker ended."""
 
-    def __init__(self, how: str, by_itself: bool) -> None:
+    def __init__(self, how: str, by_itself: bool, code: int | None = None) -> None:
         super().__init__(how)
+        self.code = code
+        """Exit code, negative for a signal. None: it was ended because of another request, or did not answer."""
         self.by_itself = by_itself
         """Whether it ended by itself while it was at what was asked of it, and nobody had ended it."""
 
@@ -60,7 +62,7 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             # Of its own, so that what it starts can be killed with it.
             start_new_session=True,
-            env=clean_environment() | {PARENT: str(os.getpid())},
+            env=worker_environment(),
         )
         assert process.stdin and process.stdout
         try:
@@ -68,7 +70,7 @@ class Worker:
                 process.stdin.write(frames.pack(about))
                 first = await _message(process.stdout)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            raise WorkerEnded(await _end(process), True) from error
+            raise end_of(await _end(process)) from error
         except BaseException:
             await _end(process)
             raise
@@ -103,7 +105,7 @@ class Worker:
         self.has_ended = True
         self._reading.cancel()
         _kill(self._process)
-        self._give_up("was ended because of another request", False)
+        self._give_up(WorkerEnded("was ended because of another request", False))
 
     async def end(self) -> None:
         """Kill it, and wait until it is gone."""
@@ -118,12 +120,12 @@ class Worker:
                 if (answer := self._asked.get(message["id"])) and not answer.done():
                     answer.set_result(self._as_answer(message))
         self.has_ended = True
-        self._give_up(await _end(self._process), True)
+        self._give_up(end_of(await _end(self._process)))
 
-    def _give_up(self, how: str, by_itself: bool) -> None:
+    def _give_up(self, ended: WorkerEnded) -> None:
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(WorkerEnded(how, by_itself))
+                answer.set_exception(WorkerEnded(str(ended), ended.by_itself, ended.code))
 
 
 def is_suspended(pid: int) -> bool:
@@ -150,11 +152,22 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _end(process: asyncio.subprocess.Process) -> str:
-    """Kill it, if it has not ended by itself; how it ended, in words."""
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """Kill the process, if it has not ended by itself. Returns its exit code."""
     _kill(process)
-    code = await process.wait()
+    return await process.wait()
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment of the workers of this process."""
+    return clean_environment() | {PARENT: str(os.getpid())}
+
+
+def end_of(code: int) -> WorkerEnded:
+    """Error of the requests to a worker that ended by itself with an exit ``code``."""
     if code >= 0:
-        return f"ended by exit code {code}"
-    why = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{why}"
+        how = f"ended by exit code {code}"
+    else:
+        why = ", perhaps for want of memory" if -code == signal.SIGKILL else ""
+        how = f"was ended by {signal.Signals(-code).name}{why}"
+    return WorkerEnded(how, True, code)

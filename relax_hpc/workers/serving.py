@@ -21,8 +21,14 @@ _OOM_SCORE = 500
 """OOM score by which this process ends where memory runs out, and not its parent, or an engine."""
 
 
-def serve(work: Callable[[BinaryIO, BinaryIO], None]) -> NoReturn:
-    """Do ``work``, which reads requests and writes answers, until there are no more, and end."""
+def serve(work: Callable[[BinaryIO, BinaryIO], None], dies_with_thread: bool = True) -> NoReturn:
+    """Do ``work``, which reads requests and writes answers, until there are no more, and end.
+
+    ``dies_with_thread``: end at once when the thread that started this process ends, however it
+    ends, see PR_SET_PDEATHSIG in prctl(2). Otherwise the end of the requests ends this process.
+    """
+    if dies_with_thread:
+        die_with_parent()
     try:
         with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
             work(*_pipes())
@@ -60,7 +66,6 @@ def write(file: BinaryIO, message: Any) -> None:
 
 def _pipes() -> tuple[BinaryIO, BinaryIO]:
     """Files of requests and answers. What the work prints goes to the log of the parent, and it has nothing to read."""
-    die_with_parent()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
