@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from relax_hpc.checkpoint.strategy import StateWriter
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
-from relax_hpc.models.families import spec_of
+from relax_hpc.models.families import FAMILIES, spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import collate
+from tests.biased_family import Qwen2
 
 SPLITS = {
     "tensor": ParallelConfig(tensor=2, sequence_parallel=True),
@@ -33,6 +34,7 @@ SPLITS = {
 }
 CASES = [
     ("dense", "tensor"),
+    ("biased", "tensor"),
     ("tied", "tensor"),
     ("tied", "pipeline"),
     ("mixed", "pipeline"),
@@ -45,6 +47,7 @@ CASES = [
 def main() -> None:
     file, world, rank, folder = sys.argv[1:]
     torch.set_num_threads(1)
+    FAMILIES["qwen2"] = Qwen2
     store = dist.FileStore(file, int(world))
     parallel.initialize(ParallelConfig(data=2), int(rank), int(world), int(rank), store, "cpu", 0, 60.0)
     for name, split in CASES:

@@ -17,10 +17,11 @@ from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import spec_of
+from relax_hpc.models.families import FAMILIES, spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transformers_hook import install_transformers_hook
+from tests.biased_family import BIASED, Qwen2
 from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES
 from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
@@ -83,9 +84,11 @@ def saved(directory: Path, config: dict) -> torch.nn.Module:
     return model
 
 
-def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):
+def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(FAMILIES, "qwen2", Qwen2)
     tokens = torch.arange(8)[None]
-    for name, config in (("dense", DENSE), ("tied", DENSE | {"tie_word_embeddings": True}), ("mixed", MIXED)):
+    configs = {"dense": DENSE, "tied": DENSE | {"tie_word_embeddings": True}, "mixed": MIXED, "biased": BIASED}
+    for name, config in configs.items():
         source = model(tmp_path / name, config)
         to(source, tmp_path / f"{name}-megatron", shard_bytes=20_000)
         logits = verify.hf_logits(source, tokens[0].tolist())[None]
@@ -96,6 +99,11 @@ def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):
         assert content(tmp_path / f"{name}-{split}-hf") == content(tmp_path / name)
     padded = StoredState(tmp_path / "dense-tensor").tensors["output_layer.weight"].size
     assert tuple(padded) == (62, 32)
+    state = StoredState(tmp_path / "biased-megatron").tensors
+    bias = "decoder.layers.self_attention.linear_qkv.bias"
+    # 4 heads of queries, 2 of keys and 2 of values, each of 16 rows, in 2 layers.
+    assert tuple(state[bias].size) == (2, 128)
+    assert not [key for key in state if key.startswith(f"{bias}_")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,7 @@
-"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along leading axes."""
+"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along leading axes.
+
+The names and shapes of single parameters come from `relax_hpc.models.hf_mapping.Entry`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,11 @@ class Parameter:
     """Place on the leading axes: layer and expert, as far as the parameter has them."""
     stack: tuple[int, ...]
     """Sizes of the leading axes."""
-    shape: tuple[int, ...]
-    """Shape without the leading axes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape without the leading axes."""
+        return self.entry.shape
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -38,8 +44,8 @@ class Parameter:
 
     @property
     def extra_state(self) -> str | None:
-        """The key of the (empty) extra state that megatron-core keeps beside the weight of each linear layer."""
-        if not self.index or ".linear_" not in self.key or self.key.endswith("layer_norm_weight"):
+        """The key of the (empty) extra state that megatron-core keeps for each linear layer; None: not its weight."""
+        if not self.index or ".linear_" not in self.key or not self.key.endswith(".weight"):
             return None
         index, stack = (".".join(map(str, numbers)) for numbers in (self.index, self.stack))
         return f"{self.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}"
@@ -53,9 +59,7 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
 
 
 def _parameter(entry: Entry, spec: ModelSpec) -> Parameter:
-    rows, *columns = entry.pieces[0].shape
-    own = (sum(piece.shape[0] for piece in entry.pieces) if columns else rows, *columns)
     layer, expert = _LAYER.match(entry.name), _EXPERT.search(entry.name)
     index = tuple(int(found[1]) for found in (layer, expert) if found)
     key = _EXPERT.sub(".experts.", _LAYER.sub("decoder.layers.", entry.name))
-    return Parameter(entry, key, index, (spec.layers, spec.experts)[: len(index)], own)
+    return Parameter(entry, key, index, (spec.layers, spec.experts)[: len(index)])

@@ -95,6 +95,12 @@ class Entry:
     expert: int | None = None
     """Number of the expert of its layer that it belongs to, if to one."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, a matrix or a vector: its pieces are fused along axis 0, see `fuse`."""
+        rows = sum(piece.shape[0] for piece in self.pieces)
+        return (rows, *self.pieces[0].shape[1:])
+
 
 def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
     """Every Hugging Face tensor of the model by name."""
