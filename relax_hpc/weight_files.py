@@ -1,9 +1,17 @@
-"""Files of weights in a Hugging Face directory, and their headers, read without torch."""
+"""Files of weights in a Hugging Face directory, and their headers, read without torch.
+
+This is the only reader of safetensors headers beside the library itself, which models/hf_files.py
+uses to load a model. safetensors 0.8.0 maps a file (`safe_open`). If a mapped file is shorter than
+its header says, or a shared filesystem cannot read it, the process ends by SIGBUS without a message;
+a read that fails is an error with the file's name. The mapping is private and writable, so the
+whole file counts to RLIMIT_DATA: 776 MiB for a file of 768, where `read_pieces` needs one piece.
+The library also does not tell where a tensor begins, and keeps no header byte for byte.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +21,10 @@ from relax_hpc.foreign_files import INDEX_BYTES, open_regular, parse_json, read_
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Types that weights may have, and the bytes of a number."""
+TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+"""Types of tensors that files may hold, and the bytes of a number."""
+ITEM_BYTES = {name: TYPE_BYTES[name] for name in ("F32", "BF16", "F16")}
+"""Types that trained weights may have."""
 MAX_HEADER_BYTES = 100_000_000
 """Bytes of a header at most, which is the safetensors library's own limit."""
 _OTHER_FORMATS = ("consolidated",)
@@ -22,7 +32,7 @@ _OTHER_FORMATS = ("consolidated",)
 Mistral's. transformers and SGLang do not read them where there is an index."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 """Files of weights that only Python's pickle reads."""
-_COMPARED_BYTES = 1 << 24
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * TYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +105,27 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def read_header(path: Path) -> Header:
-    """The header of a whole file. ConfigError says what is wrong with it."""
+def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> Header:
+    """The header of a whole file, whose tensors have these ``types``. ConfigError says what is wrong with it."""
     try:
         with open_regular(path) as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = file.read(length).decode()
-        return Header(text, _tensors(text, 8 + length, size))
+        return Header(text, _tensors(text, 8 + length, size, types))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a whole safetensors file ({error}); download it again") from error
 
 
-def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
+def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[str, Stored]:
     """Tensors of a header ``text``, whose bytes lie from ``begin`` to ``size`` without gaps."""
     entries: dict[str, Any] = parse_json(text, is_unique=True)
     entries.pop("__metadata__", None)
     tensors, end = {}, begin
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] not in ITEM_BYTES:
-            raise ValueError(f"tensor {name} is of type {entry['dtype']}, allowed: {', '.join(ITEM_BYTES)}")
+        if entry["dtype"] not in types:
+            raise ValueError(f"tensor {name} is of type {entry['dtype']}, allowed: {', '.join(types)}")
         stored = Stored(entry["dtype"], tuple(entry["shape"]), end)
         if any(type(length) is not int or length < 0 for length in stored.shape):
             raise ValueError(f"tensor {name} has shape {entry['shape']}")
@@ -156,15 +166,15 @@ def _are_equal(first: tuple[Path, Stored], second: tuple[Path, Stored]) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     if (first[1].dtype, first[1].shape) != (second[1].dtype, second[1].shape):
         return False
-    return all(a == b for a, b in zip(_pieces(*first), _pieces(*second), strict=True))
+    return all(a == b for a, b in zip(read_pieces(*first), read_pieces(*second), strict=True))
 
 
-def _pieces(path: Path, stored: Stored) -> Iterator[bytes]:
-    """Bytes of a tensor, in pieces."""
+def read_pieces(path: Path, stored: Stored) -> Iterator[bytes]:
+    """Bytes of a tensor, in pieces. ConfigError: the file ends before."""
     with open_regular(path) as file:
         file.seek(stored.start)
-        for start in range(0, stored.bytes, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, stored.bytes - start)
+        for start in range(0, stored.bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, stored.bytes - start)
             piece = file.read(size)
             if len(piece) < size:
                 raise ConfigError(f"{path}: shorter than its header says; download it again")

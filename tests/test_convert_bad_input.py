@@ -136,7 +136,7 @@ MEGATRON = {
     "part empty": (with_bytes(lambda data: b"", PART), rf"{PART}: shard .* damaged"),
     "no metadata": (lambda at: (at / METADATA).unlink(), r"\.metadata: missing, so saving did not come to its end"),
     "metadata flipped": (with_bytes(flipped(700), METADATA), r"\.metadata: damaged.*checksum differs from the marker"),
-    "marker no JSON": (lambda at: (at / MARKER).write_text("{"), rf"{MARKER}: damaged"),
+    "marker no JSON": (lambda at: (at / MARKER).write_text("{"), rf"{MARKER}: not JSON: .*damaged"),
     "headers no JSON": (lambda at: (at / "huggingface/headers.json").write_text("{"), r"headers\.json: .*--shard-size"),
     "no config": (lambda at: shutil.rmtree(at / "huggingface"), r"--model: found no config\.json in .*model"),
     "more layers": (

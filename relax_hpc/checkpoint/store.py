@@ -82,12 +82,13 @@ def remove_others(root: Path, keep: Collection[str], incarnation: int, role: str
 def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
     """The marker, or {"error": why not}, so that rank 0 can tell the others."""
     path = directory / MARKER
-    # The marker is written last.
-    fix = "the save did not finish, or the file was changed; take an older checkpoint"
     try:
-        marker = read_json_object(path, fix)
+        marker = read_json_object(path, "take an older checkpoint", is_optional=True)
     except ConfigError as error:
         return {"error": str(error)}
+    if not marker:
+        # It is written last.
+        return {"error": f"{path}: missing or empty, so the save did not finish; take an older checkpoint"}
     if marker.get("format") != FORMAT_VERSION:
         return {"error": f"{path}: not a marker of format {FORMAT_VERSION}, which this version reads"}
     if digest is not None and digest_of(path) != digest:

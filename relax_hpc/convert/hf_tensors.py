@@ -1,4 +1,8 @@
-"""Safetensors files read and written piece by piece: strict about headers, and never more in memory than one tensor."""
+"""Safetensors files read and written piece by piece: strict about headers, and never more in memory than one tensor.
+
+The reasons not to use the safetensors library are in `relax_hpc.weight_files` (reading) and
+`relax_hpc.weights.tensors.header_text` (writing).
+"""
 
 from __future__ import annotations
 

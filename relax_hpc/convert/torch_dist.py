@@ -1,4 +1,13 @@
-"""The files of megatron-core's torch_dist format, read and written one shard at a time and without a process group."""
+"""The files of megatron-core's torch_dist format, read and written one shard at a time and without a process group.
+
+Runs save and load with megatron-core 0.16.1 itself (`checkpoint/strategy.py`, `convert/verify.py`).
+Conversions do not, because its `dist_checkpointing`
+- unpickles the checkpoint's `.metadata` with `pickle.load` (torch 2.13, `FileSystemReader.read_metadata`),
+  so that a checkpoint of somebody else can run code;
+- saves a whole state dict, of which all tensors exist before the first byte is written;
+- always starts from the beginning: an interrupted `save` leaves nothing that the next one uses;
+- needs an initialized process group (`torch.distributed.get_rank`, `barrier`).
+"""
 
 from __future__ import annotations
 

@@ -64,6 +64,9 @@ class Medium:
         """The medium without its content."""
         return Header(self.kind, self.grid, self.seconds)
 
+    # Not by safetensors 0.8.0: its `deserialize` takes `bytes` alone and copies each tensor, and a
+    # video has many megabytes. These functions keep the memory that they are given.
+
     def to_bytes(self) -> bytes:
         """A safetensors file, always the same of the same medium: its hash is the medium's name in the queue."""
         return b"".join(self.parts())

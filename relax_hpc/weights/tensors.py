@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relax_hpc.weight_files import TYPE_BYTES
+
 if TYPE_CHECKING:
     import torch
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+ITEM_BYTES = TYPE_BYTES
 """Bytes of the types of safetensors that weights can have."""
 _ALIGNED = 8
 _LENGTH_BYTES = 8
@@ -102,7 +104,10 @@ def uncovered(tensors: Mapping[str, Tensor], parts: list[Part]) -> str:
 def header_text(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> str:
     """The header of a safetensors file of (name, type, shape) in that order, as the safetensors library writes it.
 
-    The format: https://github.com/huggingface/safetensors#format.
+    The format: https://github.com/huggingface/safetensors#format. safetensors 0.8.0 itself
+    (`save_file`, `serialize_file`) takes all tensors of a file at once, 5 GB of a converted one. Its
+    order of tensors is its own, and it cannot compute a checksum while it writes. So files that
+    are written tensor after tensor, or by several processes, begin with this header.
     """
     about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
