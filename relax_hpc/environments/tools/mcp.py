@@ -3,6 +3,15 @@
 A server is started at its first call, in each process of environments, whose episodes share it. If it dies or hangs, it
 is started again and the request is sent again, twice at most; then the episode fails. A server hangs if it does not
 answer a ping either. https://modelcontextprotocol.io/specification, revision 2025-06-18.
+
+The official package (mcp 2.3.0, which the locks' anyio, pydantic and starlette allow) does not replace
+this client, because its `stdio_client`
+- collects a line of a server without a limit; here a message has at most 64 MiB (`_MOST_LINE`);
+- starts the server in a session of its own, so that a server that hangs outlives the kill of the
+  process group of its environments;
+- logs a message that is no JSON-RPC with its foreign text and a traceback.
+With a transport of ours it would save some twenty lines of JSON-RPC, for eight more packages in the
+lock.
 """
 
 from __future__ import annotations
