@@ -49,7 +49,7 @@ def test_a_model_that_is_there_is_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"holds a model with hidden_size 16, model\.tiny asks for 64"):
         make_tiny_model(tmp_path / "m", TinyModelConfig(), 0)
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match="found no config.json in .*; remove the directory"):
+    with pytest.raises(ConfigError, match=r"found no config\.json in .*; remove the directory"):
         make_tiny_model(tmp_path / "other", SMALL, 0)
 
 
