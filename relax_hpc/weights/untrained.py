@@ -31,10 +31,9 @@ class Untrained:
         stored: dict[str, tuple[Path, Stored]] = {}
         for file in paths:
             tensors = _read_tensors(file)
-            stored |= {
-                name: (file, one) for name, one in tensors.items() if name.startswith(tuple(beginnings))
-            }
-        whole = {name: Tensor(one.dtype, one.shape) for name, (_, one) in stored.items()}
+            names = [name for name in tensors if name.startswith(tuple(beginnings))]
+            stored |= {name: (file, tensors[name]) for name in names}
+        whole = {name: Tensor(entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
         self._header, order = header_of(whole)
         self._stored = {name: stored[name] for name in order}
         self._path = path

@@ -30,10 +30,11 @@ class BlockingWorker:
     Any thread may start it, so its module calls `serve` with ``dies_with_thread=False``.
     """
 
-    def __init__(self, module: str, about: Message) -> None:
-        """Start ``python -m module``, whose first message is ``about``.
+    def __init__(self, module: str, setup: Message) -> None:
+        """Start ``python -m module``, whose first message is ``setup``.
 
-        ConfigError: it says that it cannot do this work. WorkerEnded: it ended before, or did not answer in START_S.
+        ConfigError: the worker answers that it cannot do this work. WorkerEnded: it ended, or did
+        not answer within START_S.
         """
         self._process = subprocess.Popen(
             (sys.executable, "-m", module),
@@ -45,12 +46,13 @@ class BlockingWorker:
             env=worker_environment(),
         )
         assert self._process.stdin and self._process.stdout
-        self._requests_fd, self._answers_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._requests_fd = self._process.stdin.fileno()
+        self._answers_fd = self._process.stdout.fileno()
         os.set_blocking(self._requests_fd, False)
         os.set_blocking(self._answers_fd, False)
         self.has_ended = False
-        """Whether nothing can be asked of it any more."""
-        first = self._exchange(about, START_S)
+        """Whether the process has ended, so that it takes no request."""
+        first = self._exchange(setup, START_S)
         if "error" in first:
             self.end()
             raise ConfigError(first["error"])
@@ -68,7 +70,7 @@ class BlockingWorker:
         return self._exchange({"id": 0, **request}, limit_s)
 
     def end(self) -> int:
-        """Kill it, with all that it has started, if it has not ended by itself. Returns its exit code."""
+        """Kill the worker and all processes that it started. Returns its exit code."""
         if not self.has_ended:
             self.has_ended = True
             with contextlib.suppress(ProcessLookupError):
@@ -89,15 +91,15 @@ class BlockingWorker:
         except (OSError, EOFError, ValueError):
             raise end_of(self.end()) from None
         except BaseException:
-            # The answer would be taken for that to the next request.
+            # Otherwise the next request would get this answer.
             self.end()
             raise
 
     def _send(self, data: bytes, deadline: float) -> None:
-        rest = memoryview(data)
-        while rest:
+        unsent = memoryview(data)
+        while unsent:
             try:
-                rest = rest[os.write(self._requests_fd, rest) :]
+                unsent = unsent[os.write(self._requests_fd, unsent) :]
             except BlockingIOError:
                 _await(self._requests_fd, select.POLLOUT, deadline)
 
