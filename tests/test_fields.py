@@ -44,6 +44,52 @@ def test_what_is_new_in_a_table_is_known_everywhere(tmp_path: Path, what: str) -
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+LOAD = """
+import sys
+from relax_hpc.config.load import load
+from relax_hpc.fields import FIELDS
+
+load([], {"rollout.engine.kind": sys.argv[1]})
+print("routes" in FIELDS, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("kind", ["built_in", "transformers"])
+def test_a_built_in_engine_declares_its_fields_in_its_class(kind: str) -> None:
+    """As a plug-in does. The library of an engine without fields is not imported for that."""
+    register = (
+        "from relax_hpc import engine_classes\n"
+        "engine_classes.ENGINE_CLASSES['built_in'] = 'tests.routes_engine:RoutesEngine'"
+    )
+    command = [sys.executable, "-c", register + LOAD, kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(kind == "built_in"), "False"]
+
+
+INHERITED = """
+import sys
+from relax_hpc import engine_classes
+from relax_hpc.config.load import load
+from relax_hpc.engines import make_engine
+
+engine_classes.ENGINE_CLASSES["derived"] = "derived_engine:DerivedEngine"
+make_engine(load([], {"rollout.engine.kind": "derived"}), 0, None, None, None)
+"""
+
+
+def test_inherited_fields_of_a_built_in_engine_are_refused(tmp_path: Path) -> None:
+    """The search in the source does not find them: they would be missing in the queue."""
+    (tmp_path / "derived_engine.py").write_text(
+        "from tests.routes_engine import RoutesEngine\n\n\nclass DerivedEngine(RoutesEngine):\n    pass\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
+    command = [sys.executable, "-c", INHERITED]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "found fields routes that DerivedEngine inherits" in done.stderr
+
+
 @pytest.fixture(name="routes")
 def routes_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """What a row has where the table has a field with a tail of any length."""

@@ -33,10 +33,11 @@ from relax_hpc.config.roles import OF_DRAWN_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
+from relax_hpc.engine_classes import KIND_KEY, declared_fields
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import ROUTES, declare, roles_for
 from relax_hpc.foreign_files import check_link
-from relax_hpc.named import are_imported, named
+from relax_hpc.named import are_imported
 from relax_hpc.rundir import RunDir, read_map, write_atomic
 
 _PATHS = (
@@ -86,9 +87,8 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     What concerns several fields is found by `relax_hpc.checks.settings`.
     """
     config = build(Config, compose(files, overrides).tree)
-    if ":" in (kind := config.rollout.engine.kind) and are_imported():
-        key = "rollout.engine.kind"
-        declare(key, getattr(named(key, kind, {}), "fields", ()))
+    if are_imported():
+        declare(KIND_KEY, declared_fields(config.rollout.engine.kind))
     if config.model.routing_replay != "off":
         declare("model.routing_replay", (ROUTES,))
     return config

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_hpc.engines.kinds import engine_class
+from relax_hpc.engine_classes import KIND_KEY, engine_class
+from relax_hpc.errors import ConfigError
+from relax_hpc.fields import FIELDS
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
@@ -25,5 +27,18 @@ def make_engine(
     ``number``: of the engine in its group. ``place``: its number among those of its node, by which it finds its GPUs;
     ``number`` if left out. ConfigError: there is no such kind.
     """
-    made = engine_class(config.rollout.engine.kind)
-    return made(config, number, model_dir, version, log_dir, number if place is None else place)
+    kind = config.rollout.engine.kind
+    engine = engine_class(kind)
+    _check_fields_are_declared(kind, engine)
+    return engine(config, number, model_dir, version, log_dir, number if place is None else place)
+
+
+def _check_fields_are_declared(kind: str, engine: type) -> None:
+    """ConfigError if loading the configuration did not declare the fields of a built-in class."""
+    fields = getattr(engine, "fields", ())
+    undeclared = [spec.name for spec in fields if spec.name not in FIELDS]
+    if undeclared and ":" not in kind:
+        raise ConfigError(
+            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that {engine.__name__} inherits, "
+            "allowed: fields that its own class body assigns; assign `fields` there"
+        )
