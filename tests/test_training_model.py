@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.megatron import transformer_config
+from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.training.batches import collate
 from relax_hpc.training.model import PolicyModel
 from tests.convert_helpers import DENSE, LLAMA, MIXED, model
@@ -163,3 +168,55 @@ def test_the_saved_config_states_the_type(tiny: Path, tmp_path: Path):
     policy(tiny, dtype="bfloat16").save_hf(tmp_path / "half")
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+class Biased(Qwen3):
+    """A family that overrides standard settings."""
+
+    overrides: ClassVar[dict[str, Any]] = {"add_qkv_bias": True}
+
+    def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
+        return super().transformer(parallel) | self.overrides
+
+
+def transformer_config_of(directory: Path, family: type[Qwen3], **further: Any) -> Any:
+    qwen3 = spec_of(read_config(directory))
+    spec = family(**{field.name: getattr(qwen3, field.name) for field in fields(qwen3)})
+    return transformer_config(spec, ModelConfig(), ParallelConfig(), further)
+
+
+def test_a_family_overrides_a_standard_setting(tiny: Path) -> None:
+    config = transformer_config_of(tiny, Biased, persist_layer_norm=True)
+    assert config.add_qkv_bias and config.persist_layer_norm
+    assert not transformer_config_of(tiny, Qwen3).add_qkv_bias
+
+
+@pytest.mark.parametrize("further", [{}, {"persist_layer_norm": True}])
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
+        ("add_qkv_bais", True, "unexpected keyword argument"),
+        ("recompute_granularity", "sometimes", "sometimes"),
+    ],
+)
+def test_a_refused_setting_of_a_family_names_the_family(
+    setting: str,
+    value: Any,
+    why: str,
+    further: dict[str, Any],
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the user's setting, which megatron-core accepts."""
+    monkeypatch.setattr(Biased, "overrides", {setting: value})
+    with pytest.raises(ConfigError) as refused:
+        transformer_config_of(tiny, Biased, **further)
+    text = str(refused.value)
+    assert text.startswith("model family tests.test_training_model.Biased: megatron-core refuses what its method")
+    assert f"({setting}={value!r})" in text and why in text and "actor.megatron" not in text
+
+
+def test_a_refused_setting_of_the_user_names_the_users_section(tiny: Path) -> None:
+    further = {"recompute_granularity": "selective", "recompute_num_layers": 1}
+    with pytest.raises(ConfigError, match=r"^actor\.megatron: megatron-core refuses it beside the others: "):
+        transformer_config_of(tiny, Biased, **further)

@@ -23,6 +23,8 @@ from relax_hpc.models.towers.front import Towers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_REFUSALS = (AssertionError, ValueError, TypeError, ImportError)
+"""Errors by which megatron-core 0.16.1 refuses settings of its transformer configuration."""
 
 
 def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -58,59 +60,95 @@ def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
 
 
 def transformer_config(
-    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any] = _NONE
+    spec: ModelSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    further: Mapping[str, Any] = _NONE,
 ) -> TransformerConfig:
     """megatron-core's description of the model, split as `parallel` says, in the run's parameter type.
 
-    ``further`` settings stand over the usual ones. ConfigError: they do not go together.
+    The family of the model overrides standard settings, and ``further`` settings override both.
+    ConfigError: megatron-core refuses a setting of the family, or ``further`` settings.
     """
+    standard, family = _standard_settings(spec, model, parallel), spec.transformer(parallel)
     try:
-        return TransformerConfig(**_settings(spec, model, parallel) | dict(further))
-    except (AssertionError, ValueError, TypeError, ImportError) as error:
-        if not further:
+        return TransformerConfig(**standard | family | dict(further))
+    except _REFUSALS as error:
+        refusal = _refusal(standard | family)
+        if not refusal:
+            raise ConfigError(f"actor.megatron: megatron-core refuses it beside the others: {error}") from error
+        names = _refused_settings(standard, family)
+        if not names:
             raise
-        raise ConfigError(f"actor.megatron: megatron-core refuses it beside the others: {error}") from error
+        settings = ", ".join(f"{name}={family[name]!r}" for name in names)
+        raise ConfigError(
+            f"model family {type(spec).__module__}.{type(spec).__qualname__}: megatron-core refuses "
+            f"what its method transformer() sets ({settings}): {refusal}; correct it there"
+        ) from error
 
 
-def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+def _refusal(settings: Mapping[str, Any]) -> str:
+    """The words with which megatron-core refuses ``settings``; empty if it accepts them."""
+    try:
+        TransformerConfig(**settings)
+    except _REFUSALS as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
+    """Settings of a family that megatron-core refuses: each without which it accepts the others, or all
+    if it accepts the standard settings alone. Empty: the cause is not in the family."""
+    refused = []
+    for name in family:
+        others = {key: value for key, value in family.items() if key != name}
+        if not _refusal({**standard, **others}):
+            refused.append(name)
+    if not refused and not _refusal(standard):
+        return list(family)
+    return refused
+
+
+def _standard_settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of megatron-core's transformer configuration that families share unless they override
+    them."""
     dtype = DTYPES[model.dtype]
-    return dict(
-        **spec.transformer(parallel),
-        num_layers=spec.layers,
-        hidden_size=spec.hidden,
-        num_attention_heads=spec.heads,
-        num_query_groups=spec.groups,
-        kv_channels=spec.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=spec.init_std,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
-        context_parallel_size=parallel.context,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+    return {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.groups,
+        "kv_channels": spec.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": spec.init_std,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         # Losses are sums; the trainer divides once by the step's weight.
-        calculate_per_token_loss=True,
-        use_cpu_initialization=model.device == "cpu",
-        attention_softmax_in_fp32=True,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": model.device == "cpu",
+        "attention_softmax_in_fp32": True,
         # Fused kernels that need Apex or a compiler; see `relax_hpc.models.kernels` for those of ours.
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
 
 
 class HiddenStateModel(GPTModel):

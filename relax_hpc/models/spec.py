@@ -265,7 +265,8 @@ class ModelSpec:
     # -- megatron-core's model ---------------------------------------------------------------------------------
 
     def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
-        """Settings of megatron-core's transformer configuration that are the family's own."""
+        """Settings of the family in megatron-core's transformer configuration. They override the standard
+        settings of `relax_hpc.models.megatron`."""
         return {
             "ffn_hidden_size": self.inner,
             "qk_layernorm": self.qk_norm,
