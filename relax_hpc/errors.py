@@ -79,6 +79,11 @@ class NoProgressError(RelaxError):
     exit_code = EXIT_NO_PROGRESS
 
 
+class ProgrammingError(RelaxError):
+    """A role failed by a programming error in a plug-in before it had done any work. It ends the run
+    unless the run has made progress, which the supervisor knows."""
+
+
 class FencedError(RelaxError):
     """A newer incarnation of this group exists; this process may change nothing any more."""
 

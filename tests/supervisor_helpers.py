@@ -53,13 +53,15 @@ elif what == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif what.startswith("engine:"):
     say("failed", 75, "EngineFault: dead", start_error=what.removeprefix("engine:"))
+elif what == "mistyped":
+    say("failed", 75, "NameError: name 'x' is not defined", is_programming_error=True)
 elif what != "crashes":
     status, code = what.split(":")
     say(status, int(code), "it says so")
 sys.exit(1)
 """
 """What a role does: live until it is asked to end, be killed, crash, leave a mark of "status:code",
-or one of an engine that does not start, "engine:its error"."""
+one of an engine that does not start, "engine:its error", or one of a programming error, "mistyped"."""
 WAITS = f"import sys\nif sys.stdin.read(1):\n    sys.argv[1:] = ['lives', sys.argv[1]]\n    exec({ROLE!r})"
 """What a role does that was started ahead."""
 

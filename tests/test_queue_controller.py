@@ -45,6 +45,24 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness, episodes):
     assert len(trained) == len(set(trained)) == 6 * sum(episodes)
 
 
+def test_status_names_the_roles_that_have_worked(tmp_path):
+    """So that a supervisor can tell a first failure of a role from one after work. It survives a restart of the hub."""
+    run, config = make_run(tmp_path / "run"), small(steps=3)
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        tickets = roles.admit(version)
+        assert roles["actor"].status.get().result(60).worked == []
+        assert roles["rollout"].generated(rows_of(tickets, version)) == {}
+        roles["rollout"].settle()
+        assert roles["actor"].status.get().result(60).worked == ["rollout"]
+        roles.learn(version)
+    with in_thread(run, config), Roles(run, config) as roles:
+        middle = ["actor_fwd", "advantages", "reference"]
+        assert roles["actor"].status.get().result(60).worked == [*middle, "rollout"]
+        roles.train(0)
+        assert "actor" in roles["actor"].status.get().result(60).worked
+
+
 def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), Roles(run, config) as roles:

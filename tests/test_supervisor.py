@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from relax_hpc.supervise.disk_watch import NoRoom
 from relax_hpc.supervise.group import Unavailable
 from relax_hpc.supervise.launch_records import read_mark
 from relax_hpc.supervise.supervisor import Outcome
+from relax_hpc.transfer_queue.client.status import Status
 from tests.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
 FULL = OSError(28, "No space left on device")
@@ -107,6 +110,41 @@ def test_what_trying_again_cannot_mend_ends_the_run(world: World, mark: str, err
         world.supervise("rollout", "actor")
     assert requests.asked_to_stop(world.run)["code"] == code
     assert world.started == [("rollout", 1), ("actor", 1)]
+
+
+def hub_answers(monkeypatch: pytest.MonkeyPatch, trained_steps: int, worked: list[str]) -> None:
+    """Have the hub answer with this progress."""
+    nothing: dict[str, Any] = {"accepted": 0, "checkpoints": [], "lacking": {}, "disk": [], "beats": {}}
+    answer: Future[Any] = Future()
+    answer.set_result(SimpleNamespace(trained_steps=trained_steps, worked=worked, **nothing))
+    monkeypatch.setattr(Status, "get", lambda self, timeout=None: answer)
+
+
+def test_a_programming_error_before_progress_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of another role is no progress of this one."""
+    hub_answers(monkeypatch, trained_steps=0, worked=["rollout"])
+    world.plans = {"actor": ["mistyped"]}
+    with pytest.raises(ConfigError, match=r"actor: NameError: name 'x' is not defined \(log: "):
+        world.supervise("rollout", "actor")
+    assert requests.asked_to_stop(world.run)["code"] == 78
+    assert world.started == [("rollout", 1), ("actor", 1)]
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [{"trained_steps": 1, "worked": []}, {"trained_steps": 0, "worked": ["actor"]}, None],
+    ids=["a_step", "this_role", "unknown"],
+)
+def test_a_programming_error_after_progress_is_retried(
+    world: World, monkeypatch: pytest.MonkeyPatch, progress: dict[str, Any] | None
+) -> None:
+    """Also if the hub does not answer: its progress is unknown then."""
+    world.config.liveness.lease_s = 0.1
+    if progress:
+        hub_answers(monkeypatch, **progress)
+    world.plans = {"actor": ["mistyped", "done:0"]}
+    assert world.supervise("actor") is Outcome.FINISHED
+    assert world.started == [("actor", 1), ("actor", 2)]
 
 
 def test_a_group_may_be_one_that_ends_the_run(world: World) -> None:

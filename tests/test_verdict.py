@@ -38,6 +38,20 @@ def test_what_cannot_be_mended_is_not_excused_by_the_end_of_its_allocation(code:
     assert said(mark=hopeless, ends=lambda: True) == Verdict(Fate.HOPELESS, "no such file", code)
 
 
+@pytest.mark.parametrize(("progress", "fate", "code"), [(False, Fate.HOPELESS, EXIT_CONFIG), (True, Fate.DEAD, 0)])
+def test_a_programming_error_is_hopeless_until_there_is_progress(progress: bool, fate: Fate, code: int) -> None:
+    mark = FAILED | {"is_programming_error": True, "reason": "NameError: name 'x' is not defined"}
+    found = said(mark=mark, has_progress=lambda: progress)
+    assert found == Verdict(fate, "NameError: name 'x' is not defined", code)
+
+
+def test_progress_is_asked_for_only_after_a_programming_error() -> None:
+    def never() -> bool:
+        raise AssertionError("asked")
+
+    assert said(mark=FAILED, has_progress=never).fate is Fate.DEAD
+
+
 def test_what_ends_with_its_allocation_makes_way() -> None:
     assert said(exit=killed, ends=lambda: True) == Verdict(Fate.LEAVES, "ended by signal 9")
     assert said(mark=STOPPED, ends=lambda: True).fate is Fate.LEAVES

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_hpc.environments.base import Environment
-from relax_hpc.error_origin import describe_with_location
+from relax_hpc.error_origin import describe_with_location, has_user_frame
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.signatures import method_of, misfit
@@ -54,6 +54,9 @@ def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environmen
     try:
         return kind(**options)
     except TypeError as error:
+        if has_user_frame(error):
+            text = f"environment.kind: {kind.__name__} cannot be made: {describe_with_location(error)}"
+            raise ConfigError(text) from error
         raise ConfigError(f"environment.options: {kind.__name__} is not made with them: {error}") from error
 
 

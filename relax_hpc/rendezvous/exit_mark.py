@@ -19,10 +19,12 @@ def leave_mark(
     stopped: bool = False,
     patience_s: float = _FAILED_S,
     start_error: str = "",
+    is_programming_error: bool = False,
 ) -> None:
     """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher.
 
-    ``start_error``: see `relax_hpc.errors.start_error_of`.
+    ``start_error``: see `relax_hpc.errors.start_error_of`. ``is_programming_error``: the role ended with
+    `relax_hpc.errors.ProgrammingError`.
 
     On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without it that one failed.
     """
@@ -33,6 +35,8 @@ def leave_mark(
     mark = {"status": status, "code": code, "reason": reason}
     if start_error:
         mark["start_error"] = start_error
+    if is_programming_error:
+        mark["is_programming_error"] = True
     try:
         # What is done and does not say so would be done again.
         until = for_at_most(math.inf if status == "done" else patience_s)

@@ -12,19 +12,28 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from relax_hpc.config import Config, load_resolved
+from relax_hpc.config import Config, load_resolved, to_dict
 from relax_hpc.config.groups import CONTROLLER, ranks_of
 from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
 from relax_hpc.cuda_allocator import expand_segments
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.error_origin import describe_with_location
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError, start_error_of
+from relax_hpc.errors import (
+    EXIT_DONE,
+    EXIT_RETRY,
+    ProgrammingError,
+    RelaxError,
+    StoppedError,
+    start_error_of,
+)
 from relax_hpc.imports import many_imports
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
 from relax_hpc.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.parts import Keeper, own_log
+from relax_hpc.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, show_stacks, stay_private, watched
@@ -35,6 +44,8 @@ from relax_hpc.terminal_text import log_entry
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.node_cache import clear_staging
 
+ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
+"""Sections of the configuration whose plug-ins roles call that make rows."""
 MEETING_SHARE = 0.75
 """Share of liveness.start_timeout_s in which ranks must have met."""
 
@@ -111,10 +122,28 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         import_role(args.role, config, world.local_rank).run(context)
         # For its mark, while it beats: who does not is taken for dead.
         await_room(logs)
+    except Exception as error:
+        if not (context.has_worked or stop.is_set()):
+            raise_programming_error(error, config, args.role)
+        raise
     finally:
         spans.close()
         if client:
             client.close()
+
+
+def raise_programming_error(error: Exception, config: Config, role: str) -> None:
+    """ProgrammingError if ``error`` is a programming error in a plug-in that ``role`` uses."""
+    if text := describe_programming_error(error, plugin_names(settings_of_role(config, role))):
+        raise ProgrammingError(text) from error
+
+
+def settings_of_role(config: Config, role: str) -> dict[str, Any]:
+    """Sections of ``config`` but those whose plug-ins ``role`` imports without calling them."""
+    trains = ROLES[role].trains or role == "advantages"
+    not_called = ROLLOUT_SECTIONS if role in (*WITH_RANKS, "advantages") else ()
+    not_called = not_called if trains else (*not_called, "algorithm")
+    return {name: value for name, value in to_dict(config).items() if name not in not_called}
 
 
 def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType:
@@ -161,6 +190,7 @@ def work(args: argparse.Namespace) -> int:
     stop = on_terminate(at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led)
     run = RunDir(args.run_dir)
     code, reason, stopped, start_error = EXIT_DONE, "", False, ""
+    is_programming_error = False
     try:
         config = load_resolved(run.root, args.group)
         WAITS.limit_s = longest_wait_s(config)
@@ -171,6 +201,9 @@ def work(args: argparse.Namespace) -> int:
         return EXIT_DONE
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
+        is_programming_error = isinstance(error, ProgrammingError)
+        if is_programming_error:
+            print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
         start_error = start_error_of(error)
     except Exception as error:
         code, reason = EXIT_RETRY, describe_with_location(error)
@@ -184,7 +217,14 @@ def work(args: argparse.Namespace) -> int:
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
         mark = run.exit_mark(args.group, args.incarnation, args.role)
-        leave_mark(mark, code, reason, stopped, start_error=start_error)
+        leave_mark(
+            mark,
+            code,
+            reason,
+            stopped,
+            start_error=start_error,
+            is_programming_error=is_programming_error,
+        )
     return code
 
 

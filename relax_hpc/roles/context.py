@@ -41,6 +41,8 @@ class Context:
     """Time at which the allocation ends, of the wall clock; None: it does not."""
     kept_short: Keeper | None = None
     """Keeper that cuts the logs of this process, and of those that it starts."""
+    has_worked: bool = False
+    """Whether this rank has trained a step. What else a role has done is known to the hub."""
 
     @property
     def model(self) -> Path:

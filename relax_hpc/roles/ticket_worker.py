@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.engines.together import DrawsTogether
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.attempt import Attempt, Made
 from relax_hpc.rollout.episodes import Repeat, play
@@ -241,11 +241,20 @@ class TicketWorker:
             text = f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail_with_location}"
             print(log_entry(text), flush=True)
             self.rollout.report_failure(failure.reason, failure.detail, failure.origin)
+        if self.rollout.outcomes.is_programming_error(failure):
+            await self.check_progress(failure)
         self.rollout.outcomes.check_share(failure)
         asking = self.client.tickets.fail(attempt.ticket, attempt.number, failure.reason)
         answer = await asyncio.wrap_future(asking)
         self.rollout.outcomes.note_failures(attempt.ticket, answer.failures)
         return answer
+
+    async def check_progress(self, failure: Failure) -> None:
+        """ConfigError if the run has made no progress: then a programming error is the cause of ``failure``,
+        and not data."""
+        status = await asyncio.wrap_future(self.client.status.get())
+        if not (status.trained_steps or status.accepted):
+            raise ConfigError(failure.as_programming_error)
 
     # -- spares ------------------------------------------------------------------------------------------------
 

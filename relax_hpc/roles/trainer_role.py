@@ -175,6 +175,7 @@ class TrainerRole:
                 for windows in mini_batches:
                     self.trainer.accumulate([batch for window in windows for batch in window], last=True)
                     updates.append(self.trainer.step(lr))
+        self.context.has_worked = True
         self.beside.trained(step)
         if self.trainer.model.spec.towers:
             tally.gather(self.ranks.control)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,12 +11,17 @@ from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
 from relax_hpc.errors import NoProgressError
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
+from relax_hpc.programming_errors import REMEDY, is_description
 from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.row_schema import Row
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
 _TICKETS = 4096
+_FIRST_GROUPS = 16
+"""Prompt groups that fail at the same line, and none that succeeds, after which the line is wrong."""
+_WRONG_RESULTS = ("reward_wrong_count", "reward_not_a_number", "environment_answer")
+"""Reasons of failures by a result of a wrong type, which raise no exception in the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,11 @@ class Failure:
     """Rewards of all episodes, where there are any: of a group that the filter dropped."""
     origin: ErrorOrigin = field(default=NO_ORIGIN, compare=False)
     """Place in a user's code that failed, if one did."""
+
+    @property
+    def as_programming_error(self) -> str:
+        """One line for a failure that every prompt group has, in a run without progress."""
+        return f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt groups; {REMEDY}"
 
     @property
     def detail_with_location(self) -> str:
@@ -57,6 +67,9 @@ class Outcomes:
         self._shape = shape
         self._worked: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._passed: deque[bool] = deque(maxlen=_FILTER_WINDOW)
+        self._has_succeeded = False
+        self._failures_by_line: Counter[str] = Counter()
+        """Failures by what may be a programming error, by its location."""
         self._failures: dict[int, int] = {}
         """Failures by ticket, of the last tickets that failed."""
 
@@ -66,6 +79,7 @@ class Outcomes:
         self._worked.append(reason in ("", FILTERED))
         if reason in ("", FILTERED):
             self._passed.append(not reason)
+            self._has_succeeded = True
 
     def count_lost(self, ticket: int, failures: int, reason: str) -> None:
         """Count failures of ``ticket``, which is given out again after so many ``failures``: those that were good here
@@ -85,6 +99,17 @@ class Outcomes:
         self._failures[ticket] = failures
         if len(self._failures) > _TICKETS:
             del self._failures[next(iter(self._failures))]
+
+    def is_programming_error(self, failure: Failure) -> bool:
+        """Count ``failure``; whether so many have failed at its line, and no group has succeeded, that data
+        is not the cause. True once for each line."""
+        is_suspect = is_description(failure.detail) or failure.reason in _WRONG_RESULTS
+        # The check of an environment's answer has no location. Without one, the code is not the user's.
+        line = failure.origin.location or (failure.reason if failure.reason == "environment_answer" else "")
+        if self._has_succeeded or not (is_suspect and line):
+            return False
+        self._failures_by_line[line] += 1
+        return self._failures_by_line[line] == _FIRST_GROUPS
 
     def check_share(self, failure: Failure) -> None:
         """NoProgressError if too many of the last groups ended like this one."""

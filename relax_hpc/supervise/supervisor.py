@@ -8,6 +8,7 @@ that another supervisor can take over.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -241,7 +242,8 @@ class Supervisor:
         self.wakeups.unwatch(member)
         limits, mark = self.config.liveness, self.roll.here[name].mark(member)
         reason = "" if mark else self._unmarked(name, member)
-        found = Evidence(mark=mark, exit=lambda: reason)
+        has_progress = functools.cache(lambda: self.has_progress(member.role))
+        found = Evidence(mark=mark, exit=lambda: reason, has_progress=has_progress)
         said = verdict(found, limits)
         if said.fate is Fate.DONE:
             self.roll.done.add(f"{name}/{member.role}")
@@ -259,6 +261,18 @@ class Supervisor:
             self.failures.give_up(name, said.reason, said.code)
         else:
             self.failed(name, said.reason)
+
+    def has_progress(self, role: str) -> bool:
+        """Whether the run has trained a step, or ``role`` has worked in it; true if the hub does not
+        answer."""
+        if self.progress()[0] > 0:
+            return True
+        lease_s = self.config.liveness.lease_s
+        try:
+            status = self.client.status.get(timeout=lease_s).result(lease_s)
+        except (RelaxError, TimeoutError):
+            return True
+        return status.trained_steps > 0 or role in status.worked
 
     def _unmarked(self, name: str, member: Member) -> str:
         """Cause of the end of a member that could not say anything itself."""

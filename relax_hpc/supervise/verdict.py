@@ -3,7 +3,7 @@
 Which evidence wins, the strongest first:
 
 1. What a role says of its own end, its exit mark: done is done however long nobody hears of it, and what says that
-   trying again cannot help (78, 93) has the run given up.
+   trying again cannot help (78, 93) has the run given up. So has a programming error in a plug-in before any progress.
 2. Slurm's word that the allocation around it ends: whatever ends then makes way. Slurm tells the tasks before the head.
 3. Any other end of a process, by its mark or by its exit code: dead, at once.
 4. Slurm's word on the job that a group has to itself. Queued: it waits, however silent it is. Gone: so is the group,
@@ -75,6 +75,9 @@ class Evidence:
     """Exit mark of the role."""
     exit: Callable[[], str] | None = None
     """Description of the end of a process that left no mark; None: it runs."""
+    has_progress: Callable[[], bool] = lambda: True
+    """Whether the run has trained a step, or this role has worked in it. It is called only if the role
+    ended by a programming error."""
     ends: Callable[[], bool] = lambda: False
     """Whether Slurm ends the allocation around it; asked only if something has ended."""
     job: str | None = None
@@ -119,6 +122,8 @@ def _by_end(found: Evidence, _: LivenessConfig) -> Verdict | None:
     reason = mark.get("reason") or (found.exit() if found.exit else "")
     if mark.get("code") in _HOPELESS:
         return Verdict(Fate.HOPELESS, reason, mark["code"])
+    if mark.get("is_programming_error") is True and not found.has_progress():
+        return Verdict(Fate.HOPELESS, reason, EXIT_CONFIG)
     return Verdict(Fate.LEAVES if found.ends() else Fate.DEAD, reason)
 
 

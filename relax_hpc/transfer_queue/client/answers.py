@@ -221,6 +221,9 @@ class QueueStatus:
     finished: bool
     waiting: Sequence[str]
     """Requests that cannot be answered yet, in words."""
+    worked: Sequence[str] = ()
+    """Roles that have given rows or fields, or trained a step. Complete only until a step is trained,
+    because then the queue forgets its rows."""
     later: Message = field(default_factory=dict)
     """Fields of a newer controller that this program does not know."""
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.config.roles import POLICY
+from relax_hpc.config.roles import POLICY, ROLES
 from relax_hpc.transfer_queue.controller.messages import Request
 from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.controller.state.task_queues import DONE
 from relax_hpc.transfer_queue.controller.topics import NEWS
 from relax_hpc.transfer_queue.controller.waiting import NotYet
 
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.service import QueueService
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 
 @handles("note")
@@ -80,5 +82,17 @@ def status(service: QueueService, request: Request) -> Any:
         "beats": {name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()},
         "lacking": service.presence.report(now),
         "finished": progress.finished(),
+        "worked": _roles_that_worked(service.state),
         "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in service.waiting],
     }
+
+
+def _roles_that_worked(state: QueueState) -> list[str]:
+    """Roles whose rows or fields were accepted, or that have trained a step."""
+    done = {name for name, queue in state.tasks.items() if queue.statuses.find(DONE, 0) >= 0}
+    # A role that trains and gives fields has a second task for these.
+    worked = {name for name, role in ROLES.items() if name in done or role.scores in done}
+    worked |= {role for role, steps in state.progress.trained.items() if steps > 0}
+    if state.counts.accepted:
+        worked.add(state.plan.maker)
+    return sorted(worked)
