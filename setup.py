@@ -47,17 +47,22 @@ def long_description() -> str:
 
 setup(
     name="relax_hpc",
-    version="0.1.0",
+    version="0.2.0",
     description="Reinforcement-learning post-training of omni-modal language models on Slurm clusters",
     long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=[*find_packages(include=["relax_hpc", "relax_hpc.*"]), "relax_hpc.templates"],
+    packages=[*find_packages(include=["relax_hpc", "relax_hpc.*"]), "relax_hpc.templates", "relax_hpc.configs"],
     # The templates lie in slurm/, where users look for them; in a checkout they are found there.
-    package_dir={"relax_hpc.templates": "slurm"},
-    package_data={"relax_hpc.templates": ["*.j2"], "relax_hpc.observe": ["*.html", "*.css", "*.js"]},
+    package_dir={"relax_hpc.templates": "slurm", "relax_hpc.configs": "configs"},
+    package_data={
+        "relax_hpc": ["py.typed"],
+        "relax_hpc.templates": ["*.j2"],
+        "relax_hpc.configs": ["*/*.yaml", "models/*/config.json"],
+        "relax_hpc.observe": ["*.html", "*.css", "*.js"],
+    },
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -15,6 +15,7 @@ from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.packaged_configs import configs_folder, find_config, packaged_configs
 from tests.effort import effort
 from tests.run_helpers import QUICKSTART
 
@@ -372,3 +373,34 @@ def test_cleaning_anything_gives_a_layer_or_one_line(tree: Any) -> None:
         clean(Config, tree, "source")
     except ConfigError as error:
         assert str(error).startswith("source: ")
+
+
+def test_a_short_name_is_a_packaged_file_and_a_path_stays_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout as in an installed wheel, which tests/test_wheel.py has."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("steps: 5\n")
+    (tmp_path / "quickstart").write_text("steps: 6\n")
+    assert load(["quickstart"]).steps == 300
+    assert load(["./quickstart"]).steps == 6
+    assert load(["mine"]).steps == load([tmp_path / "mine"]).steps == 5
+    assert find_config("gsm8k-qwen3-0.6b").is_file(), "a name may have a dot"
+    with pytest.raises(ConfigError, match=r"allowed: the path .* packaged audio, .*; did you mean dapo\?"):
+        load(["dap"])
+
+
+def test_short_names_of_packaged_files_differ() -> None:
+    files = list(configs_folder().rglob("*.yaml"))
+    assert len(files) == len(packaged_configs()) > 30
+
+
+def test_a_packaged_model_is_found_by_name_unless_a_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load([], {"model.path": "Qwen3-0.6B"})
+    assert resolve(config).model.path == str(configs_folder() / "models" / "Qwen3-0.6B")
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    assert resolve(config).model.path == str(tmp_path / "Qwen3-0.6B")
+    assert resolve(load([], {"model.path": "other"})).model.path == str(tmp_path / "other")

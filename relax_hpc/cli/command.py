@@ -51,7 +51,12 @@ def config_arguments(parser: ArgumentParser) -> None:
 
 def layer_arguments(parser: ArgumentParser) -> None:
     """Add the files of configurations, and an option for every field."""
-    parser.add_argument("--config", action="append", metavar="F", help="YAML file; several compose from left to right")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="F",
+        help="YAML file, or short name of a packaged one, such as quickstart; several compose from left to right",
+    )
     add_options(parser)
 
 

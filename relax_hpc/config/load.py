@@ -38,6 +38,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fields import ROUTES, declare, roles_for
 from relax_hpc.foreign_files import check_link
 from relax_hpc.named import are_imported
+from relax_hpc.packaged_configs import find_config, find_model
 from relax_hpc.rundir import RunDir, read_map, write_atomic
 
 _PATHS = (
@@ -154,7 +155,8 @@ def resolve(config: Config) -> Config:
     tree["run_dir"] = tree["run_dir"] or f"runs/{config.name}"
     for *sections, field in _PATHS:
         section = functools.reduce(dict.__getitem__, sections, tree)
-        section[field] = _absolute(section[field])
+        path = find_model(section[field]) if "model" in sections else section[field]
+        section[field] = _absolute(path)
     if (template := tree["data"]["chat_template"]) != "model":
         tree["data"]["chat_template"] = _absolute(template)
     for key in ("train_sets", "eval"):
@@ -175,7 +177,7 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
     found = Layers(to_dict(Config()), {})
     for file in files:
         try:
-            _lay(found, *read_yaml(Path(file)))
+            _lay(found, *read_yaml(find_config(file)))
         except ConfigError as error:
             found.mistakes += [Mistake("", text) for text in error.mistakes]
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
