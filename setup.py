@@ -54,9 +54,18 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=[*find_packages(include=["relax_hpc", "relax_hpc.*"]), "relax_hpc.templates", "relax_hpc.configs"],
-    # The templates lie in slurm/, where users look for them; in a checkout they are found there.
-    package_dir={"relax_hpc.templates": "slurm", "relax_hpc.configs": "configs"},
+    packages=[
+        *find_packages(include=["relax_hpc", "relax_hpc.*"]),
+        "relax_hpc.configs",
+        "relax_hpc.examples.tasks",
+        "relax_hpc.templates",
+    ],
+    # These folders lie at the top level, where users look for them; in a checkout they are found there.
+    package_dir={
+        "relax_hpc.configs": "configs",
+        "relax_hpc.examples": "examples",
+        "relax_hpc.templates": "slurm",
+    },
     package_data={
         "relax_hpc": ["py.typed"],
         "relax_hpc.templates": ["*.j2"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,40 @@ from relax_hpc.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 _imports = True
 """Whether modules that a configuration names are imported in this process."""
+
+_TOYS = "relax_hpc.examples.tasks"
+RENAMED: dict[str, dict[str, str]] = {
+    "task": {
+        "sort_digits": f"{_TOYS}.sort_digits:SortDigits",
+        "sort_digit_pairs": f"{_TOYS}.sort_digits:SortDigitPairs",
+        "coloured_shapes": f"{_TOYS}.coloured_shapes:ColouredShapes",
+        "moving_squares": f"{_TOYS}.moving_squares:MovingSquares",
+        "beeps": f"{_TOYS}.beeps:Beeps",
+        "pitches": f"{_TOYS}.beeps:Pitches",
+        "mixed_media": f"{_TOYS}.mixed_media:MixedMedia",
+        "arithmetic": f"{_TOYS}.arithmetic:Arithmetic",
+        "fine_stripes": f"{_TOYS}.fine_stripes:FineStripes",
+    }
+}
+"""Kind of the name -> old short name -> import path. Release 0.2 accepts old names with a warning."""
+RENAMED_MODULES: dict[str, str] = {
+    f"relax_hpc.tasks.{module}": f"{_TOYS}.{module}"
+    for module in (
+        "arithmetic",
+        "beeps",
+        "coloured_shapes",
+        "fine_stripes",
+        "mixed_media",
+        "moving_squares",
+        "one_medium",
+        "sort_digits",
+    )
+}
+"""Old module -> new module, in any import path of a setting. Release 0.2 accepts both."""
+_OURS = frozenset(RENAMED["task"].values())
+"""Import paths of this package, which `no_imports` does not refuse: no file of the user is imported."""
+_warned: set[str] = set()
+"""Old names about which this process has printed a warning."""
 
 
 @contextlib.contextmanager
@@ -42,18 +77,44 @@ def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
 
     ConfigError if there is none; it begins with ``kind``, which says what the function is for.
     """
+    if name not in known:
+        name = current_name(kind, name)
     if ":" in name:
-        if not _imports:
-            raise ConfigError(f"{kind}: {name!r}: this command imports no module that a configuration names")
+        if not (_imports or name in _OURS):
+            raise ConfigError(
+                f"{kind}: {name!r}: this command imports no module that a configuration names"
+            )
         return _imported(kind, name)
     if name in known:
         found = known[name]
         return _imported(kind, found) if isinstance(found, str) else found
     if name.endswith(".py"):
         raise ConfigError(f"{kind}: {name!r}: {_not_a_file(name, '')}")
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else _own_name(name)
-    raise ConfigError(f"{kind}: found {name!r}, allowed {', '.join(known)}; {hint}")
+    renamed = RENAMED.get(kind, {})
+    near = difflib.get_close_matches(name, [*known, *renamed], n=1)
+    hint = f"did you mean {renamed.get(near[0], near[0])!r}?" if near else _own_name(name)
+    allowed = ", ".join(known) or "package.module:function"
+    raise ConfigError(f"{kind}: found {name!r}, allowed {allowed}; {hint}")
+
+
+def current_name(kind: str, name: str) -> str:
+    """``name``, or the name that has replaced it since the last release, with a warning on stderr.
+
+    >>> current_name("task", "my_task:Reverse")
+    'my_task:Reverse'
+    """
+    module, colon, attribute = name.partition(":")
+    if name in RENAMED.get(kind, {}):
+        current = RENAMED[kind][name]
+    elif colon and module in RENAMED_MODULES:
+        current = f"{RENAMED_MODULES[module]}:{attribute}"
+    else:
+        return name
+    if name not in _warned:
+        _warned.add(name)
+        text = f"warning: {kind}: {name!r} is now called {current!r}; write the new name, the next release refuses this"
+        print(text, file=sys.stderr, flush=True)
+    return current
 
 
 def _own_name(name: str) -> str:

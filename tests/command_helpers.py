@@ -50,7 +50,12 @@ def make_run(path: Path, layout: str = "jobs") -> RunDir:
     run = RunDir(path)
     nodes = {f"groups.{name}.resources.nodes": 2 for name in ("hub", "rollout") if layout != "local"}
     over = {"layout": layout, "run_dir": str(run.root), "groups.reference": None, "rollout.replicas": 4, **nodes}
-    over |= {"data.task": "sort_digits", "liveness": LIMITS, "steps": 10, "groups.actor_fwd": {}}
+    over |= {
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "liveness": LIMITS,
+        "steps": 10,
+        "groups.actor_fwd": {},
+    }
     over |= {"rollout.max_new_tokens": 5, "data.max_prompt_tokens": 32}
     run.create()
     dump(load([], over), run.config)

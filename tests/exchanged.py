@@ -13,8 +13,8 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
-from relax_hpc.tasks.arithmetic import Arithmetic, problems
-from relax_hpc.tasks.fine_stripes import FineStripes, pictures
+from relax_hpc.examples.tasks.arithmetic import Arithmetic, problems
+from relax_hpc.examples.tasks.fine_stripes import FineStripes, pictures
 
 
 class _Exchanging(Environment):

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from relax_hpc.tasks.avi import avi as avi
+from relax_hpc.examples.tasks.avi import avi as avi
 
 PROCESSOR = {
     "image_mean": [0.5] * 3,

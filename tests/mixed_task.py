@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import data_uri
-from relax_hpc.tasks.mixed_media import PARTS, MixedMedia
+from relax_hpc.examples.tasks.mixed_media import PARTS, MixedMedia
 
 EVERY = 10
 """One image and one sound of so many is damaged."""

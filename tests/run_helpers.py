@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 4,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-    "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
+    "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_prompt_tokens": 32},
     "rollout": {"max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
     "actor": {"optimizer": {"lr": 1e-3}},
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},

@@ -464,7 +464,9 @@ def test_with_stale_rows_the_clip_is_around_the_newest_policy(overrides, forward
     ],
 )
 def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, instead):
-    config = load([], {"data.task": "sort_digits", "groups.actor_fwd": {}} | overrides)
+    config = load(
+        [], {"data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "groups.actor_fwd": {}} | overrides
+    )
     warnings = [note for note in notes(config) if note.startswith("groups.actor_fwd.roles: found actor_fwd with")]
     assert bool(warnings) == bool(instead) and all(instead in note for note in warnings)
 
@@ -480,7 +482,11 @@ def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, inst
     ],
 )
 def test_what_nobody_gives_is_a_finding(tmp_path: Path, overrides: dict[str, object], says: str):
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     run |= {"rollout.max_new_tokens": 5}
     (finding,) = check(load([], {"algorithm": overrides, "actor.forward": ["reference"]} | run))
     assert finding.startswith("algorithm.name: found ") and says in finding

@@ -172,7 +172,15 @@ def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:
 
 def weight_findings(directory: Path, **over: Any) -> list[str]:
     """What `check` says of the model in ``directory``, and `convert` too, in the same words."""
-    config = load([], {"model.path": str(directory), "data.task": "sort_digits", "data.max_prompt_tokens": 32, **over})
+    config = load(
+        [],
+        {
+            "model.path": str(directory),
+            "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+            "data.max_prompt_tokens": 32,
+            **over,
+        },
+    )
     return [line.partition(": ")[2] for line in files.check_files(config) if line.startswith("model.path")]
 
 
@@ -232,7 +240,7 @@ def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(field: str
     over = {
         "model.path": str(tmp_path / "policy"),
         f"model.{field}": str(tmp_path / "other"),
-        "data.task": "sort_digits",
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
     }
     findings = list(files.check_files(load([], over)))
     assert any(f"model.{field}: found" in line and "whose tokenizer gives other ids" in line for line in findings), (

@@ -126,7 +126,11 @@ def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
 
 def test_a_stop_text_may_be_a_special_token_and_not_have_one_in_it(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "m", TinyModelConfig(chat=True), 0)
-    over = {"model.path": str(tmp_path / "m"), "data.task": "sort_digits", "rollout.stop": ["<|im_start|>", "a<pad>"]}
+    over = {
+        "model.path": str(tmp_path / "m"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "rollout.stop": ["<|im_start|>", "a<pad>"],
+    }
     findings = [line for line in files.check_files(load([], over)) if line.startswith("rollout.stop")]
     assert findings == [
         "rollout.stop: found 'a<pad>', allowed: texts without special tokens, or one special token alone, "

@@ -189,7 +189,11 @@ def test_a_teacher_is_needed_and_it_or_a_critic_has_to_read_what_the_policy_writ
     policy, teacher = tmp_path / "policy", tmp_path / "teacher"
     for directory in (policy, teacher):
         make_tiny_model(directory, TINY, seed=1)
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     run |= {"rollout.max_new_tokens": 5, "algorithm.name": "distill", "model.path": str(policy)}
     config = load([], run | {"model.teacher_path": str(teacher)})
     assert check(config) == [] and config.groups["teacher"].roles == ["teacher"]

@@ -22,6 +22,7 @@ from relax_hpc.cli.program import main
 from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.examples.tasks.sort_digits import SortDigitPairs
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.tags import declared
 from relax_hpc.models.hf_files import read_config
@@ -30,7 +31,6 @@ from relax_hpc.roles.data import rows_of
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_train
-from relax_hpc.tasks.sort_digits import SortDigitPairs
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, collate
 from relax_hpc.training.model import PolicyModel
@@ -128,7 +128,7 @@ def test_the_loss_of_demonstrations_is_torchs_cross_entropy() -> None:
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
-    task = "sort_digit_pairs" if algorithm == "dpo" else "sort_digits"
+    task = "relax_hpc.examples.tasks.sort_digits:SortDigit" + ("Pairs" if algorithm == "dpo" else "s")
     return {"data.task": task, "data.max_row_tokens": 64, "algorithm.name": algorithm, **more}
 
 
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name(algorithm: str, over: dict[str, An
 def test_the_commands_name_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dpo", "--algorithm.name", "sft"]) == 78
     assert "algorithm.name: found 'sft' with relax-hpc dpo" in capsys.readouterr().err
-    assert main(["sft", "--data.task", "sort_digits", "--print_config"]) == 0
+    assert main(["sft", "--data.task", "relax_hpc.examples.tasks.sort_digits:SortDigits", "--print_config"]) == 0
     assert "name: sft" in capsys.readouterr().out
 
 
@@ -195,7 +195,10 @@ def evaluations(run: RunDir, name: str) -> dict[int, float]:
 @pytest.mark.run
 def test_a_run_that_is_killed_learns_the_same_as_a_plain_loop_over_the_file(tmp_path: Path) -> None:
     """Bit for bit: its losses, and its last weights."""
-    over = BASE | {"algorithm": {"name": "sft"}, "data": {"task": "sort_digits", "digits": 3, "max_row_tokens": 16}}
+    over = BASE | {
+        "algorithm": {"name": "sft"},
+        "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_row_tokens": 16},
+    }
     with running(tmp_path, over, {}) as live:
         live.wait_until(lambda: evaluations(live.run, "loss").keys() >= {4}, "step 4 evaluated", RUN_S)
         live.kill("actor")

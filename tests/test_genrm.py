@@ -346,7 +346,11 @@ def test_endpoints_are_those_of_the_newest_incarnation_for_this_user_alone(tmp_p
 def base_fixture(tmp_path: Path) -> dict[str, Any]:
     """Settings of a run with a judge of its own."""
     made_judge(tmp_path / "judge")
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     judge = {"rollout.reward": "judge", "groups.genrm": {}, "genrm.path": str(tmp_path / "judge")}
     return run | judge | {"rollout.max_new_tokens": 5}
 

@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "relax_hpc"
 LINES = (
+    ("examples",),
     ("cli",),
     ("lifecycle",),
     ("observe", "doctor", "sandbox", "convert"),

@@ -28,11 +28,11 @@ from relax_hpc.data.rows import BadLine, data_uri
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.doctor.media import check_media
 from relax_hpc.errors import ConfigError
+from relax_hpc.examples.tasks.moving_squares import filmed
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
-from relax_hpc.tasks import TASKS
-from relax_hpc.tasks.moving_squares import filmed
+from relax_hpc.tasks import get_task
 from tests.media_files import CRASHES, HANGS, avi, clip, have_own_pillow, tone
 from tests.media_prompts import END, IMAGE, START, VIDEO, hearing_model, png, seeing_model
 from tests.prompt_helpers import load_prompts, row_set
@@ -328,12 +328,21 @@ def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path
     assert spans_of(found.media) == []
 
 
-@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "beeps", "pitches", "mixed_media"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coloured_shapes:ColouredShapes",
+        "moving_squares:MovingSquares",
+        "beeps:Beeps",
+        "beeps:Pitches",
+        "mixed_media:MixedMedia",
+    ],
+)
 def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tmp_path: Path) -> None:
     """With media and all: what a warm start learns from is what is asked for."""
     small = {"multimodal": MultimodalConfig(video_min_token_num=4)}
     tokenizer, data = load_tokenizer(hearing_model(tmp_path / "m")), DataConfig(**small)
-    task, how = TASKS[name](), PromptRules.of(data, tokenizer, tmp_path).media
+    task, how = get_task(f"relax_hpc.examples.tasks.{name}"), PromptRules.of(data, tokenizer, tmp_path).media
     assert how
     found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path, **small)
     assert not bad and len({one.prompt_id for one in found}) == 24

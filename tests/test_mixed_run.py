@@ -9,8 +9,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from relax_hpc.examples.tasks.mixed_media import PARTS
 from relax_hpc.observe.sample_view import Wanted, find
-from relax_hpc.tasks.mixed_media import PARTS
 from relax_hpc.transfer_queue.storage.media import check_media
 from tests.audit import audit
 from tests.requirements import requires

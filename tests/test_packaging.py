@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -67,7 +69,7 @@ def third_party(path: Path, everywhere: bool) -> Iterator[str]:
 
 def test_every_import_is_declared() -> None:
     known = declared("all", "puzzles")
-    files = (ROOT / "relax_hpc").rglob("*.py")
+    files = [path for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")]
     missing = {f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, True) if n not in known}
     assert not missing, f"add to setup.py: {sorted(missing)}"
 
@@ -81,8 +83,24 @@ def test_light_modules_import_only_the_base_requirements() -> None:
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    folders = {path.parent for path in (ROOT / "relax_hpc").rglob("*.py")}
+    folders = {path.parent for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_the_wheel_has_the_examples_instead_of_what_stands_for_them_in_a_checkout(tmp_path: Path) -> None:
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "relax_hpc", "slurm", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        is_folder = (ROOT / name).is_dir()
+        copy = partial(shutil.copytree, ignore=ignored) if is_folder else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-I", "-c", build, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
+        shipped = {name: wheel.read(name) for name in wheel.namelist() if name.startswith("relax_hpc/examples/")}
+    sources = (ROOT / "examples").rglob("*.py")
+    assert shipped == {f"relax_hpc/{path.relative_to(ROOT)}": path.read_bytes() for path in sources}
 
 
 def test_console_script_is_declared() -> None:

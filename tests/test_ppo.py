@@ -160,7 +160,11 @@ def test_explained_variance_is_one_where_values_are_returns() -> None:
 
 
 def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     run |= {"rollout.max_new_tokens": 5, "algorithm.name": "ppo"}
     config = load([], run)
     assert config.groups["critic"].roles == ["critic"] and check(config) == []
@@ -188,7 +192,11 @@ def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_a_critic_cannot_be_is_refused(tmp_path: Path, settings: dict, says: str) -> None:
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     run |= {"rollout.max_new_tokens": 5, "algorithm.name": "ppo"}
     (finding,) = check(load([], run | settings))
     assert finding.startswith(says)

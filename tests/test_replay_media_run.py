@@ -46,7 +46,7 @@ def settings(model: Path) -> dict[str, Any]:
         "prompts_per_step": 8,
         "samples_per_prompt": 4,
         "model": {"path": str(model), "routing_replay": "on"},
-        "data": {"task": "coloured_shapes", "max_prompt_tokens": 32},
+        "data": {"task": "relax_hpc.examples.tasks.coloured_shapes:ColouredShapes", "max_prompt_tokens": 32},
         "algorithm": {"entropy_coefficient": 0.01},
         "rollout": {"groups_per_request": 8, "max_new_tokens": 12, "engine": engine},
         "actor": {"optimizer": {"lr": 1e-3}},

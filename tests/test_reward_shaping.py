@@ -194,7 +194,11 @@ def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:
     assert config.rollout.filter == "rewards_differ" and algorithm.mask_truncated
     assert algorithm.overlong == OverlongConfig(max_tokens=20480, buffer=4096)
     assert config.rollout.max_new_tokens == 20480 and "reference" not in config.groups
-    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run = {
+        "run_dir": str(tmp_path / "run"),
+        "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "data.max_prompt_tokens": 32,
+    }
     run |= {"rollout.max_new_tokens": 200, "algorithm.overlong.max_tokens": 200, "algorithm.overlong.buffer": 40}
     config = load([CONFIGS / "algorithms" / "dapo.yaml"], run)
     assert check(config) == []

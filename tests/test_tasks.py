@@ -12,22 +12,25 @@ import numpy as np
 import pytest
 
 from relax_hpc.checks.settings import check
-from relax_hpc.config import Config, dump, load
+from relax_hpc.config import Config, dump, load, load_resolved
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.chat import template_of
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import EXIT_RETRY, ConfigError, RelaxError
+from relax_hpc.examples.tasks.sort_digits import sets_of, sort_answer
 from relax_hpc.lifecycle.establish import check_resumable
 from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.named import RENAMED, RENAMED_MODULES, no_imports
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, eval_reward, files, get_task, train_reward
 from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_files
-from relax_hpc.tasks.sort_digits import sets_of, sort_answer
 from tests.prompt_helpers import load_prompts
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "tasks"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def made(folder: Path, tokenizer: Tokenizer, config: Config) -> RunDir:
 
 def test_tasks_are_found_by_name_or_import_path() -> None:
     assert type(get_task("tests.test_tasks:TwoTurns")) is TwoTurns
-    with pytest.raises(ConfigError, match="did you mean 'sort_digits'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'relax_hpc\.examples\.tasks\.sort_digits:SortDigits'"):
         get_task("sort_digit")
     with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
         get_task("pathlib:Path")
@@ -128,12 +131,46 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
         get_task("tests.test_tasks:Needs")
 
 
+OLD_NAMES = [*RENAMED["task"], "relax_hpc.tasks.sort_digits:SortDigits", "relax_hpc.tasks.arithmetic:Arithmetic"]
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names_of_example_tasks_are_accepted_with_one_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("relax_hpc.named._warned", set())
+    task = get_task(name)
+    assert type(get_task(name)) is type(task) and type(task).__module__.startswith("relax_hpc.examples.tasks.")
+    current = f"{type(task).__module__}:{type(task).__name__}"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: task: {name!r} is now called {current!r}")
+    with no_imports():
+        assert type(get_task(current)) is type(task), "commands that only read a run know the tasks of this package"
+    assert capsys.readouterr().err == ""
+
+
+def test_every_example_task_has_a_class_under_its_old_name() -> None:
+    modules = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "avi"}
+    assert modules == {old.rpartition(".")[2] for old in RENAMED_MODULES}
+    with no_imports(), pytest.raises(ConfigError, match="imports no module that a configuration names"):
+        get_task("relax_hpc.examples.tasks.avi:avi")
+
+
+def test_the_configuration_of_an_old_run_has_the_old_name(run_dir: Path, tokenizer: Tokenizer) -> None:
+    (run_dir / "config.yaml").write_text("data: {task: sort_digits, digits: 3, max_prompt_tokens: 32}\n")
+    config = load_resolved(run_dir)
+    assert train_reward(config) == "answer_partial"
+    run = made(run_dir, tokenizer, config)
+    assert eval_files(run, config).keys() == {"heldout_multisets", "heldout_prompts"}
+    assert len(open_train(run, config, tokenizer)) > 500
+
+
 @pytest.mark.parametrize(
     ("task", "over", "train", "evaluation"),
     [
         ("", {"rollout.reward": "math"}, "math", "math"),
         ("", {"rollout.reward": "math", "eval.reward": "exact"}, "math", "exact"),
-        ("sort_digits", {}, "answer_partial", "answer_partial"),
+        ("relax_hpc.examples.tasks.sort_digits:SortDigits", {}, "answer_partial", "answer_partial"),
         ("tests.test_tasks:TwoTurns", {}, "tests.test_tasks:TwoTurns.reward", "tests.test_tasks:TwoTurns.reward"),
         ("tests.test_tasks:TwoTurns", {"rollout.reward": "a:b"}, "a:b", "a:b"),
     ],
@@ -314,7 +351,9 @@ def test_split_of_four_digits_never_changes():
 
 
 def sorting(**over: Any) -> Config:
-    return config_of("sort_digits", **{"data.digits": 3, "warm_start.batch_size": 50} | over)
+    return config_of(
+        "relax_hpc.examples.tasks.sort_digits:SortDigits", **{"data.digits": 3, "warm_start.batch_size": 50} | over
+    )
 
 
 def test_sort_digits_files(tmp_path, tokenizer):

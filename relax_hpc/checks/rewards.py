@@ -15,7 +15,7 @@ from relax_hpc.rewards.of_run import reward_settings
 from relax_hpc.rewards.signature import reward_misfits
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.signatures import misfit
-from relax_hpc.tasks import TASKS, get_task
+from relax_hpc.tasks import get_task
 
 SETTLED_HERE = ("format", "remote", "judge")
 """Rewards whose settings are looked at by making one."""
@@ -52,7 +52,7 @@ def _unnamed(config: Config) -> Iterator[str]:
         task = get_task(config.data.task)
     except ConfigError:
         return  # Another check names the mistake in the task.
-    if task.makes("reward") or isinstance(task, tuple(TASKS.values())):
+    if task.makes("reward"):
         return
     source = f"data.task {config.data.task!r}, which has no reward" if config.data.task else "prompts of files"
     yield (

@@ -159,7 +159,7 @@ def _data(config: Config) -> Findings:
         yield f"{key}: found {named!r} with data.task {data.task!r}, which makes its own; remove one"
     if not task.makes("rows") and not has_files:
         found = f"data.task {data.task!r} without `rows`" if data.task else "no data.task"
-        yield f"data.train: found nothing, and {found}; name a jsonl file, or set data.task: sort_digits"
+        yield f"data.train: found nothing, and {found}; name a jsonl file, or a task in data.task"
     yield from check_data(data)
     if data.system and not data.chat_template:
         yield (
@@ -177,7 +177,7 @@ def _data(config: Config) -> Findings:
     if config.warm_start.steps and not task.makes("demonstrations"):
         yield (
             f"warm_start.steps: found {config.warm_start.steps} without a task that has demonstrations, allowed: 0; "
-            "set data.task: sort_digits, or give yours some"
+            "give the task some, as relax_hpc.examples.tasks.sort_digits:SortDigits does"
         )
 
 

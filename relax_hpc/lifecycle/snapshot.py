@@ -18,6 +18,8 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.rundir import RunDir, write_atomic, write_json
 
 _GIT_S = 10.0
+_BESIDE = ("slurm", "examples")
+"""Folders of a checkout, beside the package, that a wheel has inside of the package."""
 
 
 def take_snapshot(run: RunDir) -> None:
@@ -40,7 +42,7 @@ def keep_code(run: RunDir, source: Path) -> Path:
 
 
 def copy_code(source: Path, target: Path) -> None:
-    """Copy the package relax_hpc, and the templates beside it if they are there, out of ``source``. OSError or
+    """Copy the package relax_hpc out of ``source``; of a checkout also the templates and examples beside it. OSError or
     RelaxError, with nothing left behind: a file cannot be copied."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -49,7 +51,9 @@ def copy_code(source: Path, target: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     # Once, here, and not in every process of every rank, at each of their starts where none may write beside the code.
-    compileall.compile_dir(temporary / "relax_hpc", quiet=2, invalidation_mode=PycInvalidationMode.TIMESTAMP)
+    for name in ("relax_hpc", "examples"):
+        if (temporary / name).is_dir():
+            compileall.compile_dir(temporary / name, quiet=2, invalidation_mode=PycInvalidationMode.TIMESTAMP)
     temporary.rename(target)
 
 
@@ -67,8 +71,11 @@ def _copy_trees(source: Path, target: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     try:
         shutil.copytree(source / "relax_hpc", target / "relax_hpc", ignore=ignored, copy_function=copy_file)
-        if (source / "slurm").is_dir():
-            shutil.copytree(source / "slurm", target / "slurm", ignore=ignored, copy_function=copy_file)
+        # Beside an installed package, a folder of such a name belongs to another project.
+        is_wheel = (source / "relax_hpc" / "templates").is_dir()
+        for name in _BESIDE:
+            if (source / name).is_dir() and not is_wheel:
+                shutil.copytree(source / name, target / name, ignore=ignored, copy_function=copy_file)
     except shutil.Error as error:
         # It lists every file, as texts without errno.
         _, path, reason = error.args[0][0]
@@ -82,7 +89,7 @@ def _made_with() -> dict[str, str]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "git_commit": _git(root, "rev-parse", "HEAD"),
-        "git_changes": _git(root, "status", "--porcelain", "--", "relax_hpc"),
+        "git_changes": _git(root, "status", "--porcelain", "--", "relax_hpc", "examples"),
         "command": json.dumps(sys.argv),
     }
 

@@ -1,7 +1,7 @@
-"""Tasks, one file each: a data source, an episode, a reward.
+"""Tasks: a data source, an episode, a reward.
 
-`data: {task: ...}` names one of `TASKS`, or `package.module:Class` of a user's own. Empty is `Task` itself: prompts of
-files that the configuration names, one turn, and one of the rewards that are built in. Nothing here imports torch.
+`data: {task: ...}` names a class as `package.module:Class`. An empty name stands for `Task` itself: prompts of files
+that the configuration names, one turn, and a built-in reward. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,29 +18,11 @@ from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.rewards.signature import function_misfits
 from relax_hpc.signatures import misfit
-from relax_hpc.tasks.arithmetic import Arithmetic
 from relax_hpc.tasks.base import Ask, Task
-from relax_hpc.tasks.beeps import Beeps, Pitches
-from relax_hpc.tasks.coloured_shapes import ColouredShapes
-from relax_hpc.tasks.fine_stripes import FineStripes
-from relax_hpc.tasks.mixed_media import MixedMedia
-from relax_hpc.tasks.moving_squares import MovingSquares
-from relax_hpc.tasks.sort_digits import SortDigitPairs, SortDigits
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
 
-TASKS: dict[str, type[Task]] = {
-    "sort_digits": SortDigits,
-    "sort_digit_pairs": SortDigitPairs,
-    "coloured_shapes": ColouredShapes,
-    "moving_squares": MovingSquares,
-    "beeps": Beeps,
-    "pitches": Pitches,
-    "mixed_media": MixedMedia,
-    "arithmetic": Arithmetic,
-    "fine_stripes": FineStripes,
-}
 _CALLED_WITH = {
     "rows": ("split", "data"),
     "demonstrations": ("data", "tokenizer", "noise", "seed"),
@@ -49,14 +31,14 @@ _CALLED_WITH = {
 """Methods of a task -> the arguments that they get."""
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
-__all__ = ["TASKS", "Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "tools_of", "train_reward"]
+__all__ = ["Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "tools_of", "train_reward"]
 
 
 def get_task(name: str) -> Task:
-    """The task called ``name``: built in, or imported from `package.module:Class`. ConfigError if there is none."""
+    """The task that is imported from ``name``, `package.module:Class`. ConfigError: there is none."""
     if not name:
         return Task()
-    found = named("task", name, TASKS)
+    found = named("task", name, {})
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task: {name!r}: found no class derived from relax_hpc.tasks.Task")
     try:

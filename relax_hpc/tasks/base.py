@@ -69,9 +69,11 @@ class Task:
         return await ask(request)
 
     def makes(self, what: str) -> bool:
-        """Whether `rows`, `demonstrations`, or an `episode` of its own is there.
+        """Whether the class of the task, or a base class of it below `Task`, defines ``what``: `rows`,
+        `demonstrations`, `episode`, `reward`.
 
         >>> Task().makes("rows")
         False
         """
-        return getattr(type(self), what) is not getattr(Task, what)
+        mro = type(self).__mro__
+        return any(what in vars(base) for base in mro[: mro.index(Task)])

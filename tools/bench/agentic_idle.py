@@ -64,7 +64,7 @@ def settings(steps: int, model: Path) -> dict[str, Any]:
         "samples_per_prompt": 8,
         "max_staleness": 8,
         "model": {"path": str(model)},
-        "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
+        "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 4, "max_prompt_tokens": 32},
         "environment": {
             "kind": "agentic_parts:Slow",
             "options": TIMES,

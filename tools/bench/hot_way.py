@@ -65,7 +65,7 @@ class Shape:
             "samples_per_prompt": SAMPLES,
             "max_staleness": 0,
             "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-            "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
+            "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 4, "max_prompt_tokens": 32},
             "rollout": {
                 "replicas": options.processes,
                 "processes": options.processes,

@@ -82,7 +82,7 @@ class Case:
             "samples_per_prompt": samples,
             "max_staleness": self.staleness,
             "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-            "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
+            "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 4, "max_prompt_tokens": 32},
             "rollout": {
                 "groups_per_request": GROUPS_PER_REQUEST,
                 "requests_in_flight": min(REQUESTS, groups // GROUPS_PER_REQUEST * (self.staleness + 1)),

@@ -58,7 +58,7 @@ SETTINGS: dict[str, Any] = {
     "samples_per_prompt": 4,
     "max_staleness": 1,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-    "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
+    "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_prompt_tokens": 32},
     "rollout": {
         "replicas": 2,
         "max_new_tokens": 5,

@@ -87,12 +87,11 @@ class DataConfig:
     """
 
     task: str = ""
-    """Task: `sort_digits`, `coloured_shapes` (images), `moving_squares` (videos), `mixed_media` (both, and text),
-    `arithmetic` (with a calculator) or `fine_stripes` (with zooming in), built-in verifiable tasks, whose files are
-    made in the run directory, `sort_digit_pairs`, for dpo, or one's own as `package.module:Class`, see
-    `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
+    """Import path of the task, `package.module:Class`, see `relax_hpc.tasks`. The files of its prompts are written to
+    the run directory. `relax_hpc.examples.tasks` has small ones, such as
+    `relax_hpc.examples.tasks.sort_digits:SortDigits`. Empty: `train` and `eval` name files."""
     digits: int = bounded(4, 1, 6)
-    """Digits that a prompt of `sort_digits` has, or a number of `arithmetic`."""
+    """Digits of a prompt of the example task `SortDigits`, or of a number of `Arithmetic`."""
     train: str = ""
     """File of training prompts, jsonl or parquet, or a folder of them; `FOLDER#SPLIT` is a split of one that has
     several."""

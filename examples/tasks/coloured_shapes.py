@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 
-from relax_hpc.tasks.one_medium import OneMedium
+from relax_hpc.examples.tasks.one_medium import OneMedium
 
 COLOURS = {
     "r": (255, 0, 0),

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from relax_hpc.tasks.one_medium import OneMedium
+from relax_hpc.examples.tasks.one_medium import OneMedium
 
 if TYPE_CHECKING:
     import numpy as np

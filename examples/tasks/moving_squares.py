@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from relax_hpc.tasks.avi import avi
-from relax_hpc.tasks.one_medium import OneMedium
+from relax_hpc.examples.tasks.avi import avi
+from relax_hpc.examples.tasks.one_medium import OneMedium
 
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 """Answer -> steps to the right and downwards."""

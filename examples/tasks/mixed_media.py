@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.examples.tasks.beeps import Beeps
+from relax_hpc.examples.tasks.coloured_shapes import ColouredShapes
+from relax_hpc.examples.tasks.moving_squares import MovingSquares
+from relax_hpc.rewards.answers import answer_partial
 from relax_hpc.tasks.base import Task
-from relax_hpc.tasks.beeps import Beeps
-from relax_hpc.tasks.coloured_shapes import ColouredShapes
-from relax_hpc.tasks.moving_squares import MovingSquares
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
@@ -27,6 +28,7 @@ class FirstDigits(Task):
     """Numbers of three digits, a fifth of them held out ("472?" -> "4")."""
 
     evaluations = ("heldout",)
+    reward = staticmethod(answer_partial)
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
         numbers = _numbers()
@@ -57,6 +59,7 @@ class MixedMedia(Task):
     """Prompts with an image, with a video, with a sound, and of text alone, by turns."""
 
     evaluations = tuple(PARTS)
+    reward = staticmethod(answer_partial)
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
         if split in PARTS:

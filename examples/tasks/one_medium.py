@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.data.rows import data_uri
+from relax_hpc.rewards.answers import answer_partial
 from relax_hpc.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class OneMedium(Task, abc.ABC):
     """Media that are made by name, the same on every machine; those held out have other names."""
 
     evaluations = ("heldout",)
+    reward = staticmethod(answer_partial)
     kind: ClassVar[str]
     """Kind of the media: `image`, `video`, `audio`."""
     type: ClassVar[str]

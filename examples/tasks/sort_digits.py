@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from relax_hpc.rewards.answers import answer_partial
 from relax_hpc.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class SortDigits(Task):
     """Numbers of `data.digits` digits, see `sets_of`. A prompt's id is the number."""
 
     evaluations = ("heldout_multisets", "heldout_prompts")
+    reward = staticmethod(answer_partial)
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, str]]:
         for text in sets_of(data.digits)[split]:
