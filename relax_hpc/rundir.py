@@ -271,6 +271,10 @@ class RunDir:
     def logs(self, group: str, incarnation: int) -> Path:
         return self.root / "logs" / group / f"inc-{incarnation:06d}"
 
+    def tracker_state(self, name: str) -> Path:
+        """Progress in metrics.jsonl of the tracker with the import path ``name``."""
+        return self.root / "trackers" / f"{name.replace(':', '.')}.json"
+
     def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
         """Exit mark of a role, written by itself: success is this mark, never an exit code alone."""
         return self.logs(group, incarnation) / f"exit-{role}.json"

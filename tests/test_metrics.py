@@ -154,9 +154,9 @@ def test_tensorboard_has_texts_as_they_are_and_the_configuration(tmp_path):
     from tensorboard.plugins.text.text_plugin import text_array_to_html
 
     with MetricsWriter(tmp_path, incarnation=1) as metrics:
-        metrics.configured({"steps": 7, "algorithm.name": "grpo", "colocate": False}, ["reward/mean"])
+        metrics.tensorboard.configured({"steps": 7, "algorithm.name": "grpo", "colocate": False}, ["reward/mean"])
         metrics.write(0, {"reward/mean": 0.5})
-        metrics.show(0, "samples", "reward 1\n# no heading\n```\n<script>alert(1)</script>")
+        metrics.tensorboard.show(0, "samples", "reward 1\n# no heading\n```\n<script>alert(1)</script>")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     [text] = events.Tensors("samples")
     html = text_array_to_html(np.array(text.tensor_proto.string_val[0]), enable_markdown=True)

@@ -22,10 +22,12 @@ from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, fields_by
+from relax_hpc.metrics.trackers import CALLED_WITH, KEY, tracker_class
 from relax_hpc.models import megatron_settings
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.path_errors import explain_path_error
 from relax_hpc.protocol import misfit
+from relax_hpc.signatures import misfit as misfit_of_call
 from relax_hpc.tasks import environment_of, get_task, misfits
 
 Findings = Iterator[str]
@@ -58,6 +60,7 @@ def check(config: Config) -> list[str]:
         _queue,
         _engine,
         _rewards,
+        _trackers,
         _programs,
         _planes,
         _weights,
@@ -453,6 +456,23 @@ def _rewards(config: Config) -> Findings:
     from relax_hpc.checks.rewards import check_rewards
 
     return check_rewards(config)
+
+
+def _trackers(config: Config) -> Findings:
+    names = config.metrics.trackers
+    yield from (f"{KEY}: found {name!r} twice, allowed: once" for name, count in Counter(names).items() if count > 1)
+    for name in names:
+        try:
+            tracker = tracker_class(name)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if text := misfit_of_call(tracker, "run_dir", "settings"):
+            yield f"{KEY}: {name!r} {text}"
+        for method, parameters in CALLED_WITH.items():
+            # The first parameter is the object.
+            if text := misfit_of_call(getattr(tracker, method), "self", *parameters):
+                yield f"{KEY}: {name!r}: method {method} {text}"
 
 
 def _programs(config: Config) -> Findings:

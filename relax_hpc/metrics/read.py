@@ -56,7 +56,7 @@ def load_metrics(run_dir: Path) -> Metrics:
     if not path.exists():
         return Metrics()
     try:
-        lines, torn = _parse(_lines(path))
+        lines, torn = parse_lines(_lines(path))
     except ForeignFileError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     cuts = [(line["incarnation"], place, line["step"]) for place, line in enumerate(lines) if "event" in line]
@@ -94,8 +94,8 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from lines_of(file)
 
 
-def _parse(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines, nulls turned into nan, and the number of broken ones."""
+def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines, each null as nan, and the number of broken lines."""
     lines, torn = [], 0
     for text in texts:
         if not text.strip():

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import time as clock
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from relax_hpc.disk import Lines
-from relax_hpc.metrics.tags import in_tensorboard
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+from relax_hpc.metrics.trackers.tensorboard import TensorBoard
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
 """Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
@@ -35,7 +29,6 @@ SKIPPED = "queue/samples_skipped"
 
 RESERVED = frozenset({"step", "time", "incarnation", "event"})
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 
 
 class MetricsWriter:
@@ -52,7 +45,7 @@ class MetricsWriter:
         """Open for appending, making directories as needed; `incarnation` is the incarnation that writes."""
         self.incarnation = incarnation
         self._file = Lines(run_dir / METRICS_FILE)
-        self._events = _EventFile(run_dir / TENSORBOARD_DIR, incarnation)
+        self.tensorboard = TensorBoard(run_dir, incarnation)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
         """Record the scalars of a step; several lines of one step add up, and of one tag the later value counts.
@@ -71,36 +64,18 @@ class MetricsWriter:
         scalars = {tag: float(value) for tag, value in values.items()}
         finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
         self._append({"step": step, "time": time, "incarnation": self.incarnation, **finite})
-        self._events.write(_summary(step, time, scalars))
+        self.tensorboard.log(step, scalars, time)
 
     def rolled_back(self, step: int) -> None:
         """Training goes on at `step`: what was written before for this and later steps no longer counts."""
         now = clock.time()
         self._append({"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"})
-        self._events.write(_restart(step, now))
-
-    def show(self, step: int, tag: str, text: str) -> None:
-        """Show ``text`` in TensorBoard's Text tab as it is: every line is code, of which Markdown understands
-        nothing."""
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        # A code block needs a line before it that is none.
-        lines = "\n".join(f"    {line}" for line in text.splitlines())
-        self._events.write(_event(step, clock.time(), text_pb(tag, f"step {step}\n\n{lines}")))
-
-    def configured(self, values: Mapping[str, bool | float | str], metrics: Sequence[str]) -> None:
-        """Show the run's settings in TensorBoard's HParams tab, beside the last value of each of ``metrics``."""
-        from tensorboard.plugins.hparams import summary_v2 as hparams
-
-        described = [hparams.HParam(name) for name in values]
-        wanted = [hparams.Metric(in_tensorboard(tag), display_name=tag) for tag in metrics]
-        for summary in (hparams.hparams_config_pb(described, wanted), hparams.hparams_pb(values)):
-            self._events.write(_event(0, clock.time(), summary))
+        self.tensorboard.rolled_back(step)
 
     def close(self) -> None:
         """Flush both files and close them; a second call does nothing."""
         self._file.close()
-        self._events.close()
+        self.tensorboard.finish()
 
     def _append(self, line: dict[str, object]) -> None:
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -111,50 +86,3 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-class _EventFile:
-    """A file as TensorBoard reads them; the writer of its own package ends for good when a disk is full."""
-
-    def __init__(self, folder: Path, incarnation: int) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter  # 0.2 s, so not at import
-
-        now = clock.time()
-        name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}.0.inc-{incarnation:06d}"
-        self._lines = Lines(folder / name)
-        self._records = RecordWriter(self._lines)
-        self.write(_first(now))
-
-    def write(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
-        self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-def _first(time: float) -> Event:
-    from tensorboard.compat.proto import event_pb2
-
-    return event_pb2.Event(wall_time=time, file_version="brain.Event:2")
-
-
-def _summary(step: int, time: float, scalars: Mapping[str, float]) -> Event:
-    from tensorboard.compat.proto import summary_pb2
-
-    values = [summary_pb2.Summary.Value(tag=in_tensorboard(tag), simple_value=v) for tag, v in scalars.items()]
-    return _event(step, time, summary_pb2.Summary(value=values))
-
-
-def _event(step: int, time: float, summary: Summary) -> Event:
-    from tensorboard.compat.proto import event_pb2
-
-    return event_pb2.Event(wall_time=time, step=step, summary=summary)
-
-
-def _restart(step: int, time: float) -> Event:
-    """The event by which TensorBoard drops the points of `step` and later that it has read so far."""
-    from tensorboard.compat.proto import event_pb2
-
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    return event_pb2.Event(wall_time=time, step=step, session_log=start)

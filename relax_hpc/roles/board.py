@@ -80,14 +80,15 @@ class Board:
     def show(self, step: int, texts: Iterable[str]) -> None:
         """Show a few texts of a step in TensorBoard."""
         for text in list(texts)[: _TEXTS - self._shown[step]]:
-            self.writer.show(step, "samples", text)
+            self.writer.tensorboard.show(step, "samples", text)
             self._shown[step] += 1
 
     def configured(self, config: Config) -> None:
         """Tell TensorBoard how the run is configured, and what to judge that by."""
         from_file = config.algorithm.from_file
         scores = [f"eval/{name}/{'loss' if from_file else config.eval.metric}" for name in config.data.eval]
-        self.writer.configured(settings_of(config), ["loss/policy" if from_file else "reward/mean", *scores])
+        metric = "loss/policy" if from_file else "reward/mean"
+        self.writer.tensorboard.configured(settings_of(config), [metric, *scores])
 
     def _write(self, step: int) -> None:
         values = dict(self._values) | self._shares() | self._queue()

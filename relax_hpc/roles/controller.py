@@ -8,6 +8,7 @@ from pathlib import Path
 
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import Patience
+from relax_hpc.metrics.trackers.processes import TrackerProcesses
 from relax_hpc.rendezvous.network import own_address
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import Card, publish_card
@@ -19,6 +20,8 @@ from relax_hpc.transfer_queue.plan import Plan
 
 _ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
 """Folders of a run whose writers sync what must not be lost."""
+_TRACKERS_SHARE = 0.5
+"""Share of liveness.stop_timeout_s in which trackers may finish. The supervisor kills the hub after all of it."""
 
 
 def make_durable(directory: RunDir) -> None:
@@ -44,6 +47,8 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s, gathers=True)
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.configured(config)
+    logs = directory.logs("hub", incarnation)
+    trackers = TrackerProcesses(directory, config.metrics.trackers, logs, board.note_first_failure)
     unmarked = Patience(directory.finished)
     controller.service.on_report = board.report
     controller.service.on_show = board.show
@@ -53,6 +58,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:
+        trackers.look()
         done = controller.state.progress.finished() and not controller.stuck
         if done and not directory.finished.exists() and unmarked.due():
             dropped = dict(controller.state.counts.dropped)
@@ -65,5 +71,6 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
 
     controller.serve(until=ended)
     controller.close()
+    trackers.close(_TRACKERS_SHARE * config.liveness.stop_timeout_s)
     board.close()
     return controller.state.progress.finished()

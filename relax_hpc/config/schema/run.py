@@ -14,6 +14,7 @@ from relax_hpc.config.schema.running import (
     CheckpointConfig,
     EvalConfig,
     LivenessConfig,
+    MetricsConfig,
     QueueConfig,
     SamplesConfig,
     WeightsConfig,
@@ -87,6 +88,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     site: SiteConfig = field(default_factory=SiteConfig)

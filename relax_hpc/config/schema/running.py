@@ -156,6 +156,18 @@ class SamplesConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class MetricsConfig:
+    """Experiment trackers, beside metrics.jsonl and TensorBoard."""
+
+    trackers: list[str] = field(default_factory=list)
+    """Import paths, `package.module:Class`, of classes derived from `relax_hpc.metrics.trackers.Tracker`. Each receives
+    every line of metrics.jsonl, in its own process on the node of the hub. If one fails, this is reported once, and the
+    run continues without it."""
+    tracker_timeout_s: float = bounded(60.0, 0.1)
+    """Seconds for one call of a tracker, such as the report of one step. A tracker that takes longer has failed."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LivenessConfig:
     """Deadlines and restarts."""
 
