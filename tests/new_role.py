@@ -1,4 +1,4 @@
-"""`python -m tests.new_role FOLDER`: a role that is an entry and a file, here this one, and what comes of it."""
+"""`python -m tests.new_role FOLDER`: the role of examples/role.py, and what comes of it in a run."""
 
 from __future__ import annotations
 
@@ -6,34 +6,19 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
-from relax_hpc.config.roles import ROLES, Role
-from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.config.roles import ROLES
+from relax_hpc.examples.role import FIELD, ROLE, novelty, run
+from relax_hpc.fields import FIELDS
 
-ROLES["novelty"] = Role("tests.new_role", needs=("token_ids",))
-FIELDS["novelty"] = FieldSpec("novelty", "token", "float32", "1 where a token is new", by="novelty", loss=True)
+ROLES["novelty"] = ROLE
+FIELDS["novelty"] = FIELD
 
 from relax_hpc.config.schema import GroupConfig  # noqa: E402
 from relax_hpc.transfer_queue.client import QueueClient  # noqa: E402
 from tests.queue_helpers import Roles, in_thread, make_run, small  # noqa: E402
-
-
-def run(context: Any) -> None:
-    """Serve until the run is finished."""
-    client = context.client
-    while claim := client.claim("novelty", 1 << 30):
-        made = [{"row_id": row["row_id"], "novelty": novelty(row["token_ids"])} for row in client.rows(claim)]
-        client.put(made, ("novelty",), claim)
-
-
-def novelty(tokens: np.ndarray) -> np.ndarray:
-    """1.0 where a token has not come before, else 0.0: [tokens] float32."""
-    found = np.zeros(len(tokens), np.float32)
-    found[np.unique(tokens, return_index=True)[1]] = 1.0
-    return found
 
 
 def main(path: Path) -> None:

@@ -21,6 +21,8 @@ import metrics
 import option_names
 import packages
 
+import examples
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"configuration.md": configuration.page, "metrics.md": metrics.page}
 TABLES = {
@@ -28,6 +30,7 @@ TABLES = {
     "benchmarks": benchmarks.table,
     "gpu": gpu.table,
     "option_names": option_names.table,
+    "example": examples.block,
 }
 """Name -> from the word behind it in the marker, if there is one, to the lines."""
 _LINES_OF_NOW = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)

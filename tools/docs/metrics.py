@@ -13,6 +13,7 @@ write. `<name>` stands for any word; seconds by role are in a part of their own 
 
 TensorBoard has two more: in its Text tab a few episodes every `samples.tensorboard_every` steps, and in its HParams tab
 the run's configuration beside its last reward. `relax-hpc samples RUN` shows more of what the model writes.
+`metrics.trackers` names classes of yours that receive the same lines: [a tracker](extending.md#a-tracker).
 """
 
 
