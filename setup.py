@@ -1,4 +1,5 @@
-"""Packaging of relax_hpc: a small, torch-free base (CLI, configuration, queue controller) and extras for the rest."""
+"""Packaging of relax_hpc: a small, torch-free base (CLI, configuration, queue controller) and
+extras for the rest."""
 
 from __future__ import annotations
 
@@ -23,16 +24,39 @@ BASE = [
 ]
 EXTRAS = {
     "train": ["torch>=2.11", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
-    "sglang": ["sglang==0.5.21", "transformers==5.12.1", "tokenizers==0.22.2", "aiohttp", "orjson", "tqdm"],
+    "sglang": [
+        "sglang==0.5.21",
+        "transformers==5.12.1",
+        "tokenizers==0.22.2",
+        "aiohttp",
+        "orjson",
+        "tqdm",
+    ],
     "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
     # PyAV 16.1.0 crashes when it opens an MPEG program stream.
-    "omni": ["pillow", "decord2>=3.4", "av>=18", "librosa", "soundfile", "soxr", "scipy", "numba==0.65.1"],
+    "omni": [
+        "pillow",
+        "decord2>=3.4",
+        "av>=18",
+        "librosa",
+        "soundfile",
+        "soxr",
+        "scipy",
+        "numba==0.65.1",
+    ],
     "slurm": ["submitit>=1.5"],
     "plot": ["matplotlib>=3.8"],
     "parquet": ["pyarrow>=15"],
     "games": ["gymnasium>=1"],
     "math": ["math-verify[antlr4_13_2]>=0.9", "sympy>=1.13"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "ruff>=0.12", "packaging"],
+    "dev": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6",
+        "ruff>=0.12",
+        "packaging",
+    ],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
 # Not among all: some of what it needs has no wheels.
@@ -48,7 +72,8 @@ def long_description() -> str:
 setup(
     name="relax_hpc",
     version="0.2.0",
-    description="Reinforcement-learning post-training of omni-modal language models on Slurm clusters",
+    description="Reinforcement-learning post-training of omni-modal language models on Slurm "
+    "clusters",
     long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -60,7 +85,8 @@ setup(
         "relax_hpc.examples.tasks",
         "relax_hpc.templates",
     ],
-    # These folders lie at the top level, where users look for them; in a checkout they are found there.
+    # These folders lie at the top level, where users look for them; in a checkout they are found
+    # there.
     package_dir={
         "relax_hpc.configs": "configs",
         "relax_hpc.examples": "examples",

@@ -1,9 +1,11 @@
-"""Prints the pins of lock files that this Python does not have, or has only in part; nothing means all is well.
+"""Prints the pins of lock files that this Python does not have, or has only in part; nothing means
+all is well.
 
-Usage: verify.py LOCK... . A pin is printed on one line, with its hashes, as pip takes it. A package counts when its
-version is the pinned one (a local tag such as +cpu is accepted) and every file of its RECORD is there. Where several
-packages own one file, such as a `build_backend.py` that two wheels ship by mistake, the one that pip installed last is
-there: the size that any of them records is accepted. Standard library only: it runs before anything is installed.
+Usage: verify.py LOCK... . A pin is printed on one line, with its hashes, as pip takes it. A package
+counts when its version is the pinned one (a local tag such as +cpu is accepted) and every file of
+its RECORD is there. Where several packages own one file, such as a `build_backend.py` that two
+wheels ship by mistake, the one that pip installed last is there: the size that any of them records
+is accepted. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ def canonical(name: str) -> str:
 
 
 def entries(lock: Path) -> list[tuple[str, str, list[str]]]:
-    """(name, version, pip's options such as ``--hash=sha256:...``) of every pin of a lock, in its order."""
+    """(name, version, pip's options such as ``--hash=sha256:...``) of every pin of a lock, in its
+    order."""
     lines = lock.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     pinned = (line.split() for line in lines if line.strip() and not line.startswith("#"))
     return [(*pin.split("=="), rest) for pin, *rest in pinned]
 
 
 def recorded_files(dist: Distribution) -> Iterator[tuple[Path, int | None]]:
-    """Path and size in bytes of every file in a package's RECORD. None: the size is not known, or is not reliable.
+    """Path and size in bytes of every file in a package's RECORD. None: the size is not known, or
+    is not reliable.
 
-    Bytecode is left out, because it may come and go. The recorded sizes of metadata are often wrong.
+    Bytecode is left out, because it may come and go. The recorded sizes of metadata are often
+    wrong.
     """
     # Not `dist.files`: from Python 3.12 on it leaves out the files that are missing.
     for name, _, size in csv.reader((dist.read_text("RECORD") or "").splitlines()):
@@ -55,7 +60,8 @@ def recorded_sizes(packages: Mapping[str, Distribution]) -> dict[Path, set[int |
 
 
 def is_whole(dist: Distribution, sizes: Mapping[Path, set[int | None]]) -> bool:
-    """Whether every file of a package is there, at a size of ``sizes``, those that `recorded_sizes` gives."""
+    """Whether every file of a package is there, at a size of ``sizes``, those that `recorded_sizes`
+    gives."""
     paths = [path for path, _ in recorded_files(dist)]
     for path in paths:
         if not path.is_file() or not sizes[path] & {None, path.stat().st_size}:
@@ -64,7 +70,8 @@ def is_whole(dist: Distribution, sizes: Mapping[Path, set[int | None]]) -> bool:
 
 
 def installed() -> dict[str, Distribution]:
-    """Canonical name -> package, after removing metadata that an interrupted installation left unfinished."""
+    """Canonical name -> package, after removing metadata that an interrupted installation left
+    unfinished."""
     site = Path(sysconfig.get_path("purelib"))
     for info in site.glob("*.dist-info"):
         if not all((info / name).is_file() for name in ("METADATA", "RECORD")):

@@ -4,7 +4,8 @@ from relax_hpc.rewards import RewardInput
 
 
 def best_and_short(samples: list[RewardInput]) -> list[dict[str, float]]:
-    """1 if the response has the answer, minus 0.01 for each character more than the shortest one."""
+    """1 if the response has the answer, minus 0.01 for each character more than the shortest
+    one."""
     shortest = min(len(sample.response_text) for sample in samples)
     scores = []
     for sample in samples:

@@ -1,4 +1,5 @@
-"""A thread that does one job after the other beside everything else, and whose failure is heard of."""
+"""A thread that does one job after the other beside everything else, and whose failure is heard
+of."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _LOOK_S = 1.0
 
 
 class Background(Generic[Job]):
-    """Jobs are done in the order in which they come. One that raises is the last: `check` raises the same from then on.
+    """Jobs are done in the order in which they come. One that raises is the last: `check` raises
+    the same from then on.
 
     >>> work = Background("letters", print)
     >>> work.put("a")
@@ -49,8 +51,11 @@ class Background(Generic[Job]):
             self._pending += 1
         self._jobs.put(job)
 
-    def wait(self, timeout_s: float, most: int = 0, stands: Callable[[], object] = lambda: False) -> bool:
-        """Wait until at most ``most`` jobs are pending; False if that takes longer, not counting times of ``stands()``.
+    def wait(
+        self, timeout_s: float, most: int = 0, stands: Callable[[], object] = lambda: False
+    ) -> bool:
+        """Wait until at most ``most`` jobs are pending; False if that takes longer, not counting
+        times of ``stands()``.
 
         Raises what a job has raised.
         """
@@ -62,7 +67,9 @@ class Background(Generic[Job]):
 
     def _is_down_to(self, most: int, timeout_s: float) -> bool:
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self._failure or self._pending <= most, timeout_s))
+            return bool(
+                self._changed.wait_for(lambda: self._failure or self._pending <= most, timeout_s)
+            )
 
     def check(self) -> None:
         """Raise what a job has raised."""
@@ -88,7 +95,8 @@ class Background(Generic[Job]):
 
 
 def in_thread(act: Callable[[], T]) -> Future[T]:
-    """Future of what ``act`` returns or raises, in a thread of its own, which keeps no process from ending."""
+    """Future of what ``act`` returns or raises, in a thread of its own, which keeps no process from
+    ending."""
     future: Future[T] = Future()
 
     def work() -> None:

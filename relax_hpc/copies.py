@@ -15,14 +15,16 @@ _HANDS = 2
 
 
 class Copier:
-    """Threads that copy, each a share of the bytes: one alone does not use all of the memory's speed."""
+    """Threads that copy, each a share of the bytes: one alone does not use all of the memory's
+    speed."""
 
     def __init__(self, name: str, hands: int = _HANDS) -> None:
         """``name``: name of the threads; ``hands``: their number."""
         self._pool, self._hands = ThreadPoolExecutor(hands, name), hands
 
     def copy(self, sources: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """Copy each of ``sources``, in any strides, to its room of the same type: contiguous, or of its shape."""
+        """Copy each of ``sources``, in any strides, to its room of the same type: contiguous, or of
+        its shape."""
         shares: list[list[int]] = [[] for _ in range(self._hands)]
         loads = [0] * self._hands
         for index in sorted(range(len(sources)), key=lambda index: -sources[index].nbytes):
@@ -59,5 +61,6 @@ class _Memory:
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """The same memory as integers; numpy knows no bfloat16. What it got by torch's own way torch would never let go."""
+    """The same memory as integers; numpy knows no bfloat16. What it got by torch's own way torch
+    would never let go."""
     return np.asarray(_Memory(tensor))

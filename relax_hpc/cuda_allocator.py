@@ -14,15 +14,18 @@ _SETTING = "expandable_segments"
 
 
 def expand_segments(environment: MutableMapping[str, str]) -> None:
-    """Turn on `expandable_segments`, unless ``environment`` has settings. Call it before torch is imported."""
+    """Turn on `expandable_segments`, unless ``environment`` has settings. Call it before torch is
+    imported."""
     if not any(name in environment for name in VARIABLES):
         environment[VARIABLES[0]] = f"{_SETTING}:True"
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environment`` that turn on `expandable_segments`, with all of their other settings.
+    """The variables of ``environment`` that turn on `expandable_segments`, with all of their other
+    settings.
 
-    A variable without other settings becomes empty. torch_memory_saver 0.0.10 raises an error if it is on.
+    A variable without other settings becomes empty. torch_memory_saver 0.0.10 raises an error if it
+    is on.
     """
     changed = {}
     for name in VARIABLES:

@@ -1,4 +1,5 @@
-"""Whether this process has a context on a GPU, whichever library made it: some 0.5 GiB of the device's memory."""
+"""Whether this process has a context on a GPU, whichever library made it: some 0.5 GiB of the
+device's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ _SUCCESS = 0
 
 
 def has_context() -> bool:
-    """Whether CUDA's driver, if a library has loaded it, knows of a context of this process; nothing is loaded or made.
+    """Whether CUDA's driver, if a library has loaded it, knows of a context of this process;
+    nothing is loaded or made.
 
     torch knows of its own contexts alone; MPI, UCX, NIXL and Triton make them too.
     """
@@ -20,7 +22,10 @@ def has_context() -> bool:
         return False
     device, flags, active = 0, ctypes.c_uint(), ctypes.c_int()
     # An error says that the driver was never initialised, or that there are no more devices.
-    while driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == _SUCCESS:
+    while (
+        driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+        == _SUCCESS
+    ):
         if active.value:
             return True
         device += 1

@@ -1,8 +1,10 @@
-"""A disk that is full, over quota, read-only or ill is a wait: who writes tries again, says so, and nothing is lost.
+"""A disk that is full, over quota, read-only or ill is a wait: who writes tries again, says so, and
+nothing is lost.
 
-`patiently` tries a write again until it succeeds. `Patience` is the same for a loop that has other work meanwhile. What
-is there to be looked at alone goes to a `Lines`, or through `keep_printing`: its writers never wait and never fail.
-What this process waits for is in `WAITS`, which its beats tell the hub, and so everybody.
+`patiently` tries a write again until it succeeds. `Patience` is the same for a loop that has other
+work meanwhile. What is there to be looked at alone goes to a `Lines`, or through `keep_printing`:
+its writers never wait and never fail. What this process waits for is in `WAITS`, which its beats
+tell the hub, and so everybody.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ CURES = {
     errno.EROFS: "have it mounted for writing again",
     errno.EIO: "see whether its file system is well",
 }
-"""Cures of the errors that may be over in a while. On shared file systems EIO is one: a server was away."""
+"""Cures of the errors that may be over in a while. On shared file systems EIO is one: a server was
+away."""
 _SOONEST_S, _LATEST_S = 0.1, 2.0
 """Seconds between two tries."""
 _LOOSE_S = 10.0
 """Seconds for which a write that nobody waits for counts as hindered after its last try."""
 _GRACE_S = 60.0
-"""Seconds by which a process that nobody ends waits longer than the run, which its supervisor ends before."""
+"""Seconds by which a process that nobody ends waits longer than the run, which its supervisor ends
+before."""
 _KEPT_BYTES = 16 << 20
 _PROBE_BYTES = 1 << 20
 DiskWait = dict[str, Any]
@@ -83,7 +87,8 @@ class Waits:
         self._waits: dict[str, _Wait] = {}
 
     def begin(self, path: Path | str, error: OSError, loose: bool = False) -> float:
-        """``path`` could not be written, perhaps again; since how many seconds. ``loose``: nobody waits for that."""
+        """``path`` could not be written, perhaps again; since how many seconds. ``loose``: nobody
+        waits for that."""
         with self._lock:
             wait = self._waits.setdefault(str(path), _Wait(error.errno, loose))
             wait.errno, wait.loose, wait.failed_at = error.errno, loose, time.monotonic()
@@ -117,15 +122,21 @@ WAITS = Waits()
 
 
 def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
-    """Result of ``write``, which writes something whole at ``path``, or undoes what it has begun and raises.
+    """Result of ``write``, which writes something whole at ``path``, or undoes what it has begun
+    and raises.
 
-    It is tried again as long as its error `may_pass`, at most `Waits.limit_s`, and not once ``until()``.
+    It is tried again as long as its error `may_pass`, at most `Waits.limit_s`, and not once
+    ``until()``.
     """
     for pause in _pauses():
         try:
             done = write()
         except OSError as error:
-            if not may_pass(error) or until() or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S:
+            if (
+                not may_pass(error)
+                or until()
+                or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S
+            ):
                 WAITS.end(path)
                 raise
             time.sleep(pause)
@@ -189,8 +200,8 @@ class Patience:
 
 
 class Lines:
-    """A file to be looked at, which grows by whole pieces. What its disk does not take is kept and written later; what
-    is too much to keep is dropped. No write of it waits or fails."""
+    """A file to be looked at, which grows by whole pieces. What its disk does not take is kept and
+    written later; what is too much to keep is dropped. No write of it waits or fails."""
 
     def __init__(self, path: Path) -> None:
         """Append to ``path``, from a line of its own on."""
@@ -204,7 +215,8 @@ class Lines:
         self.flush()
 
     def write(self, data: bytes) -> None:
-        """Add ``data``: it is in the file after the next `flush` that succeeds, unless it comes after `close`."""
+        """Add ``data``: it is in the file after the next `flush` that succeeds, unless it comes
+        after `close`."""
         if self.closed:
             return
         if len(self._rest) + len(data) <= _KEPT_BYTES:
@@ -239,8 +251,12 @@ class Lines:
     def _write(self) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if (size := os.fstat(self._file).st_size) and os.pread(self._file, 1, size - 1) != b"\n":
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
+            if (size := os.fstat(self._file).st_size) and os.pread(
+                self._file, 1, size - 1
+            ) != b"\n":
                 # As a killed writer leaves it.
                 self._rest[:0] = b"\n"
         while self._rest:
@@ -261,7 +277,8 @@ class Lines:
 
 class _Printed(io.FileIO):
     """A descriptor that is printed to. A print ends no process: text that cannot be written is
-    dropped if the disk is full, the terminal is closed (EIO), or the reader of a pipe has ended (EPIPE)."""
+    dropped if the disk is full, the terminal is closed (EIO), or the reader of a pipe has ended
+    (EPIPE)."""
 
     is_cut = False
     """Whether the last line in the file may lack its end."""
@@ -288,8 +305,12 @@ def keep_printing() -> None:
             continue
         stream.flush()
         raw = io.BufferedWriter(_Printed(number, "wb", closefd=False))
-        printed = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
-        setattr(sys, name, HarmlessStream(printed) if isinstance(stream, HarmlessStream) else printed)
+        printed = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        setattr(
+            sys, name, HarmlessStream(printed) if isinstance(stream, HarmlessStream) else printed
+        )
 
 
 def await_room(folder: Path) -> None:
@@ -309,8 +330,8 @@ def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
 
 
 def probe(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
-    """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does; they are gone
-    then."""
+    """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does;
+    they are gone then."""
     try:
         _try(folder, size)
     except OSError as error:

@@ -1,6 +1,7 @@
 """Classes of the built-in engines by kind, and the fields of rows that an engine class declares.
 
-The configuration and the queue need the fields in processes that must not import an engine's libraries.
+The configuration and the queue need the fields in processes that must not import an engine's
+libraries.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def engine_class(kind: str) -> Any:
 
 
 def declared_fields(kind: str) -> tuple[FieldSpec, ...]:
-    """Fields that the engine class of ``kind`` declares in its attribute `fields`; empty for a kind that
-    does not exist."""
+    """Fields that the engine class of ``kind`` declares in its attribute `fields`; empty for a kind
+    that does not exist."""
     if ":" not in kind and not _may_declare_fields(kind):
         return ()
     return tuple(getattr(engine_class(kind), "fields", ()))

@@ -41,7 +41,8 @@ def start_error_of(error: BaseException | None) -> str:
 
 
 class Mistakes:
-    """Mistakes in several places, to be said at once: a block ends at its first mistake, and the next one begins.
+    """Mistakes in several places, to be said at once: a block ends at its first mistake, and the
+    next one begins.
 
     >>> mistakes = Mistakes()
     >>> for value in ("x", "2", "y"):
@@ -74,14 +75,15 @@ class Mistakes:
 
 
 class NoProgressError(RelaxError):
-    """The run is going in circles (crash loop, everything filtered); it stops instead of burning nodes."""
+    """The run is going in circles (crash loop, everything filtered); it stops instead of burning
+    nodes."""
 
     exit_code = EXIT_NO_PROGRESS
 
 
 class ProgrammingError(RelaxError):
-    """A role failed by a programming error in a plug-in before it had done any work. It ends the run
-    unless the run has made progress, which the supervisor knows."""
+    """A role failed by a programming error in a plug-in before it had done any work. It ends the
+    run unless the run has made progress, which the supervisor knows."""
 
 
 class FencedError(RelaxError):
@@ -89,7 +91,8 @@ class FencedError(RelaxError):
 
 
 class StoppedError(RelaxError):
-    """Ended early in good order: asked to, or because the time limit leaves no room. Not a failure."""
+    """Ended early in good order: asked to, or because the time limit leaves no room. Not a
+    failure."""
 
 
 class DeadlineError(RelaxError):

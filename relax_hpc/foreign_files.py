@@ -1,7 +1,7 @@
 """Reading of files that another user may have written: their run, model or data set.
 
-Opening a FIFO blocks, a device may never end, and a link may lead to a private file of the reader. So only regular
-files are opened, and only a bounded number of bytes is read.
+Opening a FIFO blocks, a device may never end, and a link may lead to a private file of the reader.
+So only regular files are opened, and only a bounded number of bytes is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from relax_hpc.errors import ConfigError
 JSON_BYTES = 16 << 20
 """Default bound of the bytes of a JSON file. Parsed, it takes up to 20 times as many."""
 INDEX_BYTES = 256 << 20
-"""Bytes of a JSON file that names all tensors of a model; mixtures of experts have hundreds of thousands."""
+"""Bytes of a JSON file that names all tensors of a model; mixtures of experts have hundreds of
+thousands."""
 LINE_BYTES = 4 << 20
 """Bytes of one line of a file of JSON lines."""
 MAX_DEPTH = 100
@@ -41,12 +42,15 @@ _GZIP_WINDOW = zlib.MAX_WBITS | 16
 
 
 class ForeignFileError(OSError):
-    """Error of a file that is not read, because of its kind, its size, or the target of its link."""
+    """Error of a file that is not read, because of its kind, its size, or the target of its
+    link."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, following links. ForeignFileError: it is something else. OSError as of `open`."""
-    # Opening a device can have effects, so the kind is checked before; it is checked again because it may change.
+    """Open a regular file, following links. ForeignFileError: it is something else. OSError as of
+    `open`."""
+    # Opening a device can have effects, so the kind is checked before; it is checked again because
+    # it may change.
     _check_kind(path, path.stat().st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -58,7 +62,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_in_run(path: Path) -> BinaryIO:
-    """Open a regular file of a run directory. A link that leaves the directory is not followed: ForeignFileError."""
+    """Open a regular file of a run directory. A link that leaves the directory is not followed:
+    ForeignFileError."""
     check_link(path)
     return open_regular(path)
 
@@ -82,13 +87,17 @@ def copy_regular(source: Path, target: Path) -> None:
 
 
 def read_bounded(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
-    """Remaining bytes of ``file``, whose name is ``path``. ForeignFileError: more than ``most_bytes``."""
+    """Remaining bytes of ``file``, whose name is ``path``. ForeignFileError: more than
+    ``most_bytes``."""
     data = bytearray()
-    # In blocks, because CPython 3.11 allocates the bytes that `read` may return before it reads any.
+    # In blocks, because CPython 3.11 allocates the bytes that `read` may return before it reads
+    # any.
     while block := file.read(_BLOCK_BYTES):
         data += block
         if len(data) > most_bytes:
-            raise ForeignFileError(errno.EFBIG, f"more than {most_bytes} bytes, allowed: at most that", str(path))
+            raise ForeignFileError(
+                errno.EFBIG, f"more than {most_bytes} bytes, allowed: at most that", str(path)
+            )
     return bytes(data)
 
 
@@ -144,7 +153,8 @@ def _containers(values: Iterable[Any]) -> Iterator[dict[str, Any] | list[Any]]:
 
 
 def parse_json(text: bytes | str, is_unique: bool = False) -> Any:
-    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser permits.
+    """JSON value. ValueError: ``text`` is no JSON, or is nested deeper than Python's parser
+    permits.
 
     ``is_unique``: refuse objects with two members of one name, too.
     """
@@ -155,9 +165,11 @@ def parse_json(text: bytes | str, is_unique: bool = False) -> Any:
 
 
 def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object with the members ``pairs``, a hook for `json.loads`. ValueError: two members have the same name.
+    """Object with the members ``pairs``, a hook for `json.loads`. ValueError: two members have the
+    same name.
 
-    Parsers differ in which of the two they keep, so such a file can mean different things to different programs.
+    Parsers differ in which of the two they keep, so such a file can mean different things to
+    different programs.
     """
     members = dict(pairs)
     if len(members) < len(pairs):
@@ -168,7 +180,8 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
-    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` is replaced by an empty one."""
+    """Lines of ``file`` with their ends. A line of more than ``most_bytes`` is replaced by an empty
+    one."""
     while line := file.readline(most_bytes):
         if len(line) < most_bytes or line.endswith(b"\n"):
             yield line
@@ -179,9 +192,11 @@ def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
 
 
 def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
-    """Content of gzip ``data`` with any number of members. ForeignFileError: it is more than ``most_bytes``.
+    """Content of gzip ``data`` with any number of members. ForeignFileError: it is more than
+    ``most_bytes``.
 
-    ``path``: the name of the file in errors. EOFError: a member is not complete. zlib.error: it is damaged.
+    ``path``: the name of the file in errors. EOFError: a member is not complete. zlib.error: it is
+    damaged.
     """
     blocks, size, remaining = list[bytes](), 0, data
     while remaining:
@@ -191,7 +206,9 @@ def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
             remaining = stream.unconsumed_tail
             size += len(block)
             if size > most_bytes:
-                raise ForeignFileError(errno.EFBIG, f"unpacks to more than {most_bytes} bytes", str(path))
+                raise ForeignFileError(
+                    errno.EFBIG, f"unpacks to more than {most_bytes} bytes", str(path)
+                )
             if not block and not remaining and not stream.eof:
                 raise EOFError(f"{path}: ends within a gzip member")
             blocks.append(block)
@@ -200,17 +217,22 @@ def unpack_gzip(data: bytes, path: Path, most_bytes: int) -> bytes:
 
 
 def check_link(path: Path) -> None:
-    """ForeignFileError: ``path`` is a link that leads out of its run directory and out of its parent folder.
+    """ForeignFileError: ``path`` is a link that leads out of its run directory and out of its
+    parent folder.
 
-    The run directory is the nearest parent folder that has a config.yaml. Folders may be links, because users keep
-    checkpoints on another file system.
+    The run directory is the nearest parent folder that has a config.yaml. Folders may be links,
+    because users keep checkpoints on another file system.
     """
     if not path.is_symlink():
         return
-    root = next((folder for folder in path.parents if (folder / "config.yaml").exists()), path.parent)
+    root = next(
+        (folder for folder in path.parents if (folder / "config.yaml").exists()), path.parent
+    )
     target = os.path.realpath(path)
     if not any(_is_below(target, folder) for folder in (root, path.parent)):
-        raise ForeignFileError(errno.EINVAL, f"a link that leads out of {root}; replace it by the file", str(path))
+        raise ForeignFileError(
+            errno.EINVAL, f"a link that leads out of {root}; replace it by the file", str(path)
+        )
 
 
 def _is_below(target: str, folder: Path) -> bool:

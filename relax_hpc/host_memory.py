@@ -1,4 +1,5 @@
-"""Memory of the host for copies to and from a device: exactly as large as asked for, and there before it is needed."""
+"""Memory of the host for copies to and from a device: exactly as large as asked for, and there
+before it is needed."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ _ALIGNED = 64
 
 
 def host_room(size: int, pinned: bool, what: str) -> Tensor:
-    """uint8 [size] whose pages are there already; ``pinned`` for copies that a GPU makes by itself. It stays for the
-    life of the process, or until `unpin`.
+    """uint8 [size] whose pages are there already; ``pinned`` for copies that a GPU makes by itself.
+    It stays for the life of the process, or until `unpin`.
 
-    torch's own pinned memory comes in powers of two: up to twice of a state that fills a third of a node. OSError names
-    ``what`` it was for: there is no such memory, or it cannot be pinned.
+    torch's own pinned memory comes in powers of two: up to twice of a state that fills a third of a
+    node. OSError names ``what`` it was for: there is no such memory, or it cannot be pinned.
     """
     import torch
 
     try:
-        pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        pages = mmap.mmap(
+            -1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        )
     except OSError as error:
         raise OSError(
             error.errno, f"{what}: {size} bytes of host memory are not to be had: {error.strerror}"
@@ -35,14 +38,22 @@ def host_room(size: int, pinned: bool, what: str) -> Tensor:
     return room
 
 
-def host_like(tensors: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Zeros of the shapes of ``tensors``, and of their types unless ``dtype`` is given, in one `host_room`."""
+def host_like(
+    tensors: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Zeros of the shapes of ``tensors``, and of their types unless ``dtype`` is given, in one
+    `host_room`."""
     kinds = [dtype or one.dtype for one in tensors]
     sizes = [one.numel() * kind.itemsize for one, kind in zip(tensors, kinds, strict=True)]
-    ends = list(itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+    ends = list(
+        itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+    )
     room = host_room(ends[-1], pinned, what)
     parts = [room[at : at + size] for at, size in zip(ends, sizes, strict=False)]
-    return [part.view(kind).view(one.shape) for part, kind, one in zip(parts, kinds, tensors, strict=True)]
+    return [
+        part.view(kind).view(one.shape)
+        for part, kind, one in zip(parts, kinds, tensors, strict=True)
+    ]
 
 
 def pin(room: Tensor, what: str) -> None:
@@ -51,7 +62,10 @@ def pin(room: Tensor, what: str) -> None:
 
     error = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0)
     if error.value:
-        raise OSError(f"{what}: {room.nbytes} bytes cannot be pinned ({error}); raise the limit of locked memory")
+        raise OSError(
+            f"{what}: {room.nbytes} bytes cannot be pinned ({error}); raise the limit of locked "
+            "memory"
+        )
 
 
 def unpin(room: Tensor) -> None:

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def many_imports(for_good: bool = False) -> Iterator[None]:
-    """Import hundreds of modules without a garbage collector, which takes a quarter of the time that they need.
+    """Import hundreds of modules without a garbage collector, which takes a quarter of the time
+    that they need.
 
-    What modules define is no garbage, and yet all of it is looked at again whenever there are so many objects more.
-    ``for_good``: what is there at the end never is again; so the collections of later, in the middle of a step, do not
-    take a tenth of a second each. For a process that has not begun to work: garbage of before would stay, too.
+    What modules define is no garbage, and yet all of it is looked at again whenever there are so
+    many objects more. ``for_good``: what is there at the end never is again; so the collections of
+    later, in the middle of a step, do not take a tenth of a second each. For a process that has not
+    begun to work: garbage of before would stay, too.
 
     >>> with many_imports():
     ...     import torch

@@ -18,8 +18,8 @@ _OTHER_ENDS = re.compile(
     r"(?:^|\s)(what\(\): .+|Fatal Python error: .+|error while loading shared libraries: .+"
     r"|(?:Syntax|Indentation)Error: .+)"
 )
-"""Last messages of C++ programs, of the interpreter, and of the dynamic loader. A syntax error of the
-main program has no traceback."""
+"""Last messages of C++ programs, of the interpreter, and of the dynamic loader. A syntax error of
+the main program has no traceback."""
 _CONSEQUENCES = (
     "EOFError",
     "KeyboardInterrupt",
@@ -34,7 +34,8 @@ _CONSEQUENCES = (
 
 
 _TRANSIENT = re.compile(
-    r"(?i)address already in use|connection (?:refused|reset|timed out|aborted)|\btimed out|\btime-?out"
+    r"(?i)address already in use|connection (?:refused|reset|timed out|aborted)|\btimed "
+    r"out|\btime-?out"
     r"|temporarily unavailable|stale file handle|input/output error|no space left|quota exceeded"
     r"|too many open files|host is unreachable|name resolution"
 )

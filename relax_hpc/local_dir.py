@@ -1,4 +1,5 @@
-"""Folders on a node's own disk, for this user alone: caches that its processes share, and scratch of one process."""
+"""Folders on a node's own disk, for this user alone: caches that its processes share, and scratch
+of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from relax_hpc.rundir import private_folder
 LOCAL_DIR = "RELAX_LOCAL_DIR"
 """Environment variable: the user's folder on this node's own disk, for caches and copies."""
 BATCH_TMPDIR = "RELAX_TMPDIR"
-"""Environment variable: what TMPDIR was where the batch script ran, which LOCAL_DIR and the caches were made from."""
+"""Environment variable: what TMPDIR was where the batch script ran, which LOCAL_DIR and the caches
+were made from."""
 COMPILED = {
     "XDG_CACHE_HOME": "cache",
     "TRITON_CACHE_DIR": "triton",
@@ -30,20 +32,24 @@ COMPILED = {
     "CUTE_DSL_CACHE_DIR": "cute",
     "SGLANG_CACHE_DIR": "sglang",
 }
-"""Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they find that again."""
+"""Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they
+find that again."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
 _SCRATCH = re.compile(r"scratch-([0-9a-f]{4})([0-9a-f]{4})([0-9a-f]{5})-(\d+)-.+")
-"""Name of a scratch folder: marks of the host, of its boot, and of the namespace of the owner's process id; the id."""
+"""Name of a scratch folder: marks of the host, of its boot, and of the namespace of the owner's
+process id; the id."""
 _OUTSIDE = ".outside"
 _SHORT = 55
-"""Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
+"""Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107
+bytes."""
 
 
 def settle_on_this_node(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Put this node's TMPDIR in the place of the batch node's, in LOCAL_DIR and all that lies below it.
+    """Put this node's TMPDIR in the place of the batch node's, in LOCAL_DIR and all that lies below
+    it.
 
-    Where each job has a folder of its own, the other components' nodes have others, and what was inherited is not
-    there: then /tmp is taken.
+    Where each job has a folder of its own, the other components' nodes have others, and what was
+    inherited is not there: then /tmp is taken.
     """
     former, local = environment.pop(BATCH_TMPDIR, ""), environment.get(LOCAL_DIR, "")
     if not former:
@@ -60,18 +66,27 @@ def settle_on_this_node(environment: MutableMapping[str, str] = os.environ) -> N
 
 
 def local_folder() -> Path:
-    """The folder of LOCAL_DIR, or one below the temporary folder; ConfigError unless it is this user's alone."""
-    return private_folder(Path(os.environ.get(LOCAL_DIR) or f"{tempfile.gettempdir()}/relax-{os.getuid()}"))
+    """The folder of LOCAL_DIR, or one below the temporary folder; ConfigError unless it is this
+    user's alone."""
+    return private_folder(
+        Path(os.environ.get(LOCAL_DIR) or f"{tempfile.gettempdir()}/relax-{os.getuid()}")
+    )
 
 
 def compile_caches() -> dict[str, str]:
-    """Folders of caches in COMPILED that nobody has chosen: others could put code into one in a shared /tmp."""
+    """Folders of caches in COMPILED that nobody has chosen: others could put code into one in a
+    shared /tmp."""
     folder = local_folder()
-    return {name: str(private_folder(folder / cache)) for name, cache in COMPILED.items() if name not in os.environ}
+    return {
+        name: str(private_folder(folder / cache))
+        for name, cache in COMPILED.items()
+        if name not in os.environ
+    }
 
 
 class Scratch:
-    """A folder of this process, gone with `close`; one whose process was killed goes when the next one is made.
+    """A folder of this process, gone with `close`; one whose process was killed goes when the next
+    one is made.
 
     >>> with Scratch() as scratch:
     ...     (scratch.path / "key").write_text("...")
@@ -82,7 +97,9 @@ class Scratch:
         if len(str(folder)) > _SHORT:
             folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
         sweep(folder)
-        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-"))
+        self.path = Path(
+            tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-")
+        )
 
     def outside(self, path: Path) -> None:
         """Remove ``path``, a file elsewhere, with the folder."""
@@ -125,7 +142,9 @@ def sweep(folder: Path) -> None:
 def _here() -> tuple[str, str, str]:
     """Marks of this host, of its boot, and of what the ids of processes are unique in."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    host, booted = (hashlib.sha256(one.encode()).hexdigest()[:4] for one in (os.uname().nodename, boot))
+    host, booted = (
+        hashlib.sha256(one.encode()).hexdigest()[:4] for one in (os.uname().nodename, boot)
+    )
     return host, booted, f"{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFFF:05x}"
 
 

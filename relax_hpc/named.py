@@ -31,7 +31,8 @@ RENAMED: dict[str, dict[str, str]] = {
         "fine_stripes": f"{_TOYS}.fine_stripes:FineStripes",
     }
 }
-"""Kind of the name -> old short name -> import path. Release 0.2 accepts old names with a warning."""
+"""Kind of the name -> old short name -> import path. Release 0.2 accepts old names with a
+warning."""
 RENAMED_MODULES: dict[str, str] = {
     f"relax_hpc.tasks.{module}": f"{_TOYS}.{module}"
     for module in (
@@ -47,7 +48,8 @@ RENAMED_MODULES: dict[str, str] = {
 }
 """Old module -> new module, in any import path of a setting. Release 0.2 accepts both."""
 _OURS = frozenset(RENAMED["task"].values())
-"""Import paths of this package, which `no_imports` does not refuse: no file of the user is imported."""
+"""Import paths of this package, which `no_imports` does not refuse: no file of the user is
+imported."""
 _warned: set[str] = set()
 """Old names about which this process has printed a warning."""
 
@@ -56,7 +58,8 @@ _warned: set[str] = set()
 def no_imports() -> Iterator[None]:
     """Refuse, within the block, to import modules that a configuration names.
 
-    Commands that only read a run use it: the run may be somebody else's, and its module would run as their user.
+    Commands that only read a run use it: the run may be somebody else's, and its module would run
+    as their user.
     """
     global _imports
     before, _imports = _imports, False
@@ -112,7 +115,11 @@ def current_name(kind: str, name: str) -> str:
         return name
     if name not in _warned:
         _warned.add(name)
-        text = f"warning: {kind}: {name!r} is now called {current!r}; write the new name, the next release refuses this"
+        text = (
+            f"warning: {kind}: {name!r} is now called {current!r}; write the new name, the "
+            "next "
+            "release refuses this"
+        )
         print(text, file=sys.stderr, flush=True)
     return current
 

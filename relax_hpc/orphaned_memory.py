@@ -40,7 +40,8 @@ def _own_files() -> set[Path]:
 
 
 def _used_files(pid: int) -> set[Path]:
-    """Files in `MEMORY` that a process has open or mapped; those of other users' processes cannot be read."""
+    """Files in `MEMORY` that a process has open or mapped; those of other users' processes cannot
+    be read."""
     used: set[Path] = set()
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():

@@ -1,7 +1,8 @@
-"""Files that grow as long as a run lives, kept short: what is full becomes a numbered part, compressed, beside them.
+"""Files that grow as long as a run lives, kept short: what is full becomes a numbered part,
+compressed, beside them.
 
-`actor-rank-0.log` has the newest lines, `actor-rank-0.log.000007.gz` those before, and so on; of logs the oldest parts
-are deleted. `lines_of` reads all that there is, in order.
+`actor-rank-0.log` has the newest lines, `actor-rank-0.log.000007.gz` those before, and so on; of
+logs the oldest parts are deleted. `lines_of` reads all that there is, in order.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ _PART = re.compile(r"\.(\d{6})(\.gz)?")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Parts cut off from the beginning of ``path``, oldest first; each once, though it is just being compressed."""
+    """Parts cut off from the beginning of ``path``, oldest first; each once, though it is just
+    being compressed."""
     found: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError):
         for other in path.parent.iterdir():
-            match = _PART.fullmatch(other.name.removeprefix(path.name)) if other.name.startswith(path.name) else None
+            match = (
+                _PART.fullmatch(other.name.removeprefix(path.name))
+                if other.name.startswith(path.name)
+                else None
+            )
             # The whole one appears by rename, before the other goes.
             if match and (match[2] or int(match[1]) not in found):
                 found[int(match[1])] = other
@@ -61,13 +67,15 @@ def next_part(path: Path) -> Path:
 
 
 def read_part(part: Path, most_bytes: int = MAX_PART_BYTES) -> bytes:
-    """Content of a part. ForeignFileError: it is no file of a run, or has more than ``most_bytes``."""
+    """Content of a part. ForeignFileError: it is no file of a run, or has more than
+    ``most_bytes``."""
     data = read_in_run(part, most_bytes)
     return unpack_gzip(data, part, most_bytes) if part.suffix == ".gz" else data
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before the damage.
+    """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before
+    the damage.
 
     What is no file of a run is left out, and of each file what comes after `MAX_PART_BYTES`.
     """
@@ -94,7 +102,8 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def compress(part: Path) -> Path:
-    """``part`` as a compressed file, which is there whole or not at all; its path. The other is gone."""
+    """``part`` as a compressed file, which is there whole or not at all; its path. The other is
+    gone."""
     with part.open("rb") as source:
         target = _pack(source, part)
     part.unlink(missing_ok=True)
@@ -102,10 +111,12 @@ def compress(part: Path) -> Path:
 
 
 def cut_log(path: Path, most: int = 0, kept: int = 0) -> bool:
-    """Move what is in a log to a new part if it has over ``most`` bytes, and delete all but the newest ``kept`` parts.
+    """Move what is in a log to a new part if it has over ``most`` bytes, and delete all but the
+    newest ``kept`` parts.
 
-    Whoever writes to it, libraries and processes that inherited it too, goes on at its new beginning, as it was opened
-    to append; only what is written in the very microseconds of the cut is lost. OSError: nothing has changed.
+    Whoever writes to it, libraries and processes that inherited it too, goes on at its new
+    beginning, as it was opened to append; only what is written in the very microseconds of the cut
+    is lost. OSError: nothing has changed.
     """
     try:
         file = path.open("rb+")
@@ -126,7 +137,8 @@ def cut_log(path: Path, most: int = 0, kept: int = 0) -> bool:
 
 
 def cut_own(path: Path, kept: int) -> None:
-    """Make a file that this process alone writes, and has closed, the next part; it is compressed in a thread.
+    """Make a file that this process alone writes, and has closed, the next part; it is compressed
+    in a thread.
 
     Nothing of it is lost. Where it cannot be done, the file goes on growing.
     """
@@ -136,7 +148,8 @@ def cut_own(path: Path, kept: int) -> None:
 
 
 def _pack_parts(path: Path, kept: int) -> None:
-    # One thread at a time: of two, one would find a part gone that the other has just compressed, and leave the rest.
+    # One thread at a time: of two, one would find a part gone that the other has just compressed,
+    # and leave the rest.
     with _PACKING, contextlib.suppress(OSError):
         for part in parts_of(path):
             if part.suffix != ".gz":
@@ -158,7 +171,8 @@ def _pack(source: BinaryIO, part: Path) -> Path:
 
 
 class Keeper:
-    """Cuts logs in a thread of its own, on the node whose processes write them: others would see it too late."""
+    """Cuts logs in a thread of its own, on the node whose processes write them: others would see it
+    too late."""
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
         self._paths = set(paths)

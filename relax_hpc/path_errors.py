@@ -16,7 +16,8 @@ _SENTENCES = {
     errno.EISDIR: "is a folder, and a file is needed; name a file",
     errno.ELOOP: "its symbolic links lead in a circle; name the folder itself",
     errno.ENAMETOOLONG: "the name is too long for its file system; take a shorter one",
-    errno.ESTALE: "the file server no longer knows it (stale handle); try again once it is mounted well",
+    errno.ESTALE: "the file server no longer knows it (stale handle); try again once it is mounted "
+    "well",
 }
 
 
@@ -33,8 +34,8 @@ def explain_path_error(error: OSError) -> str:
 
 
 def exit_code_of(error: OSError) -> int:
-    """Exit code of a command that ``error`` ends: to try again can help where a file server is ill.
-    """
+    """Exit code of a command that ``error`` ends: to try again can help where a file server is
+    ill."""
     return EXIT_RETRY if error.errno == errno.ESTALE else EXIT_CONFIG
 
 

@@ -26,7 +26,8 @@ _CHECKPOINT = re.compile(r"(?:(\w+)-)?i(\d{6})-step-(\d{6})", re.ASCII)
 
 
 def checkpoint_name(role: str, incarnation: int, step: int) -> str:
-    """Name of the folder of a checkpoint; ``role``: whose part of it that is, empty for the policy's.
+    """Name of the folder of a checkpoint; ``role``: whose part of it that is, empty for the
+    policy's.
 
     >>> checkpoint_name("", 1, 100), checkpoint_name("critic", 2, 100)
     ('i000001-step-000100', 'critic-i000002-step-000100')
@@ -36,10 +37,11 @@ def checkpoint_name(role: str, incarnation: int, step: int) -> str:
 
 @contextlib.contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write a file to, which then takes its place: readers see all of it or nothing.
+    """A name beside ``path`` to write a file to, which then takes its place: readers see all of it
+    or nothing.
 
-    To survive a power loss the block syncs the file, and whoever calls it the folder. An OSError names ``path``: the
-    operating system does not say which file a write was for.
+    To survive a power loss the block syncs the file, and whoever calls it the folder. An OSError
+    names ``path``: the operating system does not say which file a write was for.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -54,8 +56,11 @@ def written_beside(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
-    """Write ``data``, then ``tail``, to ``path`` at once; ``sync``: so that it survives a power loss."""
+def write_atomic(
+    path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b""
+) -> None:
+    """Write ``data``, then ``tail``, to ``path`` at once; ``sync``: so that it survives a power
+    loss."""
     with written_beside(path) as temporary, temporary.open("wb") as file:
         file.write(data)
         file.write(tail)
@@ -72,10 +77,11 @@ def write_json(path: Path, value: Any, sync: bool = False) -> None:
 
 
 def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """The JSON object in ``path``, whose entries of these names are of these kinds; empty if it holds no such.
+    """The JSON object in ``path``, whose entries of these names are of these kinds; empty if it
+    holds no such.
 
-    A run directory is its user's: an editor's copy or a file that is half written ends no run. What is no regular file,
-    or a link that leaves the run directory, is not opened.
+    A run directory is its user's: an editor's copy or a file that is half written ends no run. What
+    is no regular file, or a link that leaves the run directory, is not opened.
     """
     try:
         value = parse_json(read_in_run(path))
@@ -85,12 +91,16 @@ def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
 
 
 def is_map(value: object, **kinds: type | tuple[type, ...]) -> TypeGuard[dict[str, Any]]:
-    """Whether it is a mapping whose entries of these names are of these kinds; what it lacks counts as null."""
-    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
+    """Whether it is a mapping whose entries of these names are of these kinds; what it lacks counts
+    as null."""
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), kind) for name, kind in kinds.items()
+    )
 
 
 def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
-    """Write ``data`` to ``folder``/NNNNNN``suffix`` under the next free number; the file appears whole and once."""
+    """Write ``data`` to ``folder``/NNNNNN``suffix`` under the next free number; the file appears
+    whole and once."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in folder.iterdir() if (match := _NUMBERED.match(path.name))]
     number = 1 + max(numbers, default=0)
@@ -111,26 +121,31 @@ def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
 def private_folder(path: Path) -> Path:
     """``path``, made if needed, for this user alone.
 
-    ConfigError if somebody else made it or can write in it: a shared place with a known name can be taken.
+    ConfigError if somebody else made it or can write in it: a shared place with a known name can be
+    taken.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         path.chmod(0o700)
     else:
-        raise ConfigError(f"{path}: not a folder of this user alone; have its owner remove it, or set site.local_dir")
+        raise ConfigError(
+            f"{path}: not a folder of this user alone; have its owner remove it, or set "
+            "site.local_dir"
+        )
     return path
 
 
 def check_owner(run_dir: Path, what: str) -> None:
-    """ConfigError: the run, or its configuration, belongs to another user, so that the command ``what`` would run the
-    programs and end the jobs that this user has named in it."""
+    """ConfigError: the run, or its configuration, belongs to another user, so that the command
+    ``what`` would run the programs and end the jobs that this user has named in it."""
     for path in (run_dir, run_dir / "config.yaml"):
         owner = path.stat().st_uid
         if owner != os.geteuid():
             raise ConfigError(
                 f"{what}: {path} belongs to user {_user_name(owner)}; its files name programs, "
-                "modules and jobs, on which this command would act as you: ask the owner, or read these files and copy "
+                "modules and jobs, on which this command would act as you: ask the owner, or read "
+                "these files and copy "
                 "the run to a folder of yours first"
             )
 
@@ -213,10 +228,15 @@ class RunDir:
         return self.root / "checkpoints"
 
     def saved(self, role: str = "") -> list[tuple[int, Path]]:
-        """(step, folder) of each checkpoint of the policy, or of another ``role`` that trains: whole or not, in the
-        order of their names, which are those of `checkpoint_name`."""
-        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in sorted(self.checkpoints.glob("*-step-*"))]
-        return [(int(match[3]), path) for match, path in found if match and (match[1] or "") == role]
+        """(step, folder) of each checkpoint of the policy, or of another ``role`` that trains:
+        whole or not, in the order of their names, which are those of `checkpoint_name`."""
+        found = [
+            (_CHECKPOINT.fullmatch(path.name), path)
+            for path in sorted(self.checkpoints.glob("*-step-*"))
+        ]
+        return [
+            (int(match[3]), path) for match, path in found if match and (match[1] or "") == role
+        ]
 
     @property
     def samples(self) -> Path:
@@ -276,7 +296,8 @@ class RunDir:
         return self.root / "trackers" / f"{name.replace(':', '.')}.json"
 
     def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
-        """Exit mark of a role, written by itself: success is this mark, never an exit code alone."""
+        """Exit mark of a role, written by itself: success is this mark, never an exit code
+        alone."""
         return self.logs(group, incarnation) / f"exit-{role}.json"
 
     def create(self) -> None:
@@ -284,16 +305,26 @@ class RunDir:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.root.chmod(0o700)
-            for path in (self.journal, self.shards, self.weights, self.checkpoints, self.data, self.root / "logs"):
+            for path in (
+                self.journal,
+                self.shards,
+                self.weights,
+                self.checkpoints,
+                self.data,
+                self.root / "logs",
+            ):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder") from error
+            raise ConfigError(
+                f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder"
+            ) from error
         if not self.token_file.exists():
             write_json(self._format, {"format": RUN_FORMAT})
             self._make_token()
 
     def holds_other_files(self) -> bool:
-        """Whether the folder has files that `create` did not leave there when it failed, as on a full disk."""
+        """Whether the folder has files that `create` did not leave there when it failed, as on a
+        full disk."""
         files = (path for path in self.root.rglob("*") if not path.is_dir())
         return any(path != self._format for path in files)
 
@@ -302,21 +333,31 @@ class RunDir:
         return self.root / "format.json"
 
     def check_format(self) -> None:
-        """ConfigError if the run was made by code of another format: its names mean something else."""
+        """ConfigError if the run was made by code of another format: its names mean something
+        else."""
         # Before there were numbers, an incarnation was an epoch, and then one.
         journals = [path.name for path in self.journal.glob("*.journal")]
-        unsaid = (1 if any(name.startswith("epoch-") for name in journals) else 2) if journals else RUN_FORMAT
+        unsaid = (
+            (1 if any(name.startswith("epoch-") for name in journals) else 2)
+            if journals
+            else RUN_FORMAT
+        )
         if (found := read_map(self._format).get("format", unsaid)) != RUN_FORMAT:
             raise ConfigError(
-                f"{self.root}: found a run of format {found}, this code reads {RUN_FORMAT}; go on with the code that "
-                "made it (<run>/code), or start anew from what it has learnt: relax-hpc convert takes its checkpoints"
+                f"{self.root}: found a run of format {found}, this code reads {RUN_FORMAT}; go on "
+                "with the code that "
+                "made it (<run>/code), or start anew from what it has learnt: relax-hpc convert "
+                "takes its checkpoints"
             )
 
     def _make_token(self) -> None:
-        """The token appears whole and once, whoever else makes this run directory at the same time."""
+        """The token appears whole and once, whoever else makes this run directory at the same
+        time."""
         temporary = self.root / f".token.{os.getpid()}.{secrets.token_hex(4)}"
         try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with os.fdopen(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            ) as file:
                 file.write(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, self.token_file)
@@ -331,7 +372,12 @@ class RunDir:
         try:
             token = read_in_run(self.token_file, _TOKEN_BYTES).strip()
         except OSError as error:
-            raise ConfigError(f"{self.token_file}: {error.strerror}; it is made with the run directory") from error
+            raise ConfigError(
+                f"{self.token_file}: {error.strerror}; it is made with the run directory"
+            ) from error
         if len(token) < MIN_TOKEN_BYTES:
-            raise ConfigError(f"{self.token_file}: {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}; delete it")
+            raise ConfigError(
+                f"{self.token_file}: {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}; "
+                "delete it"
+            )
         return token

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SIZES = ("tp_size", "pp_size", "dp_size", "dwdp_size")
-"""Flags that count ranks of a server. `ep_size`, `moe_dp_size`, `attn_cp_size` and `dcp_size` divide
-the ranks of `tp_size` and add none."""
+"""Flags that count ranks of a server. `ep_size`, `moe_dp_size`, `attn_cp_size` and `dcp_size`
+divide the ranks of `tp_size` and add none."""
 _FIXED = {"nnodes": 1, "node_rank": 0, "gpu_id_step": 1}
 """Flags that move ranks to other devices -> the only value that is allowed."""
 
@@ -20,7 +20,8 @@ def devices_per_server(flags: Mapping[str, Any]) -> int:
     """Number of devices of one server with ``flags``. An invalid size counts as 1.
 
     Each copy of the model (`dp_size`) takes separate devices, except with data-parallel attention
-    (`enable_dp_attention`, which `dwdp_size` implies): then the copies share the devices of `tp_size`.
+    (`enable_dp_attention`, which `dwdp_size` implies): then the copies share the devices of
+    `tp_size`.
 
     >>> devices_per_server({"tp_size": 2, "dp_size": 4})
     8
@@ -43,7 +44,8 @@ def first_device(flags: Mapping[str, Any], index: int) -> int:
 
 
 def device_mistakes(section: str, flags: Mapping[str, Any]) -> Iterator[str]:
-    """Mistakes in ``flags`` of ``section`` that hide which devices a server takes, one line each."""
+    """Mistakes in ``flags`` of ``section`` that hide which devices a server takes, one line
+    each."""
     for name, minimum in {**dict.fromkeys(_SIZES, 1), "base_gpu_id": 0}.items():
         if name in flags and not _is_integer(flags[name], minimum):
             yield f"{section}.{name}: found {flags[name]!r}, allowed: an integer, {minimum} or more"
@@ -52,7 +54,8 @@ def device_mistakes(section: str, flags: Mapping[str, Any]) -> Iterator[str]:
     for name, allowed in _FIXED.items():
         if flags.get(name, allowed) != allowed:
             yield (
-                f"{section}.{name}: found {flags[name]!r}, allowed: {allowed}; a server takes adjacent "
+                f"{section}.{name}: found {flags[name]!r}, allowed: {allowed}; a server takes "
+                "adjacent "
                 "devices of one node; leave out the flag"
             )
 

@@ -7,5 +7,6 @@ from typing import Any
 
 
 def bounded(default: Any, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field whose value must lie in [low, high]; the loader reports violations by file and key."""
+    """A dataclass field whose value must lie in [low, high]; the loader reports violations by file
+    and key."""
     return field(default=default, metadata={"low": low, "high": high})

@@ -1,4 +1,5 @@
-"""Text that a model or another program has written, made safe for terminals and logs, and wrapped to a width."""
+"""Text that a model or another program has written, made safe for terminals and logs, and wrapped
+to a width."""
 
 from __future__ import annotations
 
@@ -15,19 +16,22 @@ _TAB = " " * 4
 
 
 def harmless(text: str) -> str:
-    """``text`` with an escape sequence in place of each character that a terminal would obey or hide.
+    """``text`` with an escape sequence in place of each character that a terminal would obey or
+    hide.
 
     >>> harmless("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
     """
-    # Almost every text is printable lines. To check each character of them takes 80 times as long (measured).
+    # Almost every text is printable lines. To check each character of them takes 80 times as long
+    # (measured).
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(map(_harmless_character, text))
 
 
 def one_line(text: str) -> str:
-    """``text`` as `harmless` returns it, in one line, so that it cannot begin another line of a log.
+    """``text`` as `harmless` returns it, in one line, so that it cannot begin another line of a
+    log.
 
     >>> one_line("bad request\\nrollout: all is well")
     'bad request\\\\nrollout: all is well'
@@ -36,7 +40,8 @@ def one_line(text: str) -> str:
 
 
 def log_entry(text: str) -> str:
-    """``text`` as `harmless` returns it, with all lines after the first indented, so that none looks like an entry.
+    """``text`` as `harmless` returns it, with all lines after the first indented, so that none
+    looks like an entry.
 
     >>> print(log_entry("it failed: bad\\nrollout: all is well"))
     it failed: bad
@@ -46,7 +51,8 @@ def log_entry(text: str) -> str:
 
 
 class HarmlessStream:
-    """A text stream that writes text as `harmless` returns it; its other attributes are those of ``stream``.
+    """A text stream that writes text as `harmless` returns it; its other attributes are those of
+    ``stream``.
 
     This package writes its colours and cursor movements to `unfiltered`.
     """
@@ -69,7 +75,8 @@ class HarmlessStream:
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """The stream below ``stream``, for text that is already harmless, or that this package composes."""
+    """The stream below ``stream``, for text that is already harmless, or that this package
+    composes."""
     return stream.unfiltered if isinstance(stream, HarmlessStream) else stream
 
 
@@ -77,7 +84,10 @@ def unfiltered(stream: TextIO) -> TextIO:
 def harmless_output() -> Iterator[None]:
     """Write the output of this process within the block through `HarmlessStream`."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = HarmlessStream(unfiltered(sys.stdout)), HarmlessStream(unfiltered(sys.stderr))
+    sys.stdout, sys.stderr = (
+        HarmlessStream(unfiltered(sys.stdout)),
+        HarmlessStream(unfiltered(sys.stderr)),
+    )
     try:
         yield
     finally:
@@ -94,7 +104,8 @@ def _harmless_character(character: str) -> str:
 
 
 def wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines of at most ``width`` columns, broken after blanks where possible. East Asian characters take two columns.
+    """Lines of at most ``width`` columns, broken after blanks where possible. East Asian characters
+    take two columns.
 
     >>> list(wrapped("one two three", 8))
     ['one two ', 'three']

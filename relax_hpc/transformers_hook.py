@@ -1,4 +1,5 @@
-"""Lets transformers' model classes be imported beside a torchvision that was built for another torch, and sooner."""
+"""Lets transformers' model classes be imported beside a torchvision that was built for another
+torch, and sooner."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ _declared: list[Any] = []
 
 
 def install_transformers_hook() -> None:
-    """Let transformers' model classes be imported where torchvision was built for another torch (CUDA beside CPU).
+    """Let transformers' model classes be imported where torchvision was built for another torch
+    (CUDA beside CPU).
 
-    torchvision describes two of its operators to the compiler as it is imported, and fails on "operator
-    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. And without sklearn and
-    scipy, which assisted generation and losses of detectors alone need: half a second of a start. Idempotent; safe from
-    several threads.
+    torchvision describes two of its operators to the compiler as it is imported, and fails on
+    "operator torchvision::nms does not exist" when its library could not be loaded; declared, they
+    exist. And without sklearn and scipy, which assisted generation and losses of detectors alone
+    need: half a second of a start. Idempotent; safe from several threads.
     """
     from transformers import utils
 
@@ -32,7 +34,11 @@ def install_transformers_hook() -> None:
 
 
 def _declare_operators() -> None:
-    if _declared or "torchvision" in sys.modules or not (spec := importlib.util.find_spec("torchvision")):
+    if (
+        _declared
+        or "torchvision" in sys.modules
+        or not (spec := importlib.util.find_spec("torchvision"))
+    ):
         return
     import torch
 

@@ -39,7 +39,8 @@ class Version:
         """The int32 that rows carry per token: 11 bits of incarnation, 20 bits of number."""
         if not (0 <= self.incarnation <= MAX_INCARNATION and 0 <= self.number <= MAX_NUMBER):
             raise ValueError(
-                f"version {self} does not fit an int32 (incarnation <= {MAX_INCARNATION}, number <= {MAX_NUMBER})"
+                f"version {self} does not fit an int32 (incarnation <= {MAX_INCARNATION}, number "
+                f"<= {MAX_NUMBER})"
             )
         return (self.incarnation << _NUMBER_BITS) | self.number
 

@@ -2,10 +2,10 @@
 
 This is the only reader of safetensors headers beside the library itself, which models/hf_files.py
 uses to load a model. safetensors 0.8.0 maps a file (`safe_open`). If a mapped file is shorter than
-its header says, or a shared filesystem cannot read it, the process ends by SIGBUS without a message;
-a read that fails is an error with the file's name. The mapping is private and writable, so the
-whole file counts to RLIMIT_DATA: 776 MiB for a file of 768, where `read_pieces` needs one piece.
-The library also does not tell where a tensor begins, and keeps no header byte for byte.
+its header says, or a shared filesystem cannot read it, the process ends by SIGBUS without a
+message; a read that fails is an error with the file's name. The mapping is private and writable, so
+the whole file counts to RLIMIT_DATA: 776 MiB for a file of 768, where `read_pieces` needs one
+piece. The library also does not tell where a tensor begins, and keeps no header byte for byte.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _other_weights(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The *.safetensors files that hold the model in ``directory``: those that its index names, or all
-    if it has no index. ConfigError: there are none, one is missing, or another one may be read in
-    their place."""
+    """The *.safetensors files that hold the model in ``directory``: those that its index names, or
+    all if it has no index. ConfigError: there are none, one is missing, or another one may be read
+    in their place."""
     # A pipe of such a name would be waited for.
     files = [path for path in sorted(directory.glob("*.safetensors")) if path.is_file()]
     if not (directory / INDEX).is_file():
@@ -80,11 +80,15 @@ def weight_files(directory: Path) -> list[Path]:
     names = _indexed(directory / INDEX)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise ConfigError(f"found no {', '.join(missing[:4])} in {directory}, which its index names; download it again")
+        raise ConfigError(
+            f"found no {', '.join(missing[:4])} in {directory}, which its index names; download it "
+            "again"
+        )
     for path in files:
         if path.name not in names and not path.name.startswith(_OTHER_FORMATS):
             raise ConfigError(
-                f"found {path.name} in {directory}, which its index does not name; remove the file or the index, "
+                f"found {path.name} in {directory}, which its index does not name; remove the file "
+                "or the index, "
                 "as programs differ in which of them they read"
             )
     return [directory / name for name in names]
@@ -101,12 +105,15 @@ def _indexed(path: Path) -> list[str]:
     wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if wrong or not names:
         found = repr(wrong[0]) if wrong else "no files"
-        raise ConfigError(f"{path}: found {found}, allowed: names of files beside it; download it again")
+        raise ConfigError(
+            f"{path}: found {found}, allowed: names of files beside it; download it again"
+        )
     return names
 
 
 def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> Header:
-    """The header of a whole file, whose tensors have these ``types``. ConfigError says what is wrong with it."""
+    """The header of a whole file, whose tensors have these ``types``. ConfigError says what is
+    wrong with it."""
     try:
         with open_regular(path) as file:
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
@@ -115,7 +122,9 @@ def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> Header:
             text = file.read(length).decode()
         return Header(text, _tensors(text, 8 + length, size, types))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download it again") from error
+        raise ConfigError(
+            f"{path}: not a whole safetensors file ({error}); download it again"
+        ) from error
 
 
 def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[str, Stored]:
@@ -125,12 +134,16 @@ def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[s
     tensors, end = {}, begin
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in types:
-            raise ValueError(f"tensor {name} is of type {entry['dtype']}, allowed: {', '.join(types)}")
+            raise ValueError(
+                f"tensor {name} is of type {entry['dtype']}, allowed: {', '.join(types)}"
+            )
         stored = Stored(entry["dtype"], tuple(entry["shape"]), end)
         if any(type(length) is not int or length < 0 for length in stored.shape):
             raise ValueError(f"tensor {name} has shape {entry['shape']}")
         if entry["data_offsets"] != [end - begin, end - begin + stored.bytes]:
-            raise ValueError(f"tensor {name} lies at {entry['data_offsets']}, expected {end - begin} on")
+            raise ValueError(
+                f"tensor {name} lies at {entry['data_offsets']}, expected {end - begin} on"
+            )
         tensors[name] = stored
         end += stored.bytes
     if end != size:
@@ -139,20 +152,23 @@ def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[s
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[Path, Stored]]:
-    """Each tensor in ``directory`` with its file. ConfigError: a file is broken, or has a tensor that
-    another one has too."""
+    """Each tensor in ``directory`` with its file. ConfigError: a file is broken, or has a tensor
+    that another one has too."""
     tensors: dict[str, tuple[Path, Stored]] = {}
     for path in weight_files(directory):
         for name, stored in read_header(path).tensors.items():
             if name in tensors:
-                raise ConfigError(f"{path}: tensor {name} lies in {tensors[name][0].name} too; remove one of the files")
+                raise ConfigError(
+                    f"{path}: tensor {name} lies in {tensors[name][0].name} too; remove one of the "
+                    "files"
+                )
             tensors[name] = path, stored
     return tensors
 
 
 def check_tied(tensors: Mapping[str, tuple[Path, Stored]], output: str, embedding: str) -> None:
-    """Check the tensor ``output`` of a model whose config.json ties it to ``embedding``. ConfigError: it is
-    stored too, and is another. ``tensors``: see `stored_tensors`."""
+    """Check the tensor ``output`` of a model whose config.json ties it to ``embedding``.
+    ConfigError: it is stored too, and is another. ``tensors``: see `stored_tensors`."""
     if output not in tensors or embedding not in tensors:
         return
     if not _are_equal(tensors[output], tensors[embedding]):

@@ -1,4 +1,5 @@
-"""Helpers of tests of agents: a tokenizer and template for chats, sessions, and an engine with chosen answers."""
+"""Helpers of tests of agents: a tokenizer and template for chats, sessions, and an engine with
+chosen answers."""
 
 from __future__ import annotations
 
@@ -69,12 +70,18 @@ def write_chat_tokenizer(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[], initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator([TEMPLATE, json.dumps(TOOLS), "the quick brown fox " * 9, "aaa bb\n\n abab\n"], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(
+        [TEMPLATE, json.dumps(TOOLS), "the quick brown fox " * 9, "aaa bb\n\n abab\n"], trainer
+    )
     backend.add_special_tokens(list(SPECIAL))
     backend.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    )
     ends = [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")]
     (folder / "config.json").write_text(json.dumps({"eos_token_id": ends}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -86,7 +93,10 @@ TOOLS = [
         "function": {
             "name": "add",
             "description": "adds two numbers",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            },
         },
     }
 ]
@@ -159,11 +169,15 @@ def chats_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chats]:
     model.template.close()
 
 
-def session_of(chats: Chats, engine: ToldEngine, history: History | None = None, **limits: int) -> Session:
+def session_of(
+    chats: Chats, engine: ToldEngine, history: History | None = None, **limits: int
+) -> Session:
     """A session that asks ``engine``. ``limits``: fields of `EnvironmentConfig`."""
     bounds = Bounds(EnvironmentConfig(**{"max_turns": 50} | limits), 4000, 8000)
     renderer = Renderer(chats.template, chats.tokenizer)
-    return Session(engine.start(), history or History(), renderer, chats.tokenizer, bounds, lambda reason: None)
+    return Session(
+        engine.start(), history or History(), renderer, chats.tokenizer, bounds, lambda reason: None
+    )
 
 
 async def ask(session: Session, messages: list[Body], **about: Any) -> Body:

@@ -25,4 +25,6 @@ for turn in range(3):
         total = sum(json.loads(call.function.arguments).values())
         messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
 print("working on", task["metadata"])
-print(json.dumps({"reward": float("4" in messages[-1]["content"]), "seen": messages[-2]["content"]}))
+print(
+    json.dumps({"reward": float("4" in messages[-1]["content"]), "seen": messages[-2]["content"]})
+)

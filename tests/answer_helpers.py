@@ -1,4 +1,5 @@
-"""Scores of single responses, and texts around their answers, for tests of rewards that read final answers."""
+"""Scores of single responses, and texts around their answers, for tests of rewards that read final
+answers."""
 
 from __future__ import annotations
 

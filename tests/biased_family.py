@@ -22,7 +22,9 @@ class Qwen2(ModelSpec):
     architecture = "Qwen2ForCausalLM"
     needed = (*ModelSpec.needed, "num_key_value_heads", "head_dim")
 
-    def attention_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+    def attention_entries(
+        self, ours: str, theirs: str, norms: Mapping[str, str]
+    ) -> Iterator[Entry]:
         for entry in super().attention_entries(ours, theirs, norms):
             yield entry
             if entry.fuse == "qkv":
@@ -30,7 +32,9 @@ class Qwen2(ModelSpec):
                     replace(piece, name=piece.name.replace("weight", "bias"), shape=piece.shape[:1])
                     for piece in entry.pieces
                 ]
-                yield replace(entry, name=entry.name.replace("weight", "bias"), pieces=tuple(biases))
+                yield replace(
+                    entry, name=entry.name.replace("weight", "bias"), pieces=tuple(biases)
+                )
 
     def build(self, config: Any, *options: Any, **named: Any) -> Any:
         config.add_qkv_bias = True

@@ -1,10 +1,13 @@
-"""What each test file costs, and what it may: a session fails when one takes twice what was recorded for it.
+"""What each test file costs, and what it may: a session fails when one takes twice what was
+recorded for it.
 
-Counted are CPU seconds, of this process and of all children that have ended: they do not ask who else uses the machine.
-Not wholly, though. On processors that are shared the same work takes more of them, and whatever watches a run takes the
-longer the slower that is. So a fixed piece of work is timed before and after each file, and the budget is multiplied by
-how much slower than at the recording it went. `env/test.sh --record-budgets`, on a quiet machine, writes the record.
-Wall seconds are recorded too, as workers begin with the files that take longest; nobody is judged by them.
+Counted are CPU seconds, of this process and of all children that have ended: they do not ask who
+else uses the machine. Not wholly, though. On processors that are shared the same work takes more of
+them, and whatever watches a run takes the longer the slower that is. So a fixed piece of work is
+timed before and after each file, and the budget is multiplied by how much slower than at the
+recording it went. `env/test.sh --record-budgets`, on a quiet machine, writes the record. Wall
+seconds are recorded too, as workers begin with the files that take longest; nobody is judged by
+them.
 """
 
 from __future__ import annotations
@@ -65,18 +68,29 @@ def over_budget(costs: Mapping[str, Cost], record: Mapping[str, Any]) -> Iterato
         allowed = max(FLOOR_S, FACTOR * budget) * slower
         if cost.cpu_s > allowed:
             yield (
-                f"{name}: took {cost.cpu_s:.0f} CPU seconds, recorded are {budget:.0f}, allowed {allowed:.0f} "
-                f"({FACTOR:g} times that, at least {FLOOR_S:g}, on a machine {slower:.1f} times slower): make it "
-                "cheaper (see CONTRIBUTING.md), or say why not and record it: env/test.sh --record-budgets"
+                f"{name}: took {cost.cpu_s:.0f} CPU seconds, recorded are {budget:.0f}, allowed "
+                f"{allowed:.0f} "
+                f"({FACTOR:g} times that, at least {FLOOR_S:g}, on a machine {slower:.1f} times "
+                "slower): make it "
+                "cheaper (see CONTRIBUTING.md), or say why not and record it: env/test.sh "
+                "--record-budgets"
             )
 
 
 def recorded(costs: Mapping[str, Cost], record: Mapping[str, Any]) -> dict[str, Any]:
     """``record`` with the files of ``costs`` anew."""
     paces = [one for cost in costs.values() for one in cost.paces]
-    kept = {name: spent for name, spent in record["cpu_s"].items() if name not in costs and Path(name).exists()}
+    kept = {
+        name: spent
+        for name, spent in record["cpu_s"].items()
+        if name not in costs and Path(name).exists()
+    }
     kept |= {name: round(cost.cpu_s, 1) for name, cost in costs.items() if cost.cpu_s >= KEPT_S}
-    walls = {name: spent for name, spent in record["wall_s"].items() if name not in costs and Path(name).exists()}
+    walls = {
+        name: spent
+        for name, spent in record["wall_s"].items()
+        if name not in costs and Path(name).exists()
+    }
     walls |= {name: round(cost.wall_s, 1) for name, cost in costs.items() if cost.wall_s >= KEPT_S}
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=RECORD.parent, capture_output=True, text=True).stdout.strip()
@@ -87,7 +101,8 @@ def recorded(costs: Mapping[str, Cost], record: Mapping[str, Any]) -> dict[str, 
 
 
 class Budgets:
-    """The pytest plugin. Workers of pytest-xdist measure, and send it with their reports; the session judges."""
+    """The pytest plugin. Workers of pytest-xdist measure, and send it with their reports; the
+    session judges."""
 
     def __init__(self, config: pytest.Config, record: Path = RECORD) -> None:
         self.config, self.path = config, record
@@ -102,7 +117,9 @@ class Budgets:
         return self.record["wall_s"].get(f"tests/{path.name}", 0.0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Iterator[None]:
         self._mark, self._last = cpu_s(), nextitem is None or nextitem.path != item.path
         return (yield)
 

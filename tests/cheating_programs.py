@@ -16,28 +16,38 @@ def send(*messages):
 def reply(*result): return ["reply", list(result), "", None]
 ADD = {"add": {"value": {"object": 0}}}
 """
-_EQUAL_TO_ALL = "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+_EQUAL_TO_ALL = (
+    "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+)
 _LESS = "    def __lt__(self, other): return True\n    __gt__ = __le__ = __ge__ = __lt__\n"
 
 AGAINST_ADD = {
-    "prints the last line of its file": "print(open(__file__).read().splitlines()[-1])\nimport os\nos._exit(0)",
+    (
+        "prints the last line of its file"
+    ): "print(open(__file__).read().splitlines()[-1])\nimport os\nos._exit(0)",
     "prints from an excepthook": "import sys\nsys.excepthook = lambda *a: print('passed')\n1 / 0",
     "writes a verdict at exit": (
         "import atexit, os\n"
-        'atexit.register(lambda: [os.write(fd, b\'\\n{"verdict": "passed"}\') for fd in range(9)])\n'
+        'atexit.register(lambda: [os.write(fd, b\'\\n{"verdict": "passed"}\') for fd in '
+        "range(9)])\n"
         "def add(a, b): return 0"
     ),
     "begins again with -O": (
         "import os, sys\n"
-        "if not sys.flags.optimize: os.execv(sys.executable, [sys.executable, '-I', '-O', 'main.py'])\n"
+        "if not sys.flags.optimize: os.execv(sys.executable, [sys.executable, '-I', '-O', "
+        "'main.py'])\n"
         "def add(a, b): return 1"
     ),
     "ends": "import os\nos._exit(0)",
     "ends in a call": "import os\ndef add(a, b): os._exit(0)",
     "exits in a call": "import sys\ndef add(a, b): sys.exit(0)",
-    "a number equal to all": f"class E(int):\n{_EQUAL_TO_ALL}    __hash__ = int.__hash__\ndef add(a, b): return E()",
+    (
+        "a number equal to all"
+    ): f"class E(int):\n{_EQUAL_TO_ALL}    __hash__ = int.__hash__\ndef add(a, b): return E()",
     "an object equal to all": f"class E:\n{_EQUAL_TO_ALL}def add(a, b): return E()",
-    "an object that says it is a number": f"class E:\n    __class__ = int\n{_EQUAL_TO_ALL}def add(a, b): return E()",
+    (
+        "an object that says it is a number"
+    ): f"class E:\n    __class__ = int\n{_EQUAL_TO_ALL}def add(a, b): return E()",
     "a class equal to all": (
         f"class M(type):\n{_EQUAL_TO_ALL}    __hash__ = type.__hash__\nclass add(metaclass=M): pass"
     ),
@@ -52,7 +62,8 @@ AGAINST_ADD = {
         "def add(a, b): return 0"
     ),
     "kills all others": (
-        "import os\ndef add(a, b):\n    for pid in (-1, *range(1, 99)):\n        if pid != os.getpid():\n"
+        "import os\ndef add(a, b):\n    for pid in (-1, *range(1, 99)):\n        if pid != "
+        "os.getpid():\n"
         "            try: os.kill(pid, 9)\n            except OSError: pass\n    return 0"
     ),
     "returns too much": "def add(a, b): return 'x' * (40 << 20)",
@@ -71,22 +82,28 @@ AGAINST_ADD = {
         + "end = {'names': ['SystemExit'], 'base': ['builtins', 'SystemExit']}\n"
         + "send(ADD, *[reply('error', end, '', [0])] * 3)\ntime.sleep(2)"
     ),
-    "sends an object equal to all": _FRAMES + "send({'add': {'standard': 'unittest.mock'}})\ntime.sleep(2)",
-    "sends a function of the tests": _FRAMES + "send(ADD, *[reply('result', {'function': 0})] * 3)\ntime.sleep(2)",
+    "sends an object equal to all": _FRAMES
+    + "send({'add': {'standard': 'unittest.mock'}})\ntime.sleep(2)",
+    "sends a function of the tests": _FRAMES
+    + "send(ADD, *[reply('result', {'function': 0})] * 3)\ntime.sleep(2)",
     "sends nonsense": _FRAMES + "send(b'[' * 100000)\ntime.sleep(2)",
     "sends an unknown kind": _FRAMES + "send({'add': {'value': {'eval': '1'}}})\ntime.sleep(2)",
 }
 """Programs by what they do; those that send something answer before they are asked."""
 
 AGAINST_OTHERS = {
-    "contains all": ("class E:\n    def __contains__(self, x): return True\ndef f(): return E()", "assert 3 in f()"),
+    "contains all": (
+        "class E:\n    def __contains__(self, x): return True\ndef f(): return E()",
+        "assert 3 in f()",
+    ),
     "is contained": (f"class E:\n{_EQUAL_TO_ALL}def f(): return E()", "assert f() in (1, 2)"),
     "is any key": (
         f"class E:\n    def __hash__(self): return 1\n{_EQUAL_TO_ALL}def f(): return E()",
         "assert {1: 'x'}[f()] == 'x'",
     ),
     "has no difference": (
-        f"class E(float):\n    def __sub__(self, x): return 0.0\n    __rsub__ = __sub__\n{_LESS}def f(): return E(9)",
+        "class E(float):\n    def __sub__(self, x): return 0.0\n    __rsub__ = "
+        f"__sub__\n{_LESS}def f(): return E(9)",
         "assert abs(f() - 1.5) < 1e-6",
     ),
     "is an object without a difference": (
@@ -105,7 +122,8 @@ AGAINST_OTHERS = {
         "assert math.isclose(f(), 1.5)",
     ),
     "swallows errors": (
-        "class E:\n    def __enter__(self): return self\n    def __exit__(self, *error): return True\n"
+        "class E:\n    def __enter__(self): return self\n    def __exit__(self, *error): return "
+        "True\n"
         "def f(): return E()",
         "with f() as context: assert context.x == 1",
     ),
@@ -122,27 +140,34 @@ AGAINST_OTHERS = {
         "assert f().strip() == 'yes'",
     ),
     "a list equal to all": (
-        f"class E(list):\n{_EQUAL_TO_ALL}    def __iter__(self): return iter([1, 2])\ndef f(): return E([9])",
+        f"class E(list):\n{_EQUAL_TO_ALL}    def __iter__(self): return iter([1, 2])\ndef f(): "
+        "return E([9])",
         "assert f() == [1, 2]",
     ),
     "a dict equal to all": (
-        f"class E(dict):\n{_EQUAL_TO_ALL}    def items(self): return [('a', 1)]\ndef f(): return E(b=2)",
+        f"class E(dict):\n{_EQUAL_TO_ALL}    def items(self): return [('a', 1)]\ndef f(): return "
+        "E(b=2)",
         "assert f() == {'a': 1}",
     ),
     "members equal to all": (
-        f"class E(int):\n{_EQUAL_TO_ALL}    def __hash__(self): return 1\ndef f(): return {{E(5): [E(5)]}}",
+        f"class E(int):\n{_EQUAL_TO_ALL}    def __hash__(self): return 1\ndef f(): return {{E(5): "
+        f"[E(5)]}}",
         "assert f() == {1: [1]}",
     ),
     "an error that says anything": (
         f"class T(str):\n{_EQUAL_TO_ALL}    __hash__ = str.__hash__\n"
         "class E(ValueError):\n    def __str__(self): return T()\ndef f(): raise E(T('no'))",
-        "try: f()\nexcept ValueError as error: assert str(error) == 'negative' or error.args == ('negative',)",
+        "try: f()\nexcept ValueError as error: assert str(error) == 'negative' or error.args == "
+        "('negative',)",
     ),
     "changes its argument to what equals all": (
         f"class E(list):\n{_EQUAL_TO_ALL}def f(xs): xs[:] = [E()]",
         "xs = [[1]]\nf(xs)\nassert xs == [[2]]",
     ),
-    "reads from a function of the tests": ("def f(g): return g.__globals__", "assert f(lambda x: x) == 5"),
+    "reads from a function of the tests": (
+        "def f(g): return g.__globals__",
+        "assert f(lambda x: x) == 5",
+    ),
     "is a module in the place of a function": (
         "import math as helper\ndef applied(function): return 3",
         "assert applied(helper) == 4",
@@ -158,6 +183,7 @@ AGAINST_OTHERS = {
 ENDLESS = {
     "computes on": "def add(a, b):\n    while True: pass",
     "does not answer": "import time\ntime.sleep(1000)",
-    "asks on": "def add(a, b): return 5\nclass add:\n    def __new__(cls, a, b):\n        while True: pass",
+    "asks on": "def add(a, b): return 5\nclass add:\n    def __new__(cls, a, b):\n        while "
+    "True: pass",
 }
 """Programs that never end, by what they do."""

@@ -15,7 +15,9 @@ from tests.run_helpers import QUICKSTART
 
 
 def model_findings(path: Path, **overrides: Any) -> list[str]:
-    return check(load([QUICKSTART], {"run_dir": str(path / "run"), "model.path": str(path)} | overrides))
+    return check(
+        load([QUICKSTART], {"run_dir": str(path / "run"), "model.path": str(path)} | overrides)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -27,5 +29,9 @@ def same_fields() -> Iterator[None]:
     FIELDS.update(fields)
 
 
-EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
+EXPERTS = {
+    "model.tiny.num_experts": 4,
+    "model.tiny.tie_word_embeddings": False,
+    "model.routing_replay": "on",
+}
 SEEING_EXPERTS = EXPERTS | {"model.tiny.vision_layers": 2, "model.tiny.moe_intermediate_size": 48}

@@ -48,8 +48,16 @@ def slurm_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def make_run(path: Path, layout: str = "jobs") -> RunDir:
     """A run directory as `submit` makes it."""
     run = RunDir(path)
-    nodes = {f"groups.{name}.resources.nodes": 2 for name in ("hub", "rollout") if layout != "local"}
-    over = {"layout": layout, "run_dir": str(run.root), "groups.reference": None, "rollout.replicas": 4, **nodes}
+    nodes = {
+        f"groups.{name}.resources.nodes": 2 for name in ("hub", "rollout") if layout != "local"
+    }
+    over = {
+        "layout": layout,
+        "run_dir": str(run.root),
+        "groups.reference": None,
+        "rollout.replicas": 4,
+        **nodes,
+    }
     over |= {
         "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
         "liveness": LIMITS,
@@ -81,7 +89,8 @@ def begin(run: RunDir, name: str, job: str = "", beat_age_s: float | None = 0.0)
 
 
 def submitted(run: RunDir, slurm: FakeSlurm, **states: str) -> None:
-    """One job a group, in these states (RUNNING if not said, "" for gone), and the groups that run in them."""
+    """One job a group, in these states (RUNNING if not said, "" for gone), and the groups that run
+    in them."""
     jobs = slurm.state["jobs"]
     for number, name in enumerate(GROUPS, start=11):
         state = states.get(name, "RUNNING")

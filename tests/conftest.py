@@ -1,4 +1,5 @@
-"""Settings of every test session: offline, no GPU, one thread a process, and no process may outlive the session."""
+"""Settings of every test session: offline, no GPU, one thread a process, and no process may outlive
+the session."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.guardian import MARK, RUNS, Session, new_mark, register, session_proc
 from tests.requirements import DEVICE
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
-# Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting takes.
+# Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting
+# takes.
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,9 +36,12 @@ else:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 settings.register_profile("default", deadline=None)
-# The same examples each time, of which the first find what many of them find: the others are in `env/test.sh --all`.
+# The same examples each time, of which the first find what many of them find: the others are in
+# `env/test.sh --all`.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=effort(30, 100))
-settings.load_profile("ci" if os.environ.get("CI") or os.environ.get("RELAX_REQUIRE") else "default")
+settings.load_profile(
+    "ci" if os.environ.get("CI") or os.environ.get("RELAX_REQUIRE") else "default"
+)
 
 SESSION = pytest.StashKey[Session]()
 """Of the controller alone: workers are parts of its session."""
@@ -59,14 +64,20 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTyp
     """Imports a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in [name for name, one in sys.modules.items() if str(getattr(one, "__file__", "")).startswith(str(BENCH))]:
+    for name in [
+        name
+        for name, one in sys.modules.items()
+        if str(getattr(one, "__file__", "")).startswith(str(BENCH))
+    ]:
         del sys.modules[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """See tests/budgets.py."""
     parser.addoption(
-        "--record-budgets", action="store_true", help="write what each test file takes to tests/budgets.json"
+        "--record-budgets",
+        action="store_true",
+        help="write what each test file takes to tests/budgets.json",
     )
 
 
@@ -82,21 +93,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Name the folder of this process's `tmp_path` for the guardian. pytest has no public name for its factory."""
+    """Name the folder of this process's `tmp_path` for the guardian. pytest has no public name for
+    its factory."""
     register(RUNS, str(session.config._tmp_path_factory.getbasetemp()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs leave over.
+    """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs
+    leave over.
 
-    On a GPU only what is marked `gpu` is run: a process that has computed on the CPU hides it from megatron-core.
+    On a GPU only what is marked `gpu` is run: a process that has computed on the CPU hides it from
+    megatron-core.
     """
     if DEVICE != "cpu":
-        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if not item.get_closest_marker("gpu")]
+        )
         items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if " at 0x" in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid}: an address in a test's name, which each worker calls another")
+            raise pytest.UsageError(
+                f"{item.nodeid}: an address in a test's name, which each worker calls another"
+            )
         if {"sandbox", "small_sandbox"}.intersection(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
         if item.get_closest_marker("run") is None and item.get_closest_marker("slurm") is None:
@@ -131,8 +149,9 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 def _alive(process: psutil.Process) -> bool:
     """Running, and not Python's own helper that ends with its parent."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in str(
-            process.cmdline()
+        return (
+            process.status() != psutil.STATUS_ZOMBIE
+            and "multiprocessing.resource_tracker" not in str(process.cmdline())
         )
     except psutil.Error:
         return False
@@ -152,7 +171,10 @@ def _describe(process: psutil.Process) -> str:
         command = " ".join(process.cmdline())[:200] or process.name()
     except psutil.Error:
         command = "?"
-    return f"pid {process.pid}, started by {_environment(process).get('PYTEST_CURRENT_TEST', '?')}: {command}"
+    return (
+        f"pid {process.pid}, started by "
+        f"{_environment(process).get('PYTEST_CURRENT_TEST', '?')}: {command}"
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -175,7 +197,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the processes that were left, where a reader of a failed session looks."""
     if config.stash[LEAKS]:
         terminalreporter.section("processes left behind by tests", red=True)

@@ -1,7 +1,7 @@
 """Real containers for tests: a program that takes Apptainer's words and makes them with bubblewrap.
 
-Inside there are this machine's programs, the image's folders, what was bound, and nothing else: no home, no checkout,
-no /tmp. An image is a folder with `folders.json`: path inside -> path here.
+Inside there are this machine's programs, the image's folders, what was bound, and nothing else: no
+home, no checkout, no /tmp. An image is a folder with `folders.json`: path inside -> path here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def install(folder: Path) -> Path:
     """The program, in ``folder``; each of its calls is a line of `calls` there."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "singularity"
-    code = f"import runpy\nrunpy.run_path({__file__!r}, {{'FOLDER': {str(folder)!r}}}, '__main__')\n"
+    code = (
+        f"import runpy\nrunpy.run_path({__file__!r}, {{'FOLDER': {str(folder)!r}}}, '__main__')\n"
+    )
     program.write_text(f"#!{sys.executable}\n{code}")
     program.chmod(0o755)
     return program
@@ -39,7 +41,8 @@ def make_image(folder: Path, python: bool = True) -> Path:
 
 
 def bubblewrap(words: list[str]) -> list[str]:
-    """`exec [--no-home] [--nv] [--bind=PATH[:INSIDE]]... IMAGE COMMAND...` in bubblewrap's words."""
+    """`exec [--no-home] [--nv] [--bind=PATH[:INSIDE]]... IMAGE COMMAND...` in bubblewrap's
+    words."""
     if words[:1] != ["exec"]:
         raise SystemExit(f"container: found {words[:1]}, allowed: exec")
     found = ["bwrap", "--die-with-parent", "--proc", "/proc", "--dev-bind", "/dev", "/dev"]
@@ -66,6 +69,7 @@ if __name__ == "__main__":
         calls.write(json.dumps(sys.argv[1:]) + "\n")
     command = bubblewrap(sys.argv[1:])
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-        # bubblewrap stays the parent, and a signal to the group is the program's, which sets its own handlers.
+        # bubblewrap stays the parent, and a signal to the group is the program's, which sets its
+        # own handlers.
         signal.signal(number, signal.SIG_IGN)
     os.execvp(command[0], command)

@@ -75,8 +75,8 @@ def model(
     head: bool = False,
     form: int = 0,
 ) -> Path:
-    """A random model of `config` in a new `directory`, with `packed` experts, in that ``form`` of those that there are,
-    or a tied embedding's `head` if asked."""
+    """A random model of `config` in a new `directory`, with `packed` experts, in that ``form`` of
+    those that there are, or a tied embedding's `head` if asked."""
     spec, generator = spec_of(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:
@@ -85,21 +85,31 @@ def model(
 
     pieces = {name: draw(piece.shape) for name, piece in all_pieces(spec).items()}
     forms = stored_forms(spec)
-    names = [name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))]
+    names = [
+        name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))
+    ]
     if spec.tied and not head:
         names.remove("lm_head.weight")
     tensors = {name: whole(forms[name][form], pieces) for name in names}
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")})
+    )
     (directory / "tokenizer_config.json").write_text("{}")
     where = {}
     for number in range(files):
-        name = "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if files == 1
+            else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        )
         mine = {key: tensors[key] for key in names[number::files]}
         save_file(mine, directory / name, metadata={"format": "pt"})
         where |= dict.fromkeys(mine, name)
     if files > 1:
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": where})
+        )
     return directory
 
 
@@ -113,7 +123,11 @@ def whole(form: StoredForm, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def content(directory: Path) -> dict[str, bytes]:
     """All files below `directory`."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def to(source: Path, target: Path, **options: object) -> dict:
@@ -123,11 +137,18 @@ def to(source: Path, target: Path, **options: object) -> dict:
 
 @contextmanager
 def bounded_data(room: int) -> Iterator[None]:
-    """Inside, this process may have ``room`` more bytes of its own than it has now; mapped files are nobody's."""
+    """Inside, this process may have ``room`` more bytes of its own than it has now; mapped files
+    are nobody's."""
     # What glibc has seen freed it would keep in pieces: blocks of 128 KiB and more go back at once.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
-    status, (_, most) = Path("/proc/self/status").read_text(), resource.getrlimit(resource.RLIMIT_DATA)
-    data = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) * 1024
+    status, (_, most) = (
+        Path("/proc/self/status").read_text(),
+        resource.getrlimit(resource.RLIMIT_DATA),
+    )
+    data = (
+        int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
+        * 1024
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (data + room, most))
     try:
         yield
@@ -144,7 +165,8 @@ def in_child(act: Callable[[], object]) -> int:
 
 
 def kill_at(number: int) -> Callable[..., None]:
-    """A function that kills its process, as `kill -9` does, when it is called for the `number`th time."""
+    """A function that kills its process, as `kill -9` does, when it is called for the `number`th
+    time."""
     calls = iter(range(1, number))
 
     def act(*_: object) -> None:

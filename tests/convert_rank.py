@@ -1,7 +1,7 @@
 """One rank of the test of layouts: `python -m tests.convert_rank FILE WORLD RANK FOLDER`.
 
-Under each split, loads <FOLDER>/<model>-megatron, compares its logits with the expected ones, and saves it again as
-<FOLDER>/<model>-<split>.
+Under each split, loads <FOLDER>/<model>-megatron, compares its logits with the expected ones, and
+saves it again as <FOLDER>/<model>-<split>.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def main() -> None:
     torch.set_num_threads(1)
     FAMILIES["qwen2"] = Qwen2
     store = dist.FileStore(file, int(world))
-    parallel.initialize(ParallelConfig(data=2), int(rank), int(world), int(rank), store, "cpu", 0, 60.0)
+    parallel.initialize(
+        ParallelConfig(data=2), int(rank), int(world), int(rank), store, "cpu", 0, 60.0
+    )
     for name, split in CASES:
         check(Path(folder), name, split)
     parallel.destroy()
@@ -76,7 +78,9 @@ def check(folder: Path, name: str, split: str) -> None:
     logits = forward(module, spec, expected["tokens"], first, last)
     if last:
         columns = expected["logits"].shape[-1]
-        torch.testing.assert_close(whole(logits, layout.tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            whole(logits, layout.tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0
+        )
     channel, target = Channel(60.0), folder / f"{name}-{split}"
     if channel.rank == 0:
         target.mkdir()
@@ -89,7 +93,9 @@ def check(folder: Path, name: str, split: str) -> None:
 
 
 @torch.no_grad()
-def forward(module: torch.nn.Module, spec: ModelSpec, tokens: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
+def forward(
+    module: torch.nn.Module, spec: ModelSpec, tokens: torch.Tensor, first: bool, last: bool
+) -> torch.Tensor:
     """[1, s, columns of this rank], or the hidden states of a stage that is not the last."""
     packed = collate([{"token_ids": tokens[0].tolist()}], 0, "cpu")
     if not first:
@@ -106,7 +112,9 @@ def forward(module: torch.nn.Module, spec: ModelSpec, tokens: torch.Tensor, firs
 def whole(logits: torch.Tensor, tensor: int) -> torch.Tensor:
     """All columns."""
     parts = [torch.empty_like(logits) for _ in range(tensor)]
-    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    torch.distributed.all_gather(
+        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+    )
     return torch.cat(parts, dim=-1)
 
 

@@ -1,4 +1,5 @@
-"""What the doctor's tests share: good settings, changes to them, a Slurm that is made up, what is found."""
+"""What the doctor's tests share: good settings, changes to them, a Slurm that is made up, what is
+found."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tests.run_helpers import QUICKSTART, merged
 
 GOOD = {
     "layout": "het",
-    "site": {"partition": "main", "gpu_request": "none", "mpi": {"launcher": "pmi2", "library": "wheel"}},
+    "site": {
+        "partition": "main",
+        "gpu_request": "none",
+        "mpi": {"launcher": "pmi2", "library": "wheel"},
+    },
 }
 
 
@@ -44,7 +49,9 @@ def make(tmp_path: Path, changes: dict[str, Any]) -> Config:
 def bad(findings: list[Finding]) -> list[str]:
     for finding in findings:
         assert "\n" not in finding.text
-    return [f"{finding.severity}: {finding.text}" for finding in findings if finding.severity != "ok"]
+    return [
+        f"{finding.severity}: {finding.text}" for finding in findings if finding.severity != "ok"
+    ]
 
 
 def group(name: str, **resources: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The rollout role in processes that are killed: with its real engine, which writes down each token that it draws."""
+"""The rollout role in processes that are killed: with its real engine, which writes down each token
+that it draws."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
     config = Config(steps=1, prompts_per_step=4, samples_per_prompt=2)
     config.eval.every, config.queue.wait_timeout_s, config.liveness.beat_s = 0, 60.0, 0.05
     config.data.train, config.data.shuffle = str(run.root.parent / "train.jsonl"), False
-    config.rollout.max_new_tokens, config.rollout.groups_per_request, config.rollout.requests_in_flight = LONG, 2, 1
+    (
+        config.rollout.max_new_tokens,
+        config.rollout.groups_per_request,
+        config.rollout.requests_in_flight,
+    ) = LONG, 2, 1
     config.rollout.engine.kind, config.rollout.save_partial = "transformers", mode
     config.rollout.save_partial_every_s = every_s
     # A process of its own would have to import all that this one has.
@@ -52,7 +57,8 @@ def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
 
 
 def sglang_process(path: Path, incarnation: int) -> None:
-    """The rollout role with SGLang, responses long enough to be killed in, and what there is of them told at once."""
+    """The rollout role with SGLang, responses long enough to be killed in, and what there is of
+    them told at once."""
     os.chdir(path.parent)
     run = RunDir(path)
     config = config_of(run, "tokens")
@@ -68,14 +74,20 @@ def routes_process(path: Path, incarnation: int) -> None:
     serve(run, load_resolved(path), incarnation)
 
 
-def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s: float, turn: int) -> None:
-    """The rollout role with its real engine, which writes down each token that it draws and hangs after ``draws``.
-    ``turn``: tokens of one of several turns, against an environment; 0: an episode is one response."""
+def rollout_process(
+    path: Path, incarnation: int, draws: int, mode: str, every_s: float, turn: int
+) -> None:
+    """The rollout role with its real engine, which writes down each token that it draws and hangs
+    after ``draws``. ``turn``: tokens of one of several turns, against an environment; 0: an episode
+    is one response."""
     os.chdir(path.parent)
     run, real, made = RunDir(path), engine.keyed_uniform, 0
     config = config_of(run, mode, every_s)
     if turn:
-        config.environment.kind, config.rollout.max_new_tokens = "tests.turns_environments:Thrice", 4 * LONG
+        config.environment.kind, config.rollout.max_new_tokens = (
+            "tests.turns_environments:Thrice",
+            4 * LONG,
+        )
         config.rollout.reward = "environment"
         # The environment's process has to find it too.
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
@@ -102,7 +114,9 @@ def serve(run: RunDir, config: Config, incarnation: int) -> None:
     with QueueClient(run, config, "rollout", incarnation) as client:
         spans = Spans(run.root / f"spans-{incarnation}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
-        rollout.run(Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()))
+        rollout.run(
+            Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag())
+        )
 
 
 def counted(sample: RewardInput) -> float:
@@ -133,7 +147,9 @@ def rollout_of(
 
 
 @contextmanager
-def in_process(target: Callable[..., None], *args: object) -> Iterator[multiprocessing.process.BaseProcess]:
+def in_process(
+    target: Callable[..., None], *args: object
+) -> Iterator[multiprocessing.process.BaseProcess]:
     """A role's process, which is killed at the end."""
     PROCESSES.set_forkserver_preload([__name__])
     process = PROCESSES.Process(target=target, args=args)
@@ -149,7 +165,11 @@ def in_process(target: Callable[..., None], *args: object) -> Iterator[multiproc
 def drawn(run: RunDir) -> Counter[tuple[str, int, int]]:
     """How often each token was drawn: (prompt, sample, position)."""
     path = run.root.parent / "drawn.jsonl"
-    return Counter(tuple(json.loads(line)) for line in path.read_text().splitlines()) if path.exists() else Counter()
+    return (
+        Counter(tuple(json.loads(line)) for line in path.read_text().splitlines())
+        if path.exists()
+        else Counter()
+    )
 
 
 def stop_server() -> None:

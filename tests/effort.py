@@ -1,4 +1,5 @@
-"""How much of a fuzzer, flood or search a session runs: little in every test run, all of it in `env/test.sh --all`."""
+"""How much of a fuzzer, flood or search a session runs: little in every test run, all of it in
+`env/test.sh --all`."""
 
 from __future__ import annotations
 

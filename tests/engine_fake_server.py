@@ -1,7 +1,9 @@
-"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.engines.sglang.server` without a model.
+"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.engines.sglang.server`
+without a model.
 
-The first token of a prompt, one of the constants, says how its answer is wrong. A child is started that would outlive
-the server, and a part that it cannot do without. If its model has a pipe `hold`, it serves when that is closed.
+The first token of a prompt, one of the constants, says how its answer is wrong. A child is started
+that would outlive the server, and a part that it cannot do without. If its model has a pipe `hold`,
+it serves when that is closed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
-NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER, SLOW = range(11, 21)
+GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = (
+    range(11)
+)
+NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER, SLOW = range(
+    11, 21
+)
 FEW_ROUTES, FAR_ROUTES, OTHER_ROUTES, NO_ROUTES, TORN_ROUTES, LATE = range(21, 27)
 PAUSE_S = 0.8
 """Of a slow answer, before each of its three parts."""
@@ -29,7 +35,8 @@ CALLS = web.AppKey("calls", list[str])
 HANGING = web.AppKey("hanging", asyncio.Event)
 """Set once a request hangs."""
 ABORTS = web.AppKey("aborts", asyncio.Queue[None])
-"""Aborts: a request of kind LATE, which hangs, has not arrived yet when the first comes, and ends by the second."""
+"""Aborts: a request of kind LATE, which hangs, has not arrived yet when the first comes, and ends
+by the second."""
 
 
 def answer(kind: int, tokens: int) -> dict[str, Any]:
@@ -72,15 +79,24 @@ def pieces(kind: int, index: int, tokens: int) -> list[dict[str, Any]]:
         return [{"index": index}]
     ids, meta = whole["output_ids"], whole["meta_info"]
     first, rest = meta["output_token_logprobs"][:2], meta["output_token_logprobs"][2:]
-    begun = {"finish_reason": None, "output_token_logprobs": first, "weight_version": "i000001-v000003"}
+    begun = {
+        "finish_reason": None,
+        "output_token_logprobs": first,
+        "weight_version": "i000001-v000003",
+    }
     return [
         {"index": index, "output_ids": ids[:2], "meta_info": begun},
-        {"index": index, "output_ids": ids[2:], "meta_info": meta | {"output_token_logprobs": rest}},
+        {
+            "index": index,
+            "output_ids": ids[2:],
+            "meta_info": meta | {"output_token_logprobs": rest},
+        },
     ]
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    """All prompts share a transport, so one that breaks it breaks all. Every response is begun before one is whole."""
+    """All prompts share a transport, so one that breaks it breaks all. Every response is begun
+    before one is whole."""
     body = await request.json()
     kinds = [prompt[0] for prompt in body["input_ids"]]
     if EXIT in kinds:
@@ -149,7 +165,9 @@ def application(token: str) -> web.Application:
 
     async def model_info(request: web.Request) -> web.Response:
         versions = [call for call in request.app[CALLS] if call.startswith("i")]
-        return web.json_response({"weight_version": versions[-1] if versions else "i000001-v000000"})
+        return web.json_response(
+            {"weight_version": versions[-1] if versions else "i000001-v000000"}
+        )
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
@@ -174,7 +192,9 @@ def application(token: str) -> web.Application:
     app[HANGING], app[ABORTS] = asyncio.Event(), asyncio.Queue()
     app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
     app.add_routes([web.post("/flush_cache", flush), web.post("/abort_request", abort)])
-    app.add_routes([web.post(f"/{what}_memory_occupation", occupation) for what in ("release", "resume")])
+    app.add_routes(
+        [web.post(f"/{what}_memory_occupation", occupation) for what in ("release", "resume")]
+    )
     app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
     app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])
     return app

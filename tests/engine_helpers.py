@@ -26,7 +26,8 @@ TOKEN = "b7d2-a-token-that-only-this-test-knows"
 
 
 def make_model(directory: Path, seed: int) -> Path:
-    """A random model whose next token depends strongly on all tokens before, and is hardly ever the end token."""
+    """A random model whose next token depends strongly on all tokens before, and is hardly ever the
+    end token."""
     make_tiny_model(directory, TinyModelConfig(), seed)
     weights = load_file(directory / "model.safetensors")
     scaled = {name: value * (20 if value.ndim > 1 else 1) for name, value in weights.items()}
@@ -36,13 +37,16 @@ def make_model(directory: Path, seed: int) -> Path:
 
 
 def make_slab(model: Path, version: Version, root: Path) -> Path:
-    """What a node has of ``version`` when it was pulled: the weights of ``model`` in one file, and what they are."""
+    """What a node has of ``version`` when it was pulled: the weights of ``model`` in one file, and
+    what they are."""
     folder = root / str(version)
     folder.mkdir(mode=0o700, parents=True)
     copy_small(model, folder)
     described, record, parts = {}, b"", []
     for name, value in load_file(model / "model.safetensors").items():
-        described[name] = Tensor({torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype], tuple(value.shape))
+        described[name] = Tensor(
+            {torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype], tuple(value.shape)
+        )
         parts.append(Part(name, 0, 0, len(value), len(record)))
         record += value.view(torch.uint8).numpy().tobytes()
     with SafetensorsFile(folder / TENSORS, described) as file:
@@ -82,13 +86,20 @@ def reference_logprobs(
     """Log-probabilities of `response` by one forward pass over prompt and response."""
     ids = torch.tensor([[*prompt, *response]])
     logits = reference_model(directory)(ids).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+    return (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(-1, torch.tensor(response)[:, None])[:, 0]
+        .tolist()
+    )
 
 
 @torch.inference_mode()
-def reference_logprobs_in_place(drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]) -> list[float]:
-    """The same at temperature 1, where the model of `drawn_by` drew each token with the keys and values of those before
-    by the models that were there then."""
+def reference_logprobs_in_place(
+    drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]
+) -> list[float]:
+    """The same at temperature 1, where the model of `drawn_by` drew each token with the keys and
+    values of those before by the models that were there then."""
     ids, cache, found = [*prompt, *response], None, []
     starts = [at for at, model in enumerate(drawn_by) if at == 0 or model != drawn_by[at - 1]]
     for start, stop in zip(starts, [*starts[1:], len(response)], strict=True):
@@ -101,13 +112,17 @@ def reference_logprobs_in_place(drawn_by: list[Path], prompt: tuple[int, ...], r
     return found
 
 
-def reference_logprobs_recomputed(drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]) -> list[float]:
+def reference_logprobs_recomputed(
+    drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]
+) -> list[float]:
     """The same, each model with keys and values of its own."""
     whole = {model: reference_logprobs(model, prompt, response, 1.0) for model in set(drawn_by)}
     return [whole[model][at] for at, model in enumerate(drawn_by)]
 
 
-def error_against(directory: Path, prompt: tuple[int, ...], found: Generation, temperature: float = 1.0) -> float:
+def error_against(
+    directory: Path, prompt: tuple[int, ...], found: Generation, temperature: float = 1.0
+) -> float:
     """Largest difference of the generation's log-probabilities to the reference's."""
     expected = reference_logprobs(directory, prompt, found.token_ids, temperature)
     return max(abs(one - other) for one, other in zip(found.logprobs, expected, strict=True))

@@ -15,7 +15,9 @@ LIMIT_S = 100.0
 HOSTILE = "tests.hostile_environments:Hostile"
 
 
-def with_host(work: Callable[[Environments], Awaitable[Any]], kind: str = HOSTILE, **settings: Any) -> Any:
+def with_host(
+    work: Callable[[Environments], Awaitable[Any]], kind: str = HOSTILE, **settings: Any
+) -> Any:
     async def main() -> Any:
         host = Environments(kind, EnvironmentConfig(**{"step_timeout_s": LIMIT_S, **settings}))
         try:

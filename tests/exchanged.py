@@ -1,4 +1,5 @@
-"""Controls of the runs with tools: what they answer in one episode they answer in another, whose row says so."""
+"""Controls of the runs with tools: what they answer in one episode they answer in another, whose
+row says so."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Beginning,
+    Environment,
+    MediaPart,
+    Observation,
+    Response,
+    Step,
+)
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
 from relax_hpc.examples.tasks.arithmetic import Arithmetic, problems
@@ -18,7 +26,8 @@ from relax_hpc.examples.tasks.fine_stripes import FineStripes, pictures
 
 
 class _Exchanging(Environment):
-    """Of an episode whose row has a column `exchanged`, each observation is the next one of that."""
+    """Of an episode whose row has a column `exchanged`, each observation is the next one of
+    that."""
 
     _others: Sequence[str] = ()
 
@@ -65,12 +74,15 @@ class ExchangedArithmetic(Arithmetic):
 class FewProblems(ExchangedArithmetic):
     """The same with fewer demonstrations, which take time to be read."""
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
         yield from islice(super().demonstrations(data, tokenizer, noise, seed), 1024)
 
 
 class ExchangedStripes(FineStripes):
-    """`exchanged` has the rows of `heldout`, each with the part that shows the tile of the next one."""
+    """`exchanged` has the rows of `heldout`, each with the part that shows the tile of the next
+    one."""
 
     evaluations = ("heldout", "exchanged")
     environment = "tests.exchanged:ExchangedZoom"

@@ -1,7 +1,8 @@
-"""One rank of a model whose experts are dealt out: one step, with micro-batches that are as uneven as can be.
+"""One rank of a model whose experts are dealt out: one step, with micro-batches that are as uneven
+as can be.
 
-`python -m tests.expert_rank FILE WORLD RANK [LAYOUT MODEL OUT LOST]...`, see `training_rank`. If LOST is not empty, the
-last rank kills itself at the experts of its second layer.
+`python -m tests.expert_rank FILE WORLD RANK [LAYOUT MODEL OUT LOST]...`, see `training_rank`. If
+LOST is not empty, the last rank kills itself at the experts of its second layer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def trainer(model: Path, settings: dict, coefficient: float = 0.1) -> Trainer:
     """With a balance loss."""
     actor = helpers.actor_settings(**settings)
     algorithm = Grpo(kl=helpers.ALGORITHM.kl, balance_coefficient=coefficient)
-    return Trainer.of(helpers.policy(model, actor.parallel, actor=actor), algorithm, actor, temperature=0.9)
+    return Trainer.of(
+        helpers.policy(model, actor.parallel, actor=actor), algorithm, actor, temperature=0.9
+    )
 
 
 def step(ours: Trainer) -> tuple[dict[str, float], dict[str, torch.Tensor] | None]:
@@ -66,7 +69,10 @@ def micro_batches(ours: Trainer) -> list[Batch]:
     """Of this data rank, as many as of the others."""
     layout, split, samples = ours.model.layout, ours.model.pack_split, helpers.rows(8)
     count = -(-len(UNEVEN) // layout.data_size)
-    mine = [helpers.batch(samples[start:stop], split) for start, stop in UNEVEN[layout.data_rank :: layout.data_size]]
+    mine = [
+        helpers.batch(samples[start:stop], split)
+        for start, stop in UNEVEN[layout.data_rank :: layout.data_size]
+    ]
     return mine + [idle(samples[0], "cpu", split) for _ in range(count - len(mine))]
 
 

@@ -1,7 +1,9 @@
-"""A Slurm that is made up: sbatch, squeue, scontrol, scancel, sacct, sinfo and srun on PATH, slow, failing or lying.
+"""A Slurm that is made up: sbatch, squeue, scontrol, scancel, sacct, sinfo and srun on PATH, slow,
+failing or lying.
 
-`FakeSlurm` puts them there; what they answer comes from a JSON file that the test changes at any time. This file is
-also the program behind every one of them: `python fake_slurm.py STATE PROGRAM ARGUMENTS...`.
+`FakeSlurm` puts them there; what they answer comes from a JSON file that the test changes at any
+time. This file is also the program behind every one of them: `python fake_slurm.py STATE PROGRAM
+ARGUMENTS...`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ JOB_FIELDS = {
     "r": "reason",
     "j": "name",
 }
-PARTITION = {"PartitionName": "main", "Default": "YES", "MaxNodes": "UNLIMITED", "MaxTime": "1-00:00:00", "State": "UP"}
+PARTITION = {
+    "PartitionName": "main",
+    "Default": "YES",
+    "MaxNodes": "UNLIMITED",
+    "MaxTime": "1-00:00:00",
+    "State": "UP",
+}
 CONFIG = {
     "AccountingStorageType": "accounting_storage/none",
     "JobRequeue": "1",
@@ -44,23 +52,41 @@ CONFIG = {
 
 
 class FakeSlurm:
-    """A cluster of four nodes with 4 GPUs, 8 CPUs and 64000 MiB each, in one partition, until told otherwise."""
+    """A cluster of four nodes with 4 GPUs, 8 CPUs and 64000 MiB each, in one partition, until told
+    otherwise."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.bin, self._state, self._calls = folder / "bin", folder / "slurm.json", folder / "calls.jsonl"
+        self.bin, self._state, self._calls = (
+            folder / "bin",
+            folder / "slurm.json",
+            folder / "calls.jsonl",
+        )
         self.bin.mkdir(parents=True)
         for program in PROGRAMS:
             self._install(program)
         nodes = [f"node{n}|main*|idle|8|64000|host{n}|gpu:4" for n in range(1, 5)]
-        self._save({"rules": [], "jobs": {}, "nodes": nodes, "partitions": [PARTITION], "config": CONFIG, "next": 100})
+        self._save(
+            {
+                "rules": [],
+                "jobs": {},
+                "nodes": nodes,
+                "partitions": [PARTITION],
+                "config": CONFIG,
+                "next": 100,
+            }
+        )
         # Nothing else may be found there, so that a program that is taken away is missing.
         monkeypatch.setenv("PATH", str(self.bin))
         monkeypatch.setenv("USER", "somebody")
 
-    def answer(self, program: str, out: str = "", *, match: str = "", times: int = -1, **how: Any) -> None:
-        """Calls of ``program`` with ``match`` in their arguments print ``out``, ``times`` often (-1: always).
+    def answer(
+        self, program: str, out: str = "", *, match: str = "", times: int = -1, **how: Any
+    ) -> None:
+        """Calls of ``program`` with ``match`` in their arguments print ``out``, ``times`` often
+        (-1: always).
 
-        ``how``: err (to stderr), code (exit code), sleep_s (before the answer). What is told last counts.
+        ``how``: err (to stderr), code (exit code), sleep_s (before the answer). What is told last
+        counts.
         """
         rule = {"program": program, "match": match, "times": times, "out": out, **how}
         state = self.state
@@ -83,7 +109,8 @@ class FakeSlurm:
         return [call for call in map(json.loads, lines) if call["program"] == program]
 
     def run(self, argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        """In place of `subprocess.run`, for tests of many calls: the same answers without a process each."""
+        """In place of `subprocess.run`, for tests of many calls: the same answers without a process
+        each."""
         reply = answer(self._state, argv[0], argv[1:])
         return subprocess.CompletedProcess(argv, reply.code, reply.out, reply.err)
 
@@ -115,12 +142,16 @@ def answer(state_path: Path, program: str, argv: list[str]) -> Reply:
     with state_path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with state_path.with_name("calls.jsonl").open("a") as log:
-            log.write(json.dumps({"program": program, "argv": argv, "env": dict(os.environ)}) + "\n")
+            log.write(
+                json.dumps({"program": program, "argv": argv, "env": dict(os.environ)}) + "\n"
+            )
         state = json.loads(state_path.read_text())
         rule = _rule(state, program, " ".join(argv))
         try:
             reply = (
-                Reply(rule["out"], rule.get("err", ""), rule.get("code", 0)) if rule else _reply(state, program, argv)
+                Reply(rule["out"], rule.get("err", ""), rule.get("code", 0))
+                if rule
+                else _reply(state, program, argv)
             )
         except Reply as ended:
             reply = ended
@@ -153,18 +184,27 @@ def _reply(state: dict, program: str, argv: list[str]) -> Reply:
 
 def _sbatch(state: dict, argv: list[str]) -> Reply:
     if "--test-only" in argv:
-        return Reply(err="sbatch: Job 1 to start at 2030-01-01T00:00:00 using 1 processors on nodes node1\n")
+        return Reply(
+            err="sbatch: Job 1 to start at 2030-01-01T00:00:00 using 1 processors on nodes node1\n"
+        )
     job, options = (
         str(state["next"]),
         dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word),
     )
     state["next"] += 1
-    state["jobs"][job] = {"state": "PENDING", "name": options.get("job-name", "job"), "comment": options["comment"]}
+    state["jobs"][job] = {
+        "state": "PENDING",
+        "name": options.get("job-name", "job"),
+        "comment": options["comment"],
+    }
     return Reply(f"{job}\n")
 
 
 def _squeue(state: dict, argv: list[str]) -> Reply:
-    asked = next((word.removeprefix("--jobs=").split(",") for word in argv if word.startswith("--jobs=")), None)
+    asked = next(
+        (word.removeprefix("--jobs=").split(",") for word in argv if word.startswith("--jobs=")),
+        None,
+    )
     form = next(word.removeprefix("--format=") for word in argv if word.startswith("--format="))
     lines = []
     for job, fields in state["jobs"].items():
@@ -201,7 +241,9 @@ def _scancel(state: dict, argv: list[str]) -> Reply:
     job = argv[-1]
     if not any(word.startswith("--signal") for word in argv):
         state["jobs"] = {
-            name: fields for name, fields in state["jobs"].items() if job not in (name, fields.get("het", ""))
+            name: fields
+            for name, fields in state["jobs"].items()
+            if job not in (name, fields.get("het", ""))
         }
     return Reply()
 
@@ -212,7 +254,10 @@ def _scontrol(state: dict, argv: list[str]) -> Reply:
         return Reply("".join(f"{key:<24}= {value}\n" for key, value in state["config"].items()))
     if words[:2] == ["show", "partition"]:
         return Reply(
-            "".join(" ".join(f"{key}={value}" for key, value in p.items()) + "\n" for p in state["partitions"])
+            "".join(
+                " ".join(f"{key}={value}" for key, value in p.items()) + "\n"
+                for p in state["partitions"]
+            )
         )
     if words[:2] == ["show", "hostnames"]:
         return Reply("".join(f"{name}\n" for name in _hostnames(words[2])))
@@ -227,7 +272,9 @@ def _hostnames(text: str) -> list[str]:
     if not found:
         return text.split(",")
     ranges = [part.split("-") for part in found[2].split(",")]
-    return [f"{found[1]}{n}" for bounds in ranges for n in range(int(bounds[0]), int(bounds[-1]) + 1)]
+    return [
+        f"{found[1]}{n}" for bounds in ranges for n in range(int(bounds[0]), int(bounds[-1]) + 1)
+    ]
 
 
 def _sinfo(state: dict, argv: list[str]) -> Reply:
@@ -237,7 +284,8 @@ def _sinfo(state: dict, argv: list[str]) -> Reply:
 def _srun(state: dict, argv: list[str]) -> Reply:
     if "--mpi=list" in argv:
         return Reply(
-            err="MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
+            err="MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions "
+            "available: pmix_v4\n"
         )
     return Reply()
 

@@ -1,4 +1,5 @@
-"""The table of docs/faults.md of what runs survive: tests add lines, and `python -m tests.fault_table` prints it.
+"""The table of docs/faults.md of what runs survive: tests add lines, and `python -m
+tests.fault_table` prints it.
 
 Nothing is kept unless RELAX_FAULT_TABLE names the file, as `env/test.sh --all` does.
 """
@@ -19,12 +20,15 @@ def add(fault: str, layout: str, engine: str) -> None:
     if path := os.environ.get("RELAX_FAULT_TABLE"):
         user = "root" if os.getuid() == 0 else "user"
         with Path(path).open("a") as file:
-            file.write(json.dumps({"fault": fault, "layout": layout, "engine": engine, "user": user}) + "\n")
+            file.write(
+                json.dumps({"fault": fault, "layout": layout, "engine": engine, "user": user})
+                + "\n"
+            )
 
 
 def table(lines: list[str]) -> str:
-    """The faults in the order in which they came; in each layout, as whom they were survived, with SGLang if no other
-    engine is named."""
+    """The faults in the order in which they came; in each layout, as whom they were survived, with
+    SGLang if no other engine is named."""
     cells: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for line in map(json.loads, lines):
         engine = "" if line["engine"] == "sglang" else f" ({line['engine']})"

@@ -1,5 +1,6 @@
-"""A filter of prompt groups that keeps all of them, and stops a run at a step until a test continues
-it: what the test waits for then happens before the run ends, however slow the machine is."""
+"""A filter of prompt groups that keeps all of them, and stops a run at a step until a test
+continues it: what the test waits for then happens before the run ends, however slow the machine
+is."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def close(folder: Path) -> dict[str, Any]:
     _gate(folder).touch()
     path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     # The engines may be in the actor's group.
-    groups = {name: {"env": {_FOLDER: str(folder), "PYTHONPATH": path}} for name in ("rollout", "actor")}
+    groups = {
+        name: {"env": {_FOLDER: str(folder), "PYTHONPATH": path}} for name in ("rollout", "actor")
+    }
     return {"rollout": {"filter": "tests.gate:passes"}, "groups": groups}
 
 

@@ -30,7 +30,9 @@ class Gateway:
     def url(self) -> str:
         return self.front.url
 
-    async def opened(self, name: str, serve: Callable[[Message], Awaitable[Message]]) -> tuple[Link, str]:
+    async def opened(
+        self, name: str, serve: Callable[[Message], Awaitable[Message]]
+    ) -> tuple[Link, str]:
         """A session of a rollout process of its own, which answers by ``serve``, and its bearer."""
         link, bearer = await reach(self.run, serve, LIMIT_S), f"sk-{name}"
         await link.call(do="open", session=name, key=key_of(bearer))

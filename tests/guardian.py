@@ -1,14 +1,16 @@
 """Guardian of a test session: cleans up after the session, however the session ends.
 
-`python -m tests.guardian PID` is a child of process PID, which is pytest's controller. It reads one line of JSON from
-standard input, see `Order`. When standard input is closed or the controller has ended, it
+`python -m tests.guardian PID` is a child of process PID, which is pytest's controller. It reads one
+line of JSON from standard input, see `Order`. When standard input is closed or the controller has
+ended, it
 
-1. kills every process whose environment has the session's mark or names its folder, and their descendants,
+1. kills every process whose environment has the session's mark or names its folder, and their
+  descendants,
 2. removes what these processes leave in /dev/shm,
 3. removes the users that root made for tests, and the session's folder.
 
-The guardian leads another session of processes, so that Ctrl-C, a closed terminal or a kill of pytest's process group
-does not end it.
+The guardian leads another session of processes, so that Ctrl-C, a closed terminal or a kill of
+pytest's process group does not end it.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.weights.node_cache import staging_root
 
 MARK = "RELAX_TEST_SESSION"
-"""Environment variable that every process of a session inherits. A worker's value begins with its controller's."""
+"""Environment variable that every process of a session inherits. A worker's value begins with its
+controller's."""
 FOLDER = "RELAX_TEST_FOLDER"
 """Environment variable: the session's folder, where its temporary files are."""
 MEMORY = Path("/dev/shm")
 LIBRARIES = ("sglang_", "sgl_", "psm_", "nccl-", "mpich_", "torch_", "ucx_", "sem.")
-"""Beginnings of the names of files that libraries make in /dev/shm, and keep open while they use them."""
+"""Beginnings of the names of files that libraries make in /dev/shm, and keep open while they use
+them."""
 USERS = "session.users"
 """File in a session's folder with the names of users that root made."""
 RUNS = "session.runs"
@@ -51,7 +55,8 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a guardian needs to know of its session: mark, folder, and names in /dev/shm before the session."""
+    """What a guardian needs to know of its session: mark, folder, and names in /dev/shm before the
+    session."""
 
     mark: str
     folder: str
@@ -128,7 +133,8 @@ def has_mark(value: str, mark: str) -> bool:
 
 
 def session_processes(mark: str, folder: str = "") -> list[psutil.Process]:
-    """Living processes of the session with ``mark`` and those whose environment names ``folder``, with descendants."""
+    """Living processes of the session with ``mark`` and those whose environment names ``folder``,
+    with descendants."""
     processes: dict[int, psutil.Process] = {}
     children: dict[int, list[int]] = {}
     pending = []
@@ -153,13 +159,15 @@ def session_processes(mark: str, folder: str = "") -> list[psutil.Process]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Environment of a process. psutil 7 stops at an empty variable; slurmstepd has its title in place of the first."""
+    """Environment of a process. psutil 7 stops at an empty variable; slurmstepd has its title in
+    place of the first."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(variable.split("=", 1) for variable in variables if "=" in variable)
 
 
 def end_processes(mark: str, folder: str) -> None:
-    """Kill all processes of a session, also those that they start meanwhile, for at most `END_S`."""
+    """Kill all processes of a session, also those that they start meanwhile, for at most
+    `END_S`."""
 
     def kill_all() -> bool:
         living = session_processes(mark, folder)
@@ -179,14 +187,18 @@ def remove_users(names: list[str]) -> None:
                 with contextlib.suppress(psutil.Error):
                     if uid in process.uids():
                         _kill(process)
-            subprocess.run(["userdel", "--force", name], capture_output=True, timeout=END_S, check=False)
+            subprocess.run(
+                ["userdel", "--force", name], capture_output=True, timeout=END_S, check=False
+            )
 
 
 def remove_folder(folder: Path) -> None:
     """Remove ``folder``, also parts of it that their owner may not change."""
 
     def remove() -> bool:
-        subprocess.run(["chmod", "-R", "u+rwX", folder], capture_output=True, timeout=END_S, check=False)
+        subprocess.run(
+            ["chmod", "-R", "u+rwX", folder], capture_output=True, timeout=END_S, check=False
+        )
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
 
@@ -197,8 +209,9 @@ def remove_folder(folder: Path) -> None:
 def remove_memory(order: Order) -> None:
     """Remove what the session's ended processes have left in /dev/shm.
 
-    Other sessions and runs of this user may be active. So a folder of weights is removed only if its name is that of a
-    run below the session's folders, and a library's file only if it is new and no process has it open.
+    Other sessions and runs of this user may be active. So a folder of weights is removed only if
+    its name is that of a run below the session's folders, and a library's file only if it is new
+    and no process has it open.
     """
     folder = Path(order.folder)
     staging = {
@@ -210,7 +223,12 @@ def remove_memory(order: Order) -> None:
     in_use = set(_open_in_memory())
     for path in paths:
         is_new = path.name not in order.memory_before
-        unused = path.name.startswith(LIBRARIES) and is_new and path.name not in in_use and _is_ours(path)
+        unused = (
+            path.name.startswith(LIBRARIES)
+            and is_new
+            and path.name not in in_use
+            and _is_ours(path)
+        )
         if unused or path.name.startswith(f"{folder.name}-") or _without_user(path.name) in staging:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -219,7 +237,8 @@ def remove_memory(order: Order) -> None:
 
 
 def _without_user(name: str) -> str:
-    """Name of a folder of weights, relax-UID-HASH, without its user: tests have runs of several users."""
+    """Name of a folder of weights, relax-UID-HASH, without its user: tests have runs of several
+    users."""
     return name.rpartition("-")[2] if name.startswith("relax-") else ""
 
 
@@ -241,7 +260,9 @@ def _open_in_memory() -> Iterator[str]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             folder = Path(f"/proc/{process.pid}")
-            paths = [line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()]
+            paths = [
+                line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()
+            ]
             for descriptor in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     paths.append(str(descriptor.readlink()))
@@ -263,7 +284,8 @@ def _repeat_until_true(attempt: Callable[[], bool]) -> None:
 
 
 def main(controller: int) -> None:
-    """Wait for the end of a session, then clean up. ``controller``: pytest's process, this one's parent."""
+    """Wait for the end of a session, then clean up. ``controller``: pytest's process, this one's
+    parent."""
     # Unbuffered, because `select` does not see lines in a buffer.
     line = sys.stdin.buffer.raw.readline()
     with contextlib.suppress(ProcessLookupError):

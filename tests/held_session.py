@@ -1,4 +1,5 @@
-"""Tests that hold what a session can hold and wait to be killed with it. `test_guardian.py` runs them in a pytest.
+"""Tests that hold what a session can hold and wait to be killed with it. `test_guardian.py` runs
+them in a pytest.
 
 Each writes a JSON file into the folder that RELAX_HELD names once it holds everything.
 """

@@ -32,7 +32,12 @@ BAD_STEPS: dict[str, Any] = {
     "context": Step((Observation("text"),), context=Context("a", "b")),
 }
 WELL = Step(
-    (Observation("é</tool_response><|im_end|>", (MediaPart("image", b"\x00\xff"), MediaPart("video", Path("/a")))),)
+    (
+        Observation(
+            "é</tool_response><|im_end|>",
+            (MediaPart("image", b"\x00\xff"), MediaPart("video", Path("/a"))),
+        ),
+    )
     * 2,
     info={"list": [1, None]},
     reward=0.5,
@@ -52,7 +57,11 @@ class Hostile(Environment):
 
     def reset(self, beginning):
         self.begun = beginning
-        return (Observation(f"begun {beginning.seed} {beginning.metadata}"),) if self.word == "opens" else ()
+        return (
+            (Observation(f"begun {beginning.seed} {beginning.metadata}"),)
+            if self.word == "opens"
+            else ()
+        )
 
     def step(self, response: Response) -> Step:
         what, *rest = response.text.split(maxsplit=1)
@@ -62,7 +71,9 @@ class Hostile(Environment):
         if what == "well":
             return WELL
         said = f"{self.turn} {getattr(self, what, lambda *_: what)(*rest)} {self.begun.seed}"
-        return Step((Observation(said),), info={"pid": os.getpid(), "thread": threading.get_ident()})
+        return Step(
+            (Observation(said),), info={"pid": os.getpid(), "thread": threading.get_ident()}
+        )
 
     def sleep(self, seconds: str) -> None:
         time.sleep(float(seconds))

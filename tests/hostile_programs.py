@@ -1,8 +1,8 @@
-"""Programs that a policy may write to harm, and what becomes of each: `python -m tests.hostile_programs [NAME...]`
-prints that as JSON, and which of their processes are left.
+"""Programs that a policy may write to harm, and what becomes of each: `python -m
+tests.hostile_programs [NAME...]` prints that as JSON, and which of their processes are left.
 
-They are the smallest programs of each kind of attack: use up the node, reach something outside, stay alive, disturb
-the processes that run them.
+They are the smallest programs of each kind of attack: use up the node, reach something outside,
+stay alive, disturb the processes that run them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def call(number, *arguments):
 """
 PROGRAMS = {
     "endless": "while True: pass",
-    "sleeps": "import subprocess; subprocess.Popen(['sleep', '1000']); import time; time.sleep(1000)",
+    "sleeps": "import subprocess; subprocess.Popen(['sleep', '1000']); import time; "
+    "time.sleep(1000)",
     "leaves a daemon": """
 import os, time
 if os.fork() == 0:
@@ -257,7 +258,8 @@ asyncio.run(main())
 
 def main(names: list[str]) -> None:
     """Run those of ``names``, or all."""
-    # Processes that lose their parent become children of this one, so that none is overlooked below.
+    # Processes that lose their parent become children of this one, so that none is overlooked
+    # below.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     usual, little = Jail(SETTINGS), Jail(LITTLE_MEMORY)
 
@@ -269,7 +271,11 @@ def main(names: list[str]) -> None:
 
     # Of an interpreter that lies in another folder than its packages, a program does not see them.
     parts = find_interpreter("", "").parts
-    print(json.dumps({"name": "packages", "are_shown": any(map(Path(numpy.__file__).is_relative_to, parts))}))
+    print(
+        json.dumps(
+            {"name": "packages", "are_shown": any(map(Path(numpy.__file__).is_relative_to, parts))}
+        )
+    )
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in pool.map(run, names or PROGRAMS):
             print(line, flush=True)
@@ -277,7 +283,8 @@ def main(names: list[str]) -> None:
 
 
 def remaining_programs() -> list[str]:
-    """Pid and command of each process of a program that is there although all calls have returned."""
+    """Pid and command of each process of a program that is there although all calls have
+    returned."""
     remaining = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,8 +1,9 @@
-"""Processes that train, save and die at a named point of it; `python -m tests.killed_saves MODEL FOLDER [POINT ...]`.
+"""Processes that train, save and die at a named point of it; `python -m tests.killed_saves MODEL
+FOLDER [POINT ...]`.
 
-For each point a child of this process trains to step 3, saving after step 2 and dying there; another one goes on from
-the newest checkpoint that verifies. Prints a line of JSON for each: what the weights at step 3 are, and the step from
-which they were reached. Without a point nothing dies.
+For each point a child of this process trains to step 3, saving after step 2 and dying there;
+another one goes on from the newest checkpoint that verifies. Prints a line of JSON for each: what
+the weights at step 3 are, and the step from which they were reached. Without a point nothing dies.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def die_at(point: str) -> None:
 
 
 def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
-    """From the newest whole checkpoint to the last step; dying while step 2 is saved, if a ``point`` is named."""
+    """From the newest whole checkpoint to the last step; dying while step 2 is saved, if a
+    ``point`` is named."""
     torch.set_num_threads(1)
     parallel.initialize_alone("cpu", 0, 60.0)
     ours, channel = trainer(model), Channel(60.0)
@@ -71,10 +73,17 @@ def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
             if point and step + 1 == SAVED[-1]:
                 keeper.settle()
                 die_at(point)
-            keeper.save(folder / name, {"step": step + 1}, lambda digest, name=name: add(journal, name, digest))
+            keeper.save(
+                folder / name,
+                {"step": step + 1},
+                lambda digest, name=name: add(journal, name, digest),
+            )
     keeper.settle()
     whole = sorted(ours.model.export_hf().items())
-    return {"from": begun, "weights": {name: sha256(tensor.numpy()).hexdigest() for name, tensor in whole}}
+    return {
+        "from": begun,
+        "weights": {name: sha256(tensor.numpy()).hexdigest() for name, tensor in whole},
+    }
 
 
 def add(journal: Path, name: str, digest: str) -> None:
@@ -114,7 +123,10 @@ def main() -> None:
         died = in_child(partial(train, Path(model), own, point))
         left = len(list(own.glob(".*.partial")))
         again = in_child(partial(train, Path(model), own, "")) if point else died
-        print(json.dumps({"point": point, "died": died.get("signal"), "partial": left, **again}), flush=True)
+        print(
+            json.dumps({"point": point, "died": died.get("signal"), "partial": left, **again}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""An actor_fwd that hears of a version only once it has been asked to score the rows of that version's step.
+"""An actor_fwd that hears of a version only once it has been asked to score the rows of that
+version's step.
 
-`environment`'s variables make it so in every process of a run that serves this role, by a `sitecustomize`.
+`environment`'s variables make it so in every process of a run that serves this role, by a
+`sitecustomize`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ SAID = "claimed before its weights were heard of: step"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables for all processes of a run; Python imports `sitecustomize` before anything else. Makes `folder`."""
+    """Variables for all processes of a run; Python imports `sitecustomize` before anything else.
+    Makes `folder`."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HOOK)
-    folders = [str(folder), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(folder),
+        str(Path(__file__).resolve().parent.parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def hear_late() -> None:
-    """Where this process is an actor_fwd, hold news of versions back until a claim has come that needs them."""
+    """Where this process is an actor_fwd, hold news of versions back until a claim has come that
+    needs them."""
     if "actor_fwd" not in sys.orig_argv:
         return
     from relax_hpc.roles import forward

@@ -11,7 +11,8 @@ from tests.run_helpers import journal_records
 
 
 def late_writes(run: RunDir) -> list[str]:
-    """Journal records that came from an incarnation of a group after a later one had begun, or its end was journaled.
+    """Journal records that came from an incarnation of a group after a later one had begun, or its
+    end was journaled.
 
     A fenced process leaves none: it can put, ack, publish and checkpoint nothing.
     """
@@ -19,7 +20,10 @@ def late_writes(run: RunDir) -> list[str]:
     for record in journal_records(run):
         group, incarnation = writer_of(record)
         if incarnation and incarnation < lowest.get(group, 0):
-            found.append(f"{record['op']} of {group} incarnation {incarnation}, although {lowest[group]} has begun")
+            found.append(
+                f"{record['op']} of {group} incarnation {incarnation}, although {lowest[group]} "
+                "has begun"
+            )
         if record["op"] in ("register", "down"):
             over = record["incarnation"] + (record["op"] == "down")
             lowest[record["group"]] = max(over, lowest.get(record["group"], 0))
@@ -27,10 +31,11 @@ def late_writes(run: RunDir) -> list[str]:
 
 
 def writer_of(record: dict[str, Any]) -> tuple[str, int]:
-    """Group and incarnation of the process whose request a journal record is; incarnation 0: it does not say."""
+    """Group and incarnation of the process whose request a journal record is; incarnation 0: it
+    does not say."""
     if record["op"] == "gathered":
-        # The controller's own work, for which nobody asked: it may end after its group was said to be over, and what
-        # fences a controller is its successor's journal.
+        # The controller's own work, for which nobody asked: it may end after its group was said to
+        # be over, and what fences a controller is its successor's journal.
         return "", 0
     if "owner" in record:
         return record["owner"][0], record["owner"][1]

@@ -1,4 +1,5 @@
-"""An agent that says what a file has, which others may change meanwhile: `python -m tests.lookup_agent TABLE`."""
+"""An agent that says what a file has, which others may change meanwhile: `python -m
+tests.lookup_agent TABLE`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.environments.base import Beginning, Context, Environment, MediaPart, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Beginning,
+    Context,
+    Environment,
+    MediaPart,
+    Observation,
+    Response,
+    Step,
+)
 
 
 class Lookup(Environment):
@@ -22,6 +30,15 @@ class Lookup(Environment):
         return (Observation(f"{beginning.answer} {beginning.seed}.", media),)
 
     def step(self, response: Response) -> Step:
-        said, done = self._table["says"][response.turn], response.turn + 1 == len(self._table["says"])
+        said, done = (
+            self._table["says"][response.turn],
+            response.turn + 1 == len(self._table["says"]),
+        )
         where = Context("other", turns=1) if response.turn == 0 and not done else None
-        return Step((Observation(said),), done, {"letters": len(response.text)}, self._table["reward"], where)
+        return Step(
+            (Observation(said),),
+            done,
+            {"letters": len(response.text)},
+            self._table["reward"],
+            where,
+        )

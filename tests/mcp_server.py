@@ -69,7 +69,11 @@ def main() -> None:
                 answer(number, result={"tools": tools, "nextCursor": after})
             case {"method": "ping", "id": number}:
                 answer(number, result={})
-            case {"method": "tools/call", "id": number, "params": {"name": name, "arguments": arguments}} if ready:
+            case {
+                "method": "tools/call",
+                "id": number,
+                "params": {"name": name, "arguments": arguments},
+            } if ready:
                 call(number, name, arguments)
             case _:
                 os._exit(9)

@@ -1,5 +1,5 @@
-"""Files of media that tests make: images by Pillow, sounds by soundfile, videos as MJPEG in AVI, and model directories
-with nothing but the files that say how a model wants its media."""
+"""Files of media that tests make: images by Pillow, sounds by soundfile, videos as MJPEG in AVI,
+and model directories with nothing but the files that say how a model wants its media."""
 
 from __future__ import annotations
 
@@ -28,16 +28,26 @@ SOUND = {"feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "n_fft"
 
 
 def model_files(path: Path, kind: str = "qwen3_vl", **image: Any) -> Path:
-    """Directory ``path`` of a model of a family, as far as media go; ``image``: keys of its image processor."""
+    """Directory ``path`` of a model of a family, as far as media go; ``image``: keys of its image
+    processor."""
     path.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"model_type": kind, "vision_config": TOWER}
     if "omni" in kind:
-        thinker = {"vision_config": TOWER, "audio_config": {"num_mel_bins": 128}, "position_id_per_seconds": 13}
+        thinker = {
+            "vision_config": TOWER,
+            "audio_config": {"num_mel_bins": 128},
+            "position_id_per_seconds": 13,
+        }
         config = {"model_type": kind, "thinker_config": thinker}
     (path / "config.json").write_text(json.dumps(config))
     usual = {"size": {"shortest_edge": 1024, "longest_edge": 16777216}}
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | SOUND | usual | image))
-    video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 2, "min_frames": 4, "max_frames": 768}
+    video = {
+        "size": {"shortest_edge": 4096, "longest_edge": 25165824},
+        "fps": 2,
+        "min_frames": 4,
+        "max_frames": 768,
+    }
     (path / "video_preprocessor_config.json").write_text(json.dumps(PROCESSOR | video))
     return path
 
@@ -66,7 +76,9 @@ def tone(seconds: float, rate: int = 16000, pitch: float = 440.0) -> np.ndarray:
     return (0.3 * np.sin(2 * np.pi * pitch * times) + noise).astype(np.float32)
 
 
-def sound(samples: np.ndarray, rate: int = 16000, form: str = "WAV", subtype: str | None = None) -> bytes:
+def sound(
+    samples: np.ndarray, rate: int = 16000, form: str = "WAV", subtype: str | None = None
+) -> bytes:
     """Bytes of a file of ``samples`` [samples] or [samples, channels]."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=form, subtype=subtype)
@@ -80,8 +92,8 @@ def clip(count: int, height: int, width: int) -> list[Image.Image]:
 
 
 HANGS, CRASHES, SWELLS, KILLED_TWICE = 33, 34, 35, 36
-"""Widths of pictures of 32 lines over which the Pillow of `have_own_pillow` hangs, crashes, takes a gigabyte, and
-is killed the first two times."""
+"""Widths of pictures of 32 lines over which the Pillow of `have_own_pillow` hangs, crashes, takes a
+gigabyte, and is killed the first two times."""
 _OWN_PILLOW = f"""
 import os, signal, time
 from PIL import Image as pillow
@@ -103,6 +115,7 @@ pillow.open = opened
 
 
 def have_own_pillow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have workers that start from now on import a Pillow from ``folder`` that fails over some pictures."""
+    """Have workers that start from now on import a Pillow from ``folder`` that fails over some
+    pictures."""
     (folder / "sitecustomize.py").write_text(_OWN_PILLOW)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

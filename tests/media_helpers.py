@@ -106,7 +106,9 @@ QWEN3_OMNI_THINKER = {
 QWEN3_OMNI = {
     "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
     "model_type": "qwen3_omni_moe",
-    "thinker_config": {key: value for key, value in QWEN3_OMNI_THINKER.items() if key != "architectures"},
+    "thinker_config": {
+        key: value for key, value in QWEN3_OMNI_THINKER.items() if key != "architectures"
+    },
     "talker_config": {"whatever": 1},
 }
 _TALKER = {
@@ -130,7 +132,11 @@ SPEAKING = QWEN3_OMNI | {
             "shared_expert_intermediate_size": 12,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+                "rope_type": "default",
+            },
         },
         "code_predictor_config": _TALKER | {"num_hidden_layers": 1, "num_code_groups": 3},
     },
@@ -151,7 +157,8 @@ SPEAKING = QWEN3_OMNI | {
 GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
 FRAMES = {"beep": 37, "speech": 230, "song": 145}
-"""Mel frames of sounds: less than a chunk, and more than a window, beside which another is encoded."""
+"""Mel frames of sounds: less than a chunk, and more than a window, beside which another is
+encoded."""
 RULES = Rules(patch=4, merge=2, temporal=2)
 OMNI_RULES = replace(RULES, stamped=False, positions_a_second=13.0, rate=16000, mel_bins=16)
 _PLACEHOLDERS = {Kind.IMAGE: IMAGE, Kind.VIDEO: VIDEO, Kind.AUDIO: AUDIO}
@@ -208,18 +215,23 @@ ROWS = [media_row(names, seed) for seed, names in enumerate(_OF_ROWS)]
 
 OMNI_ROWS = [
     media_row(names, seed, rules=OMNI_RULES)
-    for seed, names in enumerate((["beep"], ["high", "moving"], [], ["speech", "wide"], ["moving"], ["song"]))
+    for seed, names in enumerate(
+        (["beep"], ["high", "moving"], [], ["speech", "wide"], ["moving"], ["song"])
+    )
 ]
 
 
 def transformers_logprobs(model: Any, row: Row, omni: bool = False) -> torch.Tensor:
-    """Log-probabilities of a row's tokens but the first, by transformers, where placeholders have none."""
+    """Log-probabilities of a row's tokens but the first, by transformers, where placeholders have
+    none."""
     ids = torch.tensor(row["token_ids"][None].astype(np.int64))
     kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
     given = _visual(row) | (_omni(row, model.dtype) if omni else kinds)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
     banned = torch.tensor([IMAGE, VIDEO, AUDIO] if omni else [IMAGE, VIDEO])
-    return logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    return (
+        logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    )
 
 
 def _named(row: Row, kind: Kind) -> list[str]:
@@ -233,7 +245,9 @@ def _visual(row: Row) -> dict[str, Any]:
         (Kind.VIDEO, "pixel_values_videos", "video_grid_thw"),
     ):
         if names := _named(row, kind):
-            given[values] = torch.from_numpy(np.concatenate([patches(MEDIA[name], RULES) for name in names]))
+            given[values] = torch.from_numpy(
+                np.concatenate([patches(MEDIA[name], RULES) for name in names])
+            )
             given[grids] = torch.tensor([GRIDS[name] for name in names])
     return given
 
@@ -243,7 +257,9 @@ def _omni(row: Row, dtype: torch.dtype) -> dict[str, Any]:
     if names := _named(row, Kind.AUDIO):
         sounds = [torch.from_numpy(mel(MEDIA[name], OMNI_RULES)) for name in names]
         given["input_features"] = torch.stack(sounds).to(dtype)
-        given["feature_attention_mask"] = torch.ones(len(sounds), sounds[0].shape[1], dtype=torch.long)
+        given["feature_attention_mask"] = torch.ones(
+            len(sounds), sounds[0].shape[1], dtype=torch.long
+        )
     return given
 
 

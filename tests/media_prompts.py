@@ -29,7 +29,9 @@ START, END = 49, 50
 """Tokens around it."""
 
 
-HEARING = TinyModelConfig(num_layers=3, vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False)
+HEARING = TinyModelConfig(
+    num_layers=3, vision_layers=2, audio_layers=2, num_experts=4, tie_word_embeddings=False
+)
 """Fewer levels of DeepStack than the three that SGLang adds of itself."""
 
 
@@ -56,12 +58,14 @@ def png(height: int = 64, width: int = 64, seed: int = 0) -> bytes:
 def placed(
     model: Path, store: MediaStore, *media: tuple[Kind, bytes], heard: bool = False
 ) -> tuple[list[int], tuple[PromptMedium, ...]]:
-    """A prompt with a place for each of some media, which are stored, and text around them; ``heard``: whether videos
-    are heard, too."""
+    """A prompt with a place for each of some media, which are stored, and text around them;
+    ``heard``: whether videos are heard, too."""
     data = DataConfig(multimodal=MultimodalConfig(use_audio_in_video=heard))
     tokenizer, rules = load_tokenizer(model), MediaRules.of(data, model, Path())
     assert rules
-    sources: Columns = {kind: deque(data_uri(one) for found, one in media if found is kind) for kind in Kind}
+    sources: Columns = {
+        kind: deque(data_uri(one) for found, one in media if found is kind) for kind in Kind
+    }
     text = "a" + "".join(f"<{kind}>b" for kind, _ in media)
     encode = functools.partial(tokenizer.encode, special=False)
     named = {kind: some for kind, some in sources.items() if some}

@@ -1,4 +1,5 @@
-"""All media at once for tests: some images and sounds damaged, and a set whose media were exchanged."""
+"""All media at once for tests: some images and sounds damaged, and a set whose media were
+exchanged."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ _COLUMNS = ("images", "videos", "audios")
 
 
 class Mixed(MixedMedia):
-    """`exchanged` has the rows with media of all held-out ones, each with the medium of another of its question."""
+    """`exchanged` has the rows with media of all held-out ones, each with the medium of another of
+    its question."""
 
     evaluations = (*PARTS, "exchanged")
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
         if split == "exchanged":
-            parts = [exchanged(list(PARTS[part].rows("heldout", data))) for part in ("images", "videos", "sounds")]
+            parts = [
+                exchanged(list(PARTS[part].rows("heldout", data)))
+                for part in ("images", "videos", "sounds")
+            ]
             yield from chain.from_iterable(zip(*parts, strict=True))
             return
         for number, row in enumerate(super().rows(split, data)):

@@ -1,4 +1,5 @@
-"""Hugging Face directories as far as checks read them: config.json, a tokenizer, headers of weights without bytes."""
+"""Hugging Face directories as far as checks read them: config.json, a tokenizer, headers of weights
+without bytes."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ SMALL = {
 
 
 def model_directory(path: Path, **changes: Any) -> Path:
-    """A new directory `path` with a model of `SMALL` sizes and `changes`; its tensors are holes of bfloat16."""
+    """A new directory `path` with a model of `SMALL` sizes and `changes`; its tensors are holes of
+    bfloat16."""
     config = {key: value for key, value in (SMALL | changes).items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path)
     pieces = all_pieces(FAMILIES[config["model_type"]].of(config))
-    text = header_text([(name, "BF16", piece.shape) for name, piece in pieces.items()], {"format": "pt"}).encode()
-    ends = [one["data_offsets"][1] for name, one in json.loads(text).items() if name != "__metadata__"]
+    text = header_text(
+        [(name, "BF16", piece.shape) for name, piece in pieces.items()], {"format": "pt"}
+    ).encode()
+    ends = [
+        one["data_offsets"][1] for name, one in json.loads(text).items() if name != "__metadata__"
+    ]
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + max(ends))

@@ -1,7 +1,7 @@
 """Mounts below /usr, and a key of the user's: what a program in a jail gets of them, as JSON.
 
-`python -m tests.mounts_and_keys [--old-kernel]`, in a new mount namespace. ``--old-kernel``: without
-mount_setattr(2), as before Linux 5.12, and without the filter of system calls.
+`python -m tests.mounts_and_keys [--old-kernel]`, in a new mount namespace. ``--old-kernel``:
+without mount_setattr(2), as before Linux 5.12, and without the filter of system calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def main(is_old: bool) -> None:
     (FOLDER / "secret").write_text("SECRET")
     mount("tmpfs", FOLDER / "within", "-t", "tmpfs")
     venv.create(FOLDER / "within" / "environment", symlinks=True)
-    file = next(path for path in sorted(Path("/usr/bin").iterdir()) if path.is_file() and not path.is_symlink())
+    file = next(
+        path
+        for path in sorted(Path("/usr/bin").iterdir())
+        if path.is_file() and not path.is_symlink()
+    )
     mount(str(FOLDER / "secret"), file, "--bind")
     # What programs need may be mounted as well.
     mount("/usr/lib", Path("/usr/lib"), "--bind")
@@ -56,15 +60,31 @@ def main(is_old: bool) -> None:
     if is_old:
         refuse_mount_setattr()
         jail.ARCHITECTURES = {platform.machine(): dataclasses.replace(CALLS, refused=())}
-    paths = {"secret": FOLDER / "secret", "file": file, "outside": FOLDER / "new", "sibling": "/usr/new"}
-    program = PROGRAM.format(**{name: str(path) for name, path in paths.items()}, keyctl=CALLS.keyctl, keyring=KEYRING)
+    paths = {
+        "secret": FOLDER / "secret",
+        "file": file,
+        "outside": FOLDER / "new",
+        "sibling": "/usr/new",
+    }
+    program = PROGRAM.format(
+        **{name: str(path) for name, path in paths.items()}, keyctl=CALLS.keyctl, keyring=KEYRING
+    )
     environment = FOLDER / "within" / "environment"
     runs = [
         json.loads(jail.Jail(CodeSettings(python=python)).run(program, "", 60.0).output)
         for python in ("", str(environment / "bin" / "python"))
     ]
     left = sorted(path.name for path in FOLDER.iterdir())
-    print(json.dumps({"runs": runs, "left": left, "has_key": has_key, "prefixes": [sys.prefix, str(environment)]}))
+    print(
+        json.dumps(
+            {
+                "runs": runs,
+                "left": left,
+                "has_key": has_key,
+                "prefixes": [sys.prefix, str(environment)],
+            }
+        )
+    )
 
 
 def mount(source: str, point: Path, *options: str) -> None:

@@ -1,4 +1,5 @@
-"""`python -m tests.new_fields FOLDER`: two new lines in the table of fields, and what becomes of their values."""
+"""`python -m tests.new_fields FOLDER`: two new lines in the table of fields, and what becomes of
+their values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from relax_hpc.fields import FIELDS, FieldSpec
 
 NEW = (
     FieldSpec("values", "token", "float32", "expected reward from here", by="rollout", loss=True),
-    FieldSpec("routes", "token", "uint8", "experts that were chosen", by="rollout", tail=(2, 4), pad=255, loss=True),
+    FieldSpec(
+        "routes",
+        "token",
+        "uint8",
+        "experts that were chosen",
+        by="rollout",
+        tail=(2, 4),
+        pad=255,
+        loss=True,
+    ),
 )
 # Before anything derives from the table.
 FIELDS.update({spec.name: spec for spec in NEW})
@@ -29,7 +39,8 @@ from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small  # no
 
 
 def main(path: Path) -> None:
-    """The rollout puts them, the actor claims them; a file, an export and the loss's batch have them too."""
+    """The rollout puts them, the actor claims them; a file, an export and the loss's batch have
+    them too."""
     run, config = make_run(path / "run"), small(2, 2)
     dump(config, run.root / "config.yaml")
     with in_thread(run, config), Roles(run, config) as roles:
@@ -40,13 +51,17 @@ def main(path: Path) -> None:
         roles.learn(version)
         rows = roles["actor"].rows(roles["actor"].claim("actor", 1 << 20))
         assert same(rows, made)
-        written = [row for file in run.shards.glob("rollout-*.shard") for row in read(file).values()]
+        written = [
+            row for file in run.shards.glob("rollout-*.shard") for row in read(file).values()
+        ]
         assert same(sorted(written, key=lambda row: row["row_id"]), made)
         export(KeptRows(run), [0], "jsonl", path / "rows.jsonl")
     told = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
     assert [row["routes"] for row in told] == [row["routes"].tolist() for row in made]
 
-    short = {name: value[:3] if np.shape(value)[:1] == (5,) else value for name, value in rows[0].items()}
+    short = {
+        name: value[:3] if np.shape(value)[:1] == (5,) else value for name, value in rows[0].items()
+    }
     batch = collate([short, *rows[1:]], 0, "cpu")
     assert batch.tokens.shape == (1, 18) and batch.mask.shape == (4, 5)
     given = token_batch(batch, torch.zeros(4, 5), None)
@@ -61,13 +76,17 @@ def main(path: Path) -> None:
 
 def drawn(row: dict[str, Any], length: int = 5) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(int(row["ticket"]))
-    return {"values": draw.random(length, np.float32), "routes": draw.integers(0, 9, (length, 2, 4), np.uint8)}
+    return {
+        "values": draw.random(length, np.float32),
+        "routes": draw.integers(0, 9, (length, 2, 4), np.uint8),
+    }
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
     """With types."""
     return len(found) == len(expected) and all(
-        one[spec.name].dtype == np.dtype(spec.dtype) and np.array_equal(one[spec.name], other[spec.name])
+        one[spec.name].dtype == np.dtype(spec.dtype)
+        and np.array_equal(one[spec.name], other[spec.name])
         for one, other in zip(found, expected, strict=True)
         for spec in NEW
     )

@@ -1,4 +1,5 @@
-"""`python -m tests.new_role FOLDER`: the role of examples/role.py, and what comes of it in a run."""
+"""`python -m tests.new_role FOLDER`: the role of examples/role.py, and what comes of it in a
+run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def main(path: Path) -> None:
         waits = roles["actor"].claim_later("actor", 1 << 30)
         assert roles.waits("actor: claim: waits for rows of novelty")
         with QueueClient(run_dir, config, "novelty", 1) as client:
-            thread = threading.Thread(target=run, args=(SimpleNamespace(client=client),), daemon=True)
+            thread = threading.Thread(
+                target=run, args=(SimpleNamespace(client=client),), daemon=True
+            )
             thread.start()
             claim = waits.result(20)
             rows = roles["actor"].rows(claim)
@@ -40,7 +43,9 @@ def main(path: Path) -> None:
             roles["actor"].training.checkpoint(1, "i000001-step-000001", "digest").result()
             thread.join(20)
             assert not thread.is_alive(), "the run is finished"
-    assert len(rows) == 4 and all(np.array_equal(row["novelty"], novelty(row["token_ids"])) for row in rows)
+    assert len(rows) == 4 and all(
+        np.array_equal(row["novelty"], novelty(row["token_ids"])) for row in rows
+    )
 
 
 if __name__ == "__main__":

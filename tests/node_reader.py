@@ -1,7 +1,8 @@
-"""`python -m tests.node_reader RUN NAME FOLDER SILENCE_S`: a reader of weights on a node of its own, for all it knows.
+"""`python -m tests.node_reader RUN NAME FOLDER SILENCE_S`: a reader of weights on a node of its
+own, for all it knows.
 
-It does what lines on stdin say, and prints what it did as lines of JSON. `fetch N`: get the newest version, standing
-still once it has N records of it, until a line says `go`.
+It does what lines on stdin say, and prints what it did as lines of JSON. `fetch N`: get the newest
+version, standing still once it has N records of it, until a line says `go`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,18 @@ class Node:
 
     def __init__(self, run: RunDir, name: str, folder: Path, silence_s: float) -> None:
         self.folder = folder / name
-        words = [sys.executable, "-m", "tests.node_reader", str(run.root), name, str(self.folder), str(silence_s)]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [
+            sys.executable,
+            "-m",
+            "tests.node_reader",
+            str(run.root),
+            name,
+            str(self.folder),
+            str(silence_s),
+        ]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def say(self, line: str) -> None:
         assert self.process.stdin
@@ -104,7 +115,9 @@ def main(root: str, name: str, folder: str, silence_s: str) -> None:
             if word == "go":
                 reader.go.set()
             else:
-                threading.Thread(target=reader.fetch, args=(int(hold_at or 0),), daemon=True).start()
+                threading.Thread(
+                    target=reader.fetch, args=(int(hold_at or 0),), daemon=True
+                ).start()
 
 
 if __name__ == "__main__":

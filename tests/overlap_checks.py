@@ -1,4 +1,5 @@
-"""What `tests.training_rank` proves of gradients that ranks sum while the last backward pass goes on."""
+"""What `tests.training_rank` proves of gradients that ranks sum while the last backward pass goes
+on."""
 
 from __future__ import annotations
 
@@ -22,16 +23,21 @@ _names = count()
 
 
 def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
-    """The same weights as without it, whatever windows a step has: rows for all, idle ranks, none; also on from their
-    checkpoints, after the device was somebody else's and after a step that was lost."""
+    """The same weights as without it, whatever windows a step has: rows for all, idle ranks, none;
+    also on from their checkpoints, after the device was somebody else's and after a step that was
+    lost."""
     usual = helpers.trainer(model, **settings)
     ours = overlapped(model, settings)
     begun = watched(ours)
     buckets = len(ours._reduction._begins)
     assert buckets > 3 or not ours.model.layout.first_stage
     for seed, windows in enumerate((streamed, one_idles, one_has_none)):
-        metrics = learn(usual, windows(usual, seed), last=False), learn(ours, windows(ours, seed), last=True)
-        # In the first step it is not known yet how often a parameter has a gradient, nor where nothing was passed back.
+        metrics = (
+            learn(usual, windows(usual, seed), last=False),
+            learn(ours, windows(ours, seed), last=True),
+        )
+        # In the first step it is not known yet how often a parameter has a gradient, nor where
+        # nothing was passed back.
         passed = seed > 0 and bool(windows(ours, seed)[-1])
         assert begun == [(number, passed) for number in range(buckets)], begun
         begun.clear()
@@ -48,7 +54,10 @@ def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
         away.come_back()
     learn(again[0], streamed(again[0], 6), last=True, is_lost=True)
     for seed in (7, 8):
-        metrics = [learn(one, streamed(one, seed), last=one is again[0] and seed == 7) for one in (usual, *again)]
+        metrics = [
+            learn(one, streamed(one, seed), last=one is again[0] and seed == 7)
+            for one in (usual, *again)
+        ]
     agree(usual, again[0], *metrics[:2])
     agree(usual, again[1], *metrics[::2])
     refused(again[0])
@@ -75,8 +84,11 @@ def watched(trainer: Trainer) -> list[tuple[int, bool]]:
     return begun
 
 
-def learn(trainer: Trainer, windows: list[list[Batch]], last: bool, is_lost: bool = False) -> dict[str, float]:
-    """A step's metrics; none of one that is lost. ``last``: whether the last window is said to be that."""
+def learn(
+    trainer: Trainer, windows: list[list[Batch]], last: bool, is_lost: bool = False
+) -> dict[str, float]:
+    """A step's metrics; none of one that is lost. ``last``: whether the last window is said to be
+    that."""
     for number, window in enumerate(windows):
         trainer.accumulate(window, last=last and number == len(windows) - 1)
     if is_lost:
@@ -89,7 +101,9 @@ def streamed(trainer: Trainer, seed: int) -> list[list[Batch]]:
     """Windows of this rank; a pipeline runs them in one go."""
     layout, split = trainer.model.layout, trainer.model.pack_split
     dealt = helpers.streamed(helpers.rows(8, seed), layout.data_size, helpers.ARRIVAL)
-    windows = [[helpers.batch(rows, split) for rows in window[layout.data_rank]] for window in dealt]
+    windows = [
+        [helpers.batch(rows, split) for rows in window[layout.data_rank]] for window in dealt
+    ]
     return windows if layout.pipeline_size == 1 else [[one for window in windows for one in window]]
 
 
@@ -109,11 +123,14 @@ def one_has_none(trainer: Trainer, seed: int) -> list[list[Batch]]:
 
 
 def agree(left: Trainer, right: Trainer, *metrics: dict[str, float]) -> None:
-    """To the bit, unless ranks have other shards of which the gradient's norm is made: its rounding differs
-    then, and Adam makes some thousandths of a step of it where a gradient is all but zero."""
+    """To the bit, unless ranks have other shards of which the gradient's norm is made: its rounding
+    differs then, and Adam makes some thousandths of a step of it where a gradient is all but
+    zero."""
     distributed = left.settings.distributed
     for one, other in zip(left.module.parameters(), right.module.parameters(), strict=True):
-        torch.testing.assert_close(one, other, atol=helpers.LR / 100 if distributed else 0.0, rtol=0)
+        torch.testing.assert_close(
+            one, other, atol=helpers.LR / 100 if distributed else 0.0, rtol=0
+        )
     assert distributed or metrics[0] == metrics[1], metrics
 
 

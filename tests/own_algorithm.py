@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Opo(Algorithm):
-    """Rewards against the mean of their prompt's tokens, in REINFORCE: OPO, arXiv 2505.23585, section 3."""
+    """Rewards against the mean of their prompt's tokens, in REINFORCE: OPO, arXiv 2505.23585,
+    section 3."""
 
     uses_old: ClassVar[bool] = False
 

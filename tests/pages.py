@@ -1,4 +1,5 @@
-"""Examples of a page for people: its files, and its commands with what they print, section by section."""
+"""Examples of a page for people: its files, and its commands with what they print, section by
+section."""
 
 from __future__ import annotations
 
@@ -16,29 +17,41 @@ _BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(slots=True)
 class Example:
-    """A section's files, by name, and its commands with the lines that they must print, in this order."""
+    """A section's files, by name, and its commands with the lines that they must print, in this
+    order."""
 
     title: str
     files: dict[str, str] = field(default_factory=dict)
     commands: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def run(self, folder: Path, timeout_s: float = 300.0) -> None:
-        """Write the files to ``folder`` and run the commands there. AssertionError: one fails, or prints otherwise."""
+        """Write the files to ``folder`` and run the commands there. AssertionError: one fails, or
+        prints otherwise."""
         for name, text in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
         (folder / "configs").symlink_to(ROOT / "configs")
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = os.environ | {"PATH": path, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+        environment = os.environ | {
+            "PATH": path,
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        }
         for command, expected in self.commands:
             done = subprocess.run(
-                ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s
+                ["bash", "-ec", command],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
             )
             told = f"{self.title}: $ {command}\n{done.stdout}{done.stderr}"
             assert done.returncode == 0, told
             rest = iter((done.stdout + done.stderr).splitlines())
             for line in expected:
-                assert any(line in found for found in rest), f"{line!r} is not in what is left of\n{told}"
+                assert any(line in found for found in rest), (
+                    f"{line!r} is not in what is left of\n{told}"
+                )
 
 
 def examples(page: Path) -> Iterator[Example]:

@@ -1,4 +1,5 @@
-"""A user without rights, for tests that root runs; `python -m tests.plain_user WORDS...` runs Python so."""
+"""A user without rights, for tests that root runs; `python -m tests.plain_user WORDS...` runs
+Python so."""
 
 from __future__ import annotations
 
@@ -46,10 +47,20 @@ class PlainUser:
         text for its standard input. Without a timeout its output is not kept but shown."""
         uid, gid = self.entry.pw_uid, self.entry.pw_gid
         ids = {} if os.getuid() == uid else {"user": uid, "group": gid, "extra_groups": []}
-        own = {"HOME": str(self.home), "TMPDIR": str(self.home), "USER": self.name, "LOGNAME": self.name}
+        own = {
+            "HOME": str(self.home),
+            "TMPDIR": str(self.home),
+            "USER": self.name,
+            "LOGNAME": self.name,
+        }
         own |= {"SLURM_CONF": str(slurm)} if slurm else {}
         env = {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
-        options = {"capture_output": bool(timeout), "text": True, "timeout": timeout, "input": input}
+        options = {
+            "capture_output": bool(timeout),
+            "text": True,
+            "timeout": timeout,
+            "input": input,
+        }
         return subprocess.run(argv, **ids, env=env, cwd=ROOT, **options)
 
 
@@ -57,7 +68,8 @@ class PlainUser:
 def plain_user(small: bool = False) -> Iterator[PlainUser]:
     """A user made for the block; ourselves if we are no root.
 
-    ``small``: with an environment of links to our packages, which is soon copied, where the system has our Python.
+    ``small``: with an environment of links to our packages, which is soon copied, where the system
+    has our Python.
     """
     if os.getuid():
         with _home() as home:
@@ -65,14 +77,21 @@ def plain_user(small: bool = False) -> Iterator[PlainUser]:
         return
     name = f"relax-test-{os.getpid()}"
     register(USERS, name)
-    subprocess.run(["useradd", "--no-create-home", "--system", name], check=True, capture_output=True, timeout=30)
+    subprocess.run(
+        ["useradd", "--no-create-home", "--system", name],
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
     try:
         entry = pwd.getpwnam(name)
         with _home() as home:
             os.chown(home, entry.pw_uid, entry.pw_gid)
             user = PlainUser(entry, home, Path(sys.executable))
             linked = small and Path(SYSTEM_PYTHON).resolve() == Path(sys.executable).resolve()
-            yield user if not linked and _works(user) else PlainUser(entry, home, _environment(home))
+            yield (
+                user if not linked and _works(user) else PlainUser(entry, home, _environment(home))
+            )
     finally:
         subprocess.run(["userdel", name], check=True, capture_output=True, timeout=30)
 
@@ -99,7 +118,10 @@ def _environment(home: Path) -> Path:
     subprocess.run([SYSTEM_PYTHON, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     packages = next(folder.glob("lib/python3.*/site-packages"))
     if packages.parent.name != f"python3.{sys.version_info.minor}":
-        pytest.skip(f"a plain user can run neither {sys.executable} nor, being another version, {SYSTEM_PYTHON}")
+        pytest.skip(
+            f"a plain user can run neither {sys.executable} nor, being another version, "
+            f"{SYSTEM_PYTHON}"
+        )
     (packages / "relax.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
     # The MPI wheel lies beside the packages.
     for path in (Path(sys.prefix) / "bin" / "mpiexec", *Path(sys.prefix).glob("lib/*mpi*")):

@@ -25,9 +25,12 @@ from relax_hpc.transport.rdma import RdmaPlane
 PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
     "shm": ShmPlane,
     "tcp": lambda token, _: TcpPlane(token, "127.0.0.1"),
-    "rdma": lambda token, pool: RdmaPlane(token, pool, f"test-{os.getpid()}", emulated=is_emulated()),
+    "rdma": lambda token, pool: RdmaPlane(
+        token, pool, f"test-{os.getpid()}", emulated=is_emulated()
+    ),
 }
-"""How to make each plane: whatever is here keeps the contract of test_planes.py. `rdma` needs NIXL."""
+"""How to make each plane: whatever is here keeps the contract of test_planes.py. `rdma` needs
+NIXL."""
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = b"0123456789abcdef" * 4
 PATIENCE = float(os.environ.get("RELAX_TEST_PATIENCE", "1"))
@@ -39,7 +42,8 @@ NAMES = (f"record-{number:06d}" for number in itertools.count())
 
 
 def is_emulated() -> bool:
-    """Whether UCX may use nothing that is one-sided: then `rdma` is tested over TCP, else over process_vm_readv."""
+    """Whether UCX may use nothing that is one-sided: then `rdma` is tested over TCP, else over
+    process_vm_readv."""
     return os.environ.get("UCX_TLS") == "tcp,self"
 
 
@@ -73,11 +77,20 @@ def open_files() -> list[str]:
 
 
 class Peer:
-    """A process with one plane, which does what `call` asks. Killed at the end of the block, if not before."""
+    """A process with one plane, which does what `call` asks. Killed at the end of the block, if not
+    before."""
 
     def __init__(self, kind: str, token: bytes = TOKEN) -> None:
         self._pipe, theirs = Pipe()
-        words = [sys.executable, "-m", "tests.plane_helpers", "serve", kind, token.hex(), str(theirs.fileno())]
+        words = [
+            sys.executable,
+            "-m",
+            "tests.plane_helpers",
+            "serve",
+            kind,
+            token.hex(),
+            str(theirs.fileno()),
+        ]
         self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -99,7 +112,8 @@ class Peer:
         return self.answer()
 
     def publish(self, name: str, size: int, seed: int = 0, copied: bool = False) -> Descriptor:
-        """Have it publish ``pattern(size, seed)``, from a slab or (``copied``) from memory of its own."""
+        """Have it publish ``pattern(size, seed)``, from a slab or (``copied``) from memory of its
+        own."""
         return self.call("publish", name=name, size=size, seed=seed, copied=copied)
 
     def stop(self) -> None:
@@ -164,8 +178,8 @@ def serve(server: _Server, pipe: Connection) -> None:
 
 
 def main(command: str, kind: str, token: str, *rest: str) -> None:
-    """`serve KIND TOKEN FD`: be a Peer; `read KIND TOKEN DESCRIPTOR`: print what reading gives; `both KIND TOKEN`:
-    print what reading from a Peer gives, and what it should."""
+    """`serve KIND TOKEN FD`: be a Peer; `read KIND TOKEN DESCRIPTOR`: print what reading gives;
+    `both KIND TOKEN`: print what reading from a Peer gives, and what it should."""
     server = _Server(kind, bytes.fromhex(token))
     if command == "serve":
         die_with_parent()

@@ -1,9 +1,10 @@
 """A power loss without pulling a plug: what no process has synced is gone afterwards.
 
-Every Python process of a run is started with `environment`'s variables, which make it note what it syncs. Of a file
-that is its length, and a second name keeps the file from being lost; of a directory that is its list of names.
-`lose_power` then makes a run directory of nothing but that: no file is longer than it was when it was last synced, and
-a name that was made, renamed or deleted since its directory was last synced is as it was.
+Every Python process of a run is started with `environment`'s variables, which make it note what it
+syncs. Of a file that is its length, and a second name keeps the file from being lost; of a
+directory that is its list of names. `lose_power` then makes a run directory of nothing but that: no
+file is longer than it was when it was last synced, and a name that was made, renamed or deleted
+since its directory was last synced is as it was.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from pathlib import Path
 from typing import Any
 
 DISK = "RELAX_TEST_DISK"
-"""Environment variable: folder that stands for the disk. It must be on the run directory's filesystem."""
+"""Environment variable: folder that stands for the disk. It must be on the run directory's
+filesystem."""
 HOOK = "from tests.power_loss import note_what_is_synced; note_what_is_synced()\n"
 LOG = "synced.jsonl"
 
 
 def environment(disk: Path) -> dict[str, str]:
-    """Variables for all processes of a run; Python imports `sitecustomize` before anything else. Makes `disk`."""
+    """Variables for all processes of a run; Python imports `sitecustomize` before anything else.
+    Makes `disk`."""
     (disk / "hook").mkdir(parents=True)
     (disk / "hook" / "sitecustomize.py").write_text(HOOK)
-    folders = [str(disk / "hook"), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    folders = [
+        str(disk / "hook"),
+        str(Path(__file__).resolve().parent.parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {DISK: str(disk), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
@@ -62,7 +69,10 @@ def _describe(descriptor: int) -> bytes:
     else:
         line["size"] = found.st_size
         with contextlib.suppress(FileExistsError):
-            os.link(Path(f"/proc/self/fd/{descriptor}").readlink(), Path(os.environ[DISK], str(found.st_ino)))
+            os.link(
+                Path(f"/proc/self/fd/{descriptor}").readlink(),
+                Path(os.environ[DISK], str(found.st_ino)),
+            )
     return json.dumps(line).encode() + b"\n"
 
 
@@ -73,7 +83,8 @@ def _entry(entry: os.DirEntry, folder: int) -> dict[str, Any]:
 
 
 def lose_power(root: Path, disk: Path) -> Path:
-    """Put in place of `root`, a directory that no process uses any more, what of it was synced; where the other is."""
+    """Put in place of `root`, a directory that no process uses any more, what of it was synced;
+    where the other is."""
     lines = [json.loads(line) for line in (disk / LOG).read_text().splitlines()]
     synced = {line["inode"]: line for line in sorted(lines, key=lambda line: line["at"])}
     before = root.with_name(f"{root.name}.before")
@@ -83,7 +94,9 @@ def lose_power(root: Path, disk: Path) -> Path:
     return before
 
 
-def _restore(folder: Path, inode: int, mode: int, synced: dict[int, dict[str, Any]], disk: Path) -> None:
+def _restore(
+    folder: Path, inode: int, mode: int, synced: dict[int, dict[str, Any]], disk: Path
+) -> None:
     folder.mkdir(mode=mode)
     for name, entry in synced.get(inode, {}).get("names", {}).items():
         path = folder / name

@@ -11,17 +11,22 @@ from relax_hpc.data.rows import BadLine, read_rows
 from relax_hpc.data.tokenizer import Tokenizer
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, how: PromptRules) -> tuple[list[Prompt], list[BadLine]]:
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, how: PromptRules
+) -> tuple[list[Prompt], list[BadLine]]:
     """The prompts, tokens included, and the lines that are none."""
     with how.rendering():
         found = list(prompts_of(read_rows(path), tokenizer, how))
-    return [one for one in found if isinstance(one, Prompt)], [one for one in found if isinstance(one, BadLine)]
+    return [one for one in found if isinstance(one, Prompt)], [
+        one for one in found if isinstance(one, BadLine)
+    ]
 
 
 def load_prompts(
     path: Path, tokenizer: Tokenizer, how: PromptRules, share: float
 ) -> tuple[list[Prompt], list[BadLine]]:
-    """By an index that is made for it, which must come to the same. ConfigError: as `open_prompts`."""
+    """By an index that is made for it, which must come to the same. ConfigError: as
+    `open_prompts`."""
     where = path.with_suffix(".index")
     where.unlink(missing_ok=True)
     with how.rendering():

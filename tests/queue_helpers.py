@@ -1,4 +1,5 @@
-"""Queues for tests: small configurations, rows, and controllers in a thread or in a process of their own."""
+"""Queues for tests: small configurations, rows, and controllers in a thread or in a process of
+their own."""
 
 from __future__ import annotations
 
@@ -37,9 +38,13 @@ serve_here(Path(sys.argv[2]), int(sys.argv[3]), snapshot_every=int(sys.argv[4]))
 """
 
 
-def small(groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int) -> Config:
+def small(
+    groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int
+) -> Config:
     """A run of few samples with every role, without evaluation and with quick beats."""
-    config = Config(steps=steps, prompts_per_step=groups, samples_per_prompt=samples, max_staleness=staleness)
+    config = Config(
+        steps=steps, prompts_per_step=groups, samples_per_prompt=samples, max_staleness=staleness
+    )
     config.groups |= {name: group for name, group in optional_groups().items() if name in GIVES}
     config.eval.every = more.get("eval_every", 0)
     config.queue.keep_steps = more.get("keep_steps", 2)
@@ -55,7 +60,11 @@ def make_run(path: Path) -> RunDir:
 
 
 def serve_here(
-    path: Path, incarnation: int, config: Config | None = None, snapshot_every: int = RECORDS, gathers: bool = False
+    path: Path,
+    incarnation: int,
+    config: Config | None = None,
+    snapshot_every: int = RECORDS,
+    gathers: bool = False,
 ) -> None:
     """What a controller process of a test does, until it is killed."""
     run = RunDir(path)
@@ -72,7 +81,9 @@ def in_thread(
 ) -> Iterator[Controller]:
     """A controller of the next hub incarnation in a thread of this process."""
     incarnation = claim_incarnation(run, "hub")
-    controller = Controller(run, Plan.of(config), incarnation, durability=durability, snapshot_every=snapshot_every)
+    controller = Controller(
+        run, Plan.of(config), incarnation, durability=durability, snapshot_every=snapshot_every
+    )
     publish_card(run, Card("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     thread = threading.Thread(target=lambda: controller.serve(stop.is_set))
@@ -105,7 +116,15 @@ class HubProcess:
     def __init__(self, run: RunDir, snapshot_every: int = RECORDS) -> None:
         self.incarnation = claim_incarnation(run, "hub")
         root = str(Path(__file__).resolve().parent.parent)
-        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.incarnation), str(snapshot_every)]
+        words = [
+            sys.executable,
+            "-c",
+            SERVER,
+            root,
+            str(run.root),
+            str(self.incarnation),
+            str(snapshot_every),
+        ]
         self.process = subprocess.Popen(words)
 
     def kill(self) -> None:
@@ -122,7 +141,11 @@ class HubProcess:
 
 
 def rows_of(
-    tickets: Sequence[int], version: Version, samples: int = 2, length: int = 5, episodes: bytes = b""
+    tickets: Sequence[int],
+    version: Version,
+    samples: int = 2,
+    length: int = 5,
+    episodes: bytes = b"",
 ) -> list[Row]:
     """Whole generated prompt groups: two prompt tokens, then ``length - 2`` by ``version``.
 
@@ -175,20 +198,34 @@ GIVES = {
 class Roles:
     """One client a role, each with its step of work. ``episodes``: rows of each, instead of one."""
 
-    def __init__(self, run: RunDir, config: Config, incarnation: int = 1, episodes: bytes = b"") -> None:
+    def __init__(
+        self, run: RunDir, config: Config, incarnation: int = 1, episodes: bytes = b""
+    ) -> None:
         self.config, self.incarnation, self.episodes = config, incarnation, episodes
-        groups = {"actor": "actor", "rollout": "rollout", "actor_fwd": "actor_fwd", "reference": "reference"}
+        groups = {
+            "actor": "actor",
+            "rollout": "rollout",
+            "actor_fwd": "actor_fwd",
+            "reference": "reference",
+        }
         groups["advantages"] = "hub"
-        self.clients = {role: QueueClient(run, config, group, incarnation, role) for role, group in groups.items()}
+        self.clients = {
+            role: QueueClient(run, config, group, incarnation, role)
+            for role, group in groups.items()
+        }
 
     def __getitem__(self, role: str) -> QueueClient:
         return self.clients[role]
 
     def waits(self, text: str) -> bool:
-        """Whether status says, soon, that somebody waits for what ``text`` says: nothing orders what is asked on one
-        connection before what is asked on another."""
+        """Whether status says, soon, that somebody waits for what ``text`` says: nothing orders
+        what is asked on one connection before what is asked on another."""
         until = time.monotonic() + self.config.queue.wait_timeout_s
-        while not (found := any(text in why for why in self["advantages"].connection.call("status")["waiting"])):
+        while not (
+            found := any(
+                text in why for why in self["advantages"].connection.call("status")["waiting"]
+            )
+        ):
             if time.monotonic() > until:
                 break
         return found
@@ -223,7 +260,9 @@ class Roles:
         claim = self["actor"].claim("actor", BUDGET)
         assert claim is not None and claim.step == step
         rows = self["actor"].rows(claim)
-        self["actor"].connection.call("publish", version=str(Version(self.incarnation, step + 1)), digest="d")
+        self["actor"].connection.call(
+            "publish", version=str(Version(self.incarnation, step + 1)), digest="d"
+        )
         self["actor"].connection.call("trained", step=step, leases=[claim.lease])
         return rows
 

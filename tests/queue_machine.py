@@ -1,4 +1,5 @@
-"""What every machine over a `World` does: random faults while it acts, then, without any more, the end of the run."""
+"""What every machine over a `World` does: random faults while it acts, then, without any more, the
+end of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class WorldMachine(RuleBasedStateMachine):
 
 
 def searched(short: int, whole: int) -> settings:
-    """How many runs are made up in a short and in a whole session; nobody waits for smaller ones that fail too."""
+    """How many runs are made up in a short and in a whole session; nobody waits for smaller ones
+    that fail too."""
     return settings(
         max_examples=effort(short, whole),
         stateful_step_count=25,

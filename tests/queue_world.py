@@ -1,4 +1,5 @@
-"""A whole run in memory: the controller's real request handlers, and roles that work, die and come back at will.
+"""A whole run in memory: the controller's real request handlers, and roles that work, die and come
+back at will.
 
 Nothing here waits or talks to a socket; every request is sent twice, as after a lost reply.
 """
@@ -22,7 +23,9 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES
 
 NOTHING = Version(0, 0)
-GROUPS = {role: role for role in ("rollout", "actor", "actor_fwd", "reference")} | {"advantages": "hub"}
+GROUPS = {role: role for role in ("rollout", "actor", "actor_fwd", "reference")} | {
+    "advantages": "hub"
+}
 RANKS, MAX_TOKENS = 2, 12
 """The actor's data ranks, and what a micro-batch of theirs holds."""
 BYTES = 100
@@ -58,7 +61,11 @@ class InMemory(QueueService):
     def ask(self, group: str, incarnation: int, key: str, op: str, /, **args: Any) -> Any:
         """The answer; None: not yet."""
         try:
-            return self.handle(Request(0, 0, f"{group}-{incarnation}#{key}", (group, incarnation), op, args, 0.0, 0.0))
+            return self.handle(
+                Request(
+                    0, 0, f"{group}-{incarnation}#{key}", (group, incarnation), op, args, 0.0, 0.0
+                )
+            )
         except NotYet:
             return None
 
@@ -68,13 +75,15 @@ def contents(state: QueueState) -> dict[str, Any]:
 
 
 class GoneError(Exception):
-    """Rows that were claimed cannot be read: they were only in the memory of a process that ended."""
+    """Rows that were claimed cannot be read: they were only in the memory of a process that
+    ended."""
 
 
 class World:
     """The run and what must hold of it. `act` lets a role do one thing; `kill` ends its process.
 
-    ``slow_disk``: rows are put before they are on disk. ``settles``: the actor asks for that before it trains.
+    ``slow_disk``: rows are put before they are on disk. ``settles``: the actor asks for that before
+    it trains.
     """
 
     def __init__(
@@ -92,7 +101,11 @@ class World:
         self.gone: set[str] = set()
         self.service = InMemory(plan)
         self.keys = itertools.count()
-        self.names, self.shapes, self.drawn = itertools.count(), itertools.count(), itertools.count()
+        self.names, self.shapes, self.drawn = (
+            itertools.count(),
+            itertools.count(),
+            itertools.count(),
+        )
         self.declared: dict[int, bytes] = {}
         """By ticket, how many rows each episode had that was put last."""
         self.incarnations = dict.fromkeys(GROUPS, 1)
@@ -120,7 +133,9 @@ class World:
     def kill(self, role: str, noticed: bool) -> None:
         """End a process; `noticed`: the supervisor says so before the next one registers."""
         if noticed:
-            self.ask_as("supervisor", 1, "down", group=GROUPS[role], incarnation=self.incarnations[role])
+            self.ask_as(
+                "supervisor", 1, "down", group=GROUPS[role], incarnation=self.incarnations[role]
+            )
         self.incarnations[role] += 1
         self.gone.update(self.unsaved[role])
         self.unsaved[role] = []
@@ -142,7 +157,7 @@ class World:
         self.audit()
         return first
 
-    # -- the ledger --------------------------------------------------------------------------------------------
+    # -- the ledger --------------------------------------------------------------------------------
 
     def audit(self) -> None:
         """Every accepted row is in one place: waiting, trained, or dropped."""
@@ -161,20 +176,25 @@ class World:
                 assert event.reason, event
             assert event.what != "old_logprobs" or Version.parse(event.version), event
         logs = self.service.state.segments
-        assert logs.appended == logs.used + logs.held + logs.lost.total(), "every token is in one place"
+        assert logs.appended == logs.used + logs.held + logs.lost.total(), (
+            "every token is in one place"
+        )
         for held in self.service.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
             rows = sum(len(ids_of(ticket, self.declared[ticket])) for ticket in held.tickets)
-            assert dealt == (list(range(rows)) if held.task == "actor" else []), "each row is one rank's"
+            assert dealt == (list(range(rows)) if held.task == "actor" else []), (
+                "each row is one rank's"
+            )
 
     def named(self, name: str) -> list[str]:
         """Rows by their id; by that of a prompt group those of it that are not dropped."""
-        return [n for n in self.status if n.startswith(f"{name}.") and self.status[n] != "dropped"] or (
-            [name] if "." in name else []
-        )
+        return [
+            n for n in self.status if n.startswith(f"{name}.") and self.status[n] != "dropped"
+        ] or ([name] if "." in name else [])
 
     def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """As `read_rows` puts them together, however late: the shards of a claim stay as long as its lease."""
+        """As `read_rows` puts them together, however late: the shards of a claim stay as long as
+        its lease."""
         if not self.gone.isdisjoint(shard["name"] for shard in claim["shards"]):
             raise GoneError
         merged: dict[int, dict[str, Any]] = {ticket: {} for ticket in claim["tickets"]}
@@ -206,12 +226,18 @@ class World:
             | {"versions": row.get("made_by", [])}
             for t, row in rows.items()
         ]
-        put = {"shard": {"name": name, "bytes": BYTES * len(rows)}, "rows": summary, "fields": list(fields)}
+        put = {
+            "shard": {"name": name, "bytes": BYTES * len(rows)},
+            "rows": summary,
+            "fields": list(fields),
+        }
         reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, **put)
         if self.slow_disk:
             self.unsaved[role].append(name)
         if not lease:
-            self.declared |= {t: row["episodes"] for t, row in rows.items() if t not in reply["refused"]}
+            self.declared |= {
+                t: row["episodes"] for t, row in rows.items() if t not in reply["refused"]
+            }
         self.tidy_up()
         return reply["refused"]
 
@@ -227,7 +253,9 @@ class World:
         for one in work:
             rows = self.shards[one.name] = {}
             for ticket, parts in one.parts.items():
-                rows[ticket] = {k: v for n, _ in parts for k, v in self.shards[one.shards[n]][ticket].items()}
+                rows[ticket] = {
+                    k: v for n, _ in parts for k, v in self.shards[one.shards[n]][ticket].items()
+                }
         journal_files(self.service, steps.stop, [(one, BYTES * len(one.parts)) for one in work])
         self.tidy_up()
 
@@ -238,7 +266,7 @@ class World:
             self.tidy_up()
         return bool(names)
 
-    # -- roles -------------------------------------------------------------------------------------------------
+    # -- roles -------------------------------------------------------------------------------------
 
     def act(self, role: str, choice: int = 0) -> bool:
         """Let ``role`` do its next thing (``choice`` picks among several); whether it could."""
@@ -256,7 +284,9 @@ class World:
         if news is None or "version" not in news:
             return None
         version = Version.parse(news["version"])
-        reply = self.ask(role, "serve", reader=role, version=news["version"], evaluates=role == "rollout")
+        reply = self.ask(
+            role, "serve", reader=role, version=news["version"], evaluates=role == "rollout"
+        )
         if role == "rollout" and reply["eval_due"]:
             self.due = version
         return version
@@ -295,13 +325,22 @@ class World:
         return True
 
     def take_log(
-        self, work: dict[int, int], where: dict[int, dict], holder: int, ticket: int, attempt: int, shards: list[int]
+        self,
+        work: dict[int, int],
+        where: dict[int, dict],
+        holder: int,
+        ticket: int,
+        attempt: int,
+        shards: list[int],
     ) -> None:
         """What an earlier incarnation has made is still there; spares are put as they are."""
         lies = [self.shards[where[number]["name"]][ticket] for number in shards]
         tokens: dict[int, list[int]] = {}
         for part in lies:
-            tokens |= {k: [*tokens.get(k, [])[:start], *made] for k, (start, made) in part["episodes"].items()}
+            tokens |= {
+                k: [*tokens.get(k, [])[:start], *made]
+                for k, (start, made) in part["episodes"].items()
+            }
         made_by = sorted({code for part in lies for code in part["made_by"]})
         assert all(self.alive(Version.decode(code)) for code in made_by)
         lowest = min(Version.decode(code).number for code in made_by)
@@ -327,17 +366,29 @@ class World:
         tickets, attempts, version = self.flight[choice % len(self.flight)]
         ticket, k, code = tickets[0], choice % 2, max(version, self.serving).encode()
         if choice % 9 == 8:
-            self.ask("rollout", "drop_attempt", ticket=ticket, attempt=attempts[0], reason="unusable")
+            self.ask(
+                "rollout", "drop_attempt", ticket=ticket, attempt=attempts[0], reason="unusable"
+            )
             self.known.pop(ticket, None)
             return True
         known = self.known.get(ticket, {"tokens": {}, "made_by": []})
         before = known["tokens"].get(k, [])
-        # Of those before, the last ones again: the answer to whoever appended them may have been lost.
-        start, fresh = max(0, len(before) - choice % 3), [next(self.drawn) for _ in range(1 + choice % 3)]
-        part = {"episodes": {k: (start, [*before[start:], *fresh])}, "made_by": sorted({*known["made_by"], code})}
+        # Of those before, the last ones again: the answer to whoever appended them may have been
+        # lost.
+        start, fresh = (
+            max(0, len(before) - choice % 3),
+            [next(self.drawn) for _ in range(1 + choice % 3)],
+        )
+        part = {
+            "episodes": {k: (start, [*before[start:], *fresh])},
+            "made_by": sorted({*known["made_by"], code}),
+        }
         refused = self.append(ticket, attempts[0], part)
-        # After a rollback the engine may go on by weights that are too old for the step, with tokens that are dropped.
-        rolled_back = {"stale_version", "gap"} if len(self.service.state.lineage.starts) > 1 else set()
+        # After a rollback the engine may go on by weights that are too old for the step, with
+        # tokens that are dropped.
+        rolled_back = (
+            {"stale_version", "gap"} if len(self.service.state.lineage.starts) > 1 else set()
+        )
         assert set(refused.values()) <= {"rolled_back", "not_owner", *rolled_back}, refused
         if not refused:
             tokens = known["tokens"] | {k: [*before, *fresh]}
@@ -349,16 +400,32 @@ class World:
         """Append a whole attempt that no ticket asked for."""
         if self.serving == NOTHING:
             return False
-        part = {"episodes": {0: (0, [1, 2]), 1: (0, [3] * (1 + choice % 3))}, "made_by": [self.serving.encode()]}
+        part = {
+            "episodes": {0: (0, [1, 2]), 1: (0, [3] * (1 + choice % 3))},
+            "made_by": [self.serving.encode()],
+        }
         refused = self.append(choice, 100, part, spare=True)
-        assert set(refused.values()) <= {"rolled_back", "stale_version", "no_room", "unwanted", "duplicate"}, refused
+        assert set(refused.values()) <= {
+            "rolled_back",
+            "stale_version",
+            "no_room",
+            "unwanted",
+            "duplicate",
+        }, refused
         return True
 
     def append(self, ticket: int, attempt: int, part: dict, spare: bool = False) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = {ticket: part}
-        segments = [[k, 0, start, len(made), int(spare)] for k, (start, made) in part["episodes"].items()]
-        log = {"ticket": ticket, "attempt": attempt, "segments": segments, "versions": part["made_by"]}
+        segments = [
+            [k, 0, start, len(made), int(spare)] for k, (start, made) in part["episodes"].items()
+        ]
+        log = {
+            "ticket": ticket,
+            "attempt": attempt,
+            "segments": segments,
+            "versions": part["made_by"],
+        }
         put = {"shard": {"name": name, "bytes": BYTES}, "logs": [log], "fields": list(UNSCORED)}
         reply = self.ask("rollout", "append", spare=spare, **put)
         self.tidy_up()
@@ -367,8 +434,14 @@ class World:
     def check_room(self, tickets: list[int]) -> None:
         """Beyond the step that is trained next, nothing starts for which there is no room."""
         state, plan = self.service.state, self.plan
-        ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.progress.trained_steps]
-        fresh = [ticket for ticket in ahead if state.groups[ticket].attempt == 0 and ticket not in self.begun]
+        ahead = [
+            ticket for ticket in tickets if plan.step_of(ticket) > state.progress.trained_steps
+        ]
+        fresh = [
+            ticket
+            for ticket in ahead
+            if state.groups[ticket].attempt == 0 and ticket not in self.begun
+        ]
         waiting = sum(sum(self.declared[ticket]) for ticket in state.tickets.untrained)
         rows = waiting + len(state.tickets.generating) * plan.samples_per_prompt
         assert not ahead or state.shards.untrained_bytes < plan.max_bytes
@@ -386,7 +459,9 @@ class World:
             return self.give_back(choice)
         tickets, attempts, version = self.flight.pop(choice % len(self.flight))
         if choice % 7 == 6:
-            answer = self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
+            answer = self.ask(
+                "rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward"
+            )
             self.known.pop(tickets[0], None)
             work = {tickets[0]: answer["attempt"]}
             for log in answer["logs"]:
@@ -428,7 +503,8 @@ class World:
         self.read("actor_fwd", claim)
         code = self.scoring.encode()
         rows = {
-            ticket: {"made_by": [code], "old": code, "episodes": self.declared[ticket]} for ticket in claim["tickets"]
+            ticket: {"made_by": [code], "old": code, "episodes": self.declared[ticket]}
+            for ticket in claim["tickets"]
         }
         self.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
         return True
@@ -457,7 +533,11 @@ class World:
 
     def claim(self, task: str) -> dict[str, Any] | None:
         boundary = self.plan.prompts_per_step // (self.minis if task == "actor" else 1)
-        dealt = {"ranks": RANKS, "max_tokens": MAX_TOKENS, "batch": len(self.leases)} if task == "actor" else {}
+        dealt = (
+            {"ranks": RANKS, "max_tokens": MAX_TOKENS, "batch": len(self.leases)}
+            if task == "actor"
+            else {}
+        )
         claim = self.ask(task, "claim", task=task, budget=self.budget, boundary=boundary, **dealt)
         if claim is None or claim.get("finished"):
             return None
@@ -484,7 +564,12 @@ class World:
             return True
         if self.settles and (moved := self.settle()) is not None:
             return moved
-        self.ask("actor", "publish", version=str(Version(self.incarnations["actor"], self.step + 1)), digest="d")
+        self.ask(
+            "actor",
+            "publish",
+            version=str(Version(self.incarnations["actor"], self.step + 1)),
+            digest="d",
+        )
         try:
             if self.ask("actor", "trained", step=self.step, leases=self.leases) is None:
                 return False
@@ -514,14 +599,23 @@ class World:
         self.step = points[max(0, len(points) - 1 - self.older)]
         self.older = 0
         self.ask("actor", "resume", step=self.step)
-        self.ask("actor", "publish", version=str(Version(self.incarnations["actor"], self.step)), digest="d")
+        self.ask(
+            "actor",
+            "publish",
+            version=str(Version(self.incarnations["actor"], self.step)),
+            digest="d",
+        )
         return True
 
     def save_or_go_on(self) -> bool:
         self.announced = False
         if self.step % self.save_every == 0 or self.step == self.plan.steps:
             self.ask(
-                "actor", "checkpoint", step=self.step, name=f"{self.incarnations['actor']}-{self.step}", digest="d"
+                "actor",
+                "checkpoint",
+                step=self.step,
+                name=f"{self.incarnations['actor']}-{self.step}",
+                digest="d",
             )
         return True
 
@@ -530,7 +624,13 @@ class World:
         claim = self.claim("actor")
         if claim is None:
             return False
-        self.ask("actor", "quarantine", lease=claim["lease"], tickets=claim["tickets"][:1], reason="media_mismatch")
+        self.ask(
+            "actor",
+            "quarantine",
+            lease=claim["lease"],
+            tickets=claim["tickets"][:1],
+            reason="media_mismatch",
+        )
         self.ask("actor", "release", lease=claim["lease"])
         return True
 
@@ -544,7 +644,8 @@ class World:
         return True
 
     def look_ahead(self) -> bool:
-        """Take the next step's first window, or one of this step whose rows were lost, before this step is trained."""
+        """Take the next step's first window, or one of this step whose rows were lost, before this
+        step is trained."""
         if self.ahead or not self.settles or self.step + 1 >= self.plan.steps:
             return False
         self.ahead = self.window(self.step + 1)
@@ -564,10 +665,11 @@ class World:
             assert self.alive(old) and (self.plan.max_staleness or old.number == made_for)
         return claim
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def go_to_the_end(self, rounds: int = 600) -> None:
-        """No more faults: the run must finish, with every row that was declared last trained once."""
+        """No more faults: the run must finish, with every row that was declared last trained
+        once."""
         for round_ in range(rounds):
             moved = [self.act(role, choice) for role in GROUPS for choice in (0, 1, 2, 3)]
             if self.service.state.progress.finished() and not any(moved):
@@ -575,7 +677,9 @@ class World:
             assert any(moved), f"deadlock in round {round_}: {contents(self.service.state)}"
         assert self.service.state.progress.finished(), contents(self.service.state)
         assert len(self.declared) == self.plan.steps * self.plan.prompts_per_step
-        last = {name for ticket, episodes in self.declared.items() for name in ids_of(ticket, episodes)}
+        last = {
+            name for ticket, episodes in self.declared.items() for name in ids_of(ticket, episodes)
+        }
         assert {name for name, what in self.status.items() if what == "trained"} == last
         assert set(self.status.values()) <= {"trained", "dropped"}
         assert contents(self.service.replayed()) == contents(self.service.state)

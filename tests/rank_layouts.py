@@ -57,8 +57,11 @@ def sharded_as(layout: dict[str, Any]) -> dict[str, Any]:
     return {"optimizer": {"distributed": layout.get("optimizer", {}).get("distributed", False)}}
 
 
-def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
-    """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
+def one_rank_run(
+    layout: dict[str, Any], directory: Path, checkpoint: Path | None = None
+) -> tuple[list, dict, list]:
+    """What `training_rank.check` finds, in this process; from its second step on if there is a
+    `checkpoint`."""
     ours = trainer(directory, **sharded_as(layout))
     if checkpoint:
         store.load(checkpoint, ours, Channel(60.0))
@@ -71,7 +74,8 @@ def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | Non
 
 
 def check_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
-    """Log-probabilities, weights after two steps, metrics, and where a checkpoint of theirs leads one rank."""
+    """Log-probabilities, weights after two steps, metrics, and where a checkpoint of theirs leads
+    one rank."""
     replicas = layout["parallel"].get("data", 1)
     logprobs, weights, metrics = one_rank_run(layout, directory)
     for replica in range(replicas):
@@ -92,10 +96,13 @@ def check_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
 
 
 def check_critic_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
-    """Metrics of two steps, values after them, and where a checkpoint between them leads one rank."""
+    """Metrics of two steps, values after them, and where a checkpoint between them leads one
+    rank."""
     ours = critic(directory, **sharded_as(layout))
     metrics = two_steps(ours)
-    assert json.loads((out / "critic.json").read_text()) == [pytest.approx(one, rel=1e-4, abs=1e-5) for one in metrics]
+    assert json.loads((out / "critic.json").read_text()) == [
+        pytest.approx(one, rel=1e-4, abs=1e-5) for one in metrics
+    ]
     said, replicas = ours.model.forward_values([batch(rows(8))]), layout["parallel"].get("data", 1)
     for replica in range(replicas):
         found = load_file(out / f"values-{replica}.safetensors")["values"].numpy()
@@ -116,7 +123,10 @@ def check_learned_from_files_agrees(layout: dict[str, Any], directory: Path, out
 def check_distillation_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
     """What a model says as a teacher, and metrics of two steps by a teacher's likeliest tokens."""
     ours, samples = distiller(directory, **sharded_as(layout)), taught(rows(8))
-    said, replicas = ours.model.forward_likeliest([batch(samples)], 0.9, TOP_K, 64), layout["parallel"].get("data", 1)
+    said, replicas = (
+        ours.model.forward_likeliest([batch(samples)], 0.9, TOP_K, 64),
+        layout["parallel"].get("data", 1),
+    )
     for replica in range(replicas):
         found = load_file(out / f"likeliest-{replica}.safetensors")["said"].numpy()
         np.testing.assert_allclose(found, np.concatenate(said[replica::replicas]), atol=1e-4)

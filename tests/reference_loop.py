@@ -1,9 +1,11 @@
-"""The synchronous run in one process: what a distributed run at max_staleness 0 must equal bit for bit.
+"""The synchronous run in one process: what a distributed run at max_staleness 0 must equal bit for
+bit.
 
-There is no queue, publisher, shard or role here, only a loop over the steps that says what each of them is:
-`python tests/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON line a step and leaves
-D/weights.safetensors (Hugging Face names) and D/rows.h5. One rank; the engine is `transformers`. With `--serve` lines
-of standard input, "CONFIG.yaml D", name the runs, which are made one after the other; "D" ends what is printed of each.
+There is no queue, publisher, shard or role here, only a loop over the steps that says what each of
+them is: `python tests/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON
+line a step and leaves D/weights.safetensors (Hugging Face names) and D/rows.h5. One rank; the
+engine is `transformers`. With `--serve` lines of standard input, "CONFIG.yaml D", name the runs,
+which are made one after the other; "D" ends what is printed of each.
 """
 
 from __future__ import annotations
@@ -49,7 +51,16 @@ from relax_hpc.transfer_queue.storage.shard import pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.versions import Version
 
-FIELDS = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "reward", "finish_reason")
+FIELDS = (
+    "prompt_id",
+    "ticket",
+    "token_ids",
+    "prompt_len",
+    "loss_mask",
+    "rollout_logprobs",
+    "reward",
+    "finish_reason",
+)
 FIELDS += ("old_logprobs", "ref_logprobs", "advantages")
 Group = list[Row]
 """The samples of one prompt."""
@@ -57,7 +68,8 @@ Group = list[Row]
 
 @dataclass(slots=True)
 class StepRecord:
-    """One training step: its rows in ticket and sample order, and the metrics of each optimizer step."""
+    """One training step: its rows in ticket and sample order, and the metrics of each optimizer
+    step."""
 
     step: int
     rows: list[Row]
@@ -66,7 +78,9 @@ class StepRecord:
     def line(self) -> dict[str, object]:
         """What is printed: the mean reward, SHA-256 of all token ids, and means over the optimizer
         steps, of losses by their tokens."""
-        tokens = hashlib.sha256(b"".join(row["token_ids"].tobytes() for row in self.rows)).hexdigest()
+        tokens = hashlib.sha256(
+            b"".join(row["token_ids"].tobytes() for row in self.rows)
+        ).hexdigest()
         reward = sum(float(row["reward"]) for row in self.rows) / len(self.rows)
         sizes = [update["tokens"] for update in self.updates]
         means = {
@@ -87,13 +101,19 @@ class ReferenceResult:
 
 
 def reference_run(config: Config, directory: Path, steps: int | None = None) -> ReferenceResult:
-    """Train `config` for its first `steps` (all) in this process, which becomes a megatron-core group of one rank.
+    """Train `config` for its first `steps` (all) in this process, which becomes a megatron-core
+    group of one rank.
 
     Model, data and the engine's copy of the weights go to `directory`.
     """
-    if config.max_staleness or config.algorithm.shuffle_rewards or config.rollout.engine.kind != "transformers":
+    if (
+        config.max_staleness
+        or config.algorithm.shuffle_rewards
+        or config.rollout.engine.kind != "transformers"
+    ):
         raise ValueError(
-            "the reference is on-policy, keeps rewards in order, and samples with engine kind transformers"
+            "the reference is on-policy, keeps rewards in order, and samples with engine kind "
+            "transformers"
         )
     run = RunDir(directory)
     run.create()
@@ -109,7 +129,8 @@ def reference_run(config: Config, directory: Path, steps: int | None = None) -> 
 
 
 class Loop:
-    """The state between steps: the policy, the reference, and the engine with a copy of the policy's weights."""
+    """The state between steps: the policy, the reference, and the engine with a copy of the
+    policy's weights."""
 
     def __init__(self, config: Config, run: RunDir) -> None:
         self.config = config
@@ -121,7 +142,10 @@ class Loop:
         initial = Path(config.model.reference_path or run.model)
         self.reference = policy(config, initial)
         self.trainer = Trainer(
-            policy(config, run.model), config.algorithm, config.actor.optimizer, config.rollout.temperature
+            policy(config, run.model),
+            config.algorithm,
+            config.actor.optimizer,
+            config.rollout.temperature,
         )
         self.engine = make_engine(config, 0, run.model, Version(0, 0), run.root)
         asyncio.run(self.engine.start())
@@ -133,13 +157,24 @@ class Loop:
         groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
         self.judge(groups)
         self.score(groups)
-        record, actor = StepRecord(number, [row for group in groups for row in group]), self.config.actor
-        for mini_batch in self.config.algorithm.passes * split(groups, self.config.algorithm.mini_batches):
-            for micro_batch in micro_batches(mini_batch, actor.max_tokens_per_micro_batch, actor.balance_window):
+        record, actor = (
+            StepRecord(number, [row for group in groups for row in group]),
+            self.config.actor,
+        )
+        for mini_batch in self.config.algorithm.passes * split(
+            groups, self.config.algorithm.mini_batches
+        ):
+            for micro_batch in micro_batches(
+                mini_batch, actor.max_tokens_per_micro_batch, actor.balance_window
+            ):
                 self.trainer.accumulate([tensors(micro_batch, self.config)])
             lr = learning_rate(self.config.actor.optimizer, number, self.config.steps)
             record.updates.append(self.trainer.step(lr))
-        save_file(self.trainer.model.export_hf(), self.copies / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.trainer.model.export_hf(),
+            self.copies / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         asyncio.run(self.engine.update_weights(self.copies, Version(1, number + 1)))
         return record
 
@@ -152,7 +187,9 @@ class Loop:
     def attempt(self, ticket: int, number: int) -> Group:
         """The samples of an attempt, one after the other, with rewards."""
         config, shape = self.config, self.config.rollout
-        prompt = self.prompts[prompt_at(ticket, number, len(self.prompts), config.seed, config.data.shuffle)]
+        prompt = self.prompts[
+            prompt_at(ticket, number, len(self.prompts), config.seed, config.data.shuffle)
+        ]
         stops = tuple(self.tokenizer.eos_ids)
         sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
         group = []
@@ -165,16 +202,24 @@ class Loop:
         return group
 
     def judge(self, groups: Sequence[Group]) -> None:
-        """Advantages, of whole steps: what follows from a prompt group alone is the same in them."""
-        made = iter(self.config.algorithm.token_advantages([[[row] for row in group] for group in groups]))
+        """Advantages, of whole steps: what follows from a prompt group alone is the same in
+        them."""
+        made = iter(
+            self.config.algorithm.token_advantages([[[row] for row in group] for group in groups])
+        )
         for row in itertools.chain(*groups):
             row["advantages"] = next(made)
 
     def score(self, groups: Sequence[Group]) -> None:
         """Log-probabilities by the policy before the step and by the reference."""
-        scorers = (("old_logprobs", self.trainer.model, "actor_fwd"), ("ref_logprobs", self.reference, "reference"))
+        scorers = (
+            ("old_logprobs", self.trainer.model, "actor_fwd"),
+            ("ref_logprobs", self.reference, "reference"),
+        )
         for name, model, role in scorers:
-            for micro_batch in micro_batches(groups, getattr(self.config, role).max_tokens_per_micro_batch):
+            for micro_batch in micro_batches(
+                groups, getattr(self.config, role).max_tokens_per_micro_batch
+            ):
                 batch = tensors(micro_batch, self.config)
                 scores = model.forward_logprobs([batch], self.config.rollout.temperature)
                 for row, values in zip(micro_batch, scores, strict=True):
@@ -210,13 +255,15 @@ def split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
 
 
 def micro_batches(groups: Sequence[Group], budget: int, window: int = 1) -> Iterator[list[Row]]:
-    """Rows that go through the model together, of windows of whole groups, each in few parts of about equal size."""
+    """Rows that go through the model together, of windows of whole groups, each in few parts of
+    about equal size."""
     for window_groups in windows(groups, window * budget):
         yield from split_rows([row for group in window_groups for row in group], budget)
 
 
 def windows(groups: Sequence[Group], budget: int) -> Iterator[list[Group]]:
-    """Runs of consecutive groups whose rows have at most `budget` tokens together; a larger group stands alone."""
+    """Runs of consecutive groups whose rows have at most `budget` tokens together; a larger group
+    stands alone."""
     start = 0
     for end in range(1, len(groups) + 1):
         following = sum(len(row["token_ids"]) for group in groups[start : end + 1] for row in group)
@@ -234,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="reference_loop.py", description=__doc__)
     parser.add_argument("config", type=Path, nargs="?")
     parser.add_argument("--run_dir", type=Path)
-    parser.add_argument("--steps", type=int, help="only the first ones; the learning rate still follows the config")
+    parser.add_argument(
+        "--steps", type=int, help="only the first ones; the learning rate still follows the config"
+    )
     parser.add_argument("--serve", action="store_true", help="runs that standard input names")
     args = parser.parse_args(argv)
     if args.serve:

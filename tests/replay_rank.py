@@ -1,6 +1,8 @@
-"""One rank of a test of routing replay: `python -m tests.replay_rank FILE WORLD RANK [LAYOUT MODEL OUT]...`.
+"""One rank of a test of routing replay: `python -m tests.replay_rank FILE WORLD RANK [LAYOUT MODEL
+OUT]...`.
 
-The ranks meet in FILE; LAYOUT is the `actor` section of a file as JSON. The leader writes what it finds to OUT.
+The ranks meet in FILE; LAYOUT is the `actor` section of a file as JSON. The leader writes what it
+finds to OUT.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def samples_of(directory: Path) -> list[Row]:
 
 
 def check(directory: Path, actor: ActorConfig) -> dict[str, Any]:
-    """Log-probabilities of rows, a step of several micro-batches, and which rows have other routes; complete in the
-    leader."""
+    """Log-probabilities of rows, a step of several micro-batches, and which rows have other routes;
+    complete in the leader."""
     samples, trainer, line = samples_of(directory), routed_trainer(directory, actor), Channel(60.0)
     layout, model = trainer.model.layout, trainer.model
     mine = range(layout.data_rank, len(samples), layout.data_size)

@@ -1,4 +1,5 @@
-"""What a test needs from the machine: it skips where that is missing, and fails where RELAX_REQUIRE says it may not."""
+"""What a test needs from the machine: it skips where that is missing, and fails where RELAX_REQUIRE
+says it may not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 PACKAGE = f"{Path(__file__).resolve().parent.parent / 'relax_hpc'}/"
 """Beginning of the paths of the product's modules."""
 DEVICE = os.environ.get("RELAX_TEST_DEVICE", "cpu")
-"""Where tests that are marked `gpu` compute; `cuda` runs them alone, and conftest.py hides GPUs otherwise."""
+"""Where tests that are marked `gpu` compute; `cuda` runs them alone, and conftest.py hides GPUs
+otherwise."""
 
 
 def _has_module(name: str) -> bool:
@@ -25,13 +27,17 @@ def _has_module(name: str) -> bool:
 
 
 def mpiexec() -> Path:
-    """The MPI launcher of this Python's environment; the system's own belongs to another MPI library."""
+    """The MPI launcher of this Python's environment; the system's own belongs to another MPI
+    library."""
     return Path(sys.prefix) / "bin" / "mpiexec"
 
 
 CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "sglang": (lambda: _has_module("sglang"), "package sglang (env/setup.sh)"),
-    "mpi": (lambda: _has_module("mpi4py") and mpiexec().exists(), "packages mpi4py and mpich (env/setup.sh)"),
+    "mpi": (
+        lambda: _has_module("mpi4py") and mpiexec().exists(),
+        "packages mpi4py and mpich (env/setup.sh)",
+    ),
     "slurm": (lambda: shutil.which("sinfo") is not None, "a Slurm cluster: sinfo on PATH"),
     "bubblewrap": (lambda: shutil.which("bwrap") is not None, "bubblewrap: bwrap on PATH"),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
@@ -49,22 +55,32 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     "math_verify": (lambda: _has_module("math_verify"), "package math-verify (env/setup.sh)"),
     "gymnasium": (lambda: _has_module("gymnasium"), "package gymnasium (env/setup.sh dev)"),
-    "reasoning_gym": (lambda: _has_module("reasoning_gym"), "package reasoning_gym (pip install reasoning_gym)"),
-    "qwen_vl_utils": (lambda: _has_module("qwen_vl_utils"), "package qwen-vl-utils (env/setup.sh dev)"),
+    "reasoning_gym": (
+        lambda: _has_module("reasoning_gym"),
+        "package reasoning_gym (pip install reasoning_gym)",
+    ),
+    "qwen_vl_utils": (
+        lambda: _has_module("qwen_vl_utils"),
+        "package qwen-vl-utils (env/setup.sh dev)",
+    ),
     "datasets": (lambda: _has_module("datasets"), "package datasets (env/setup.sh dev)"),
     "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
 }
 
 
 def requires(*names: str) -> None:
-    """Skip the calling test, or the calling module, unless all of `names` (keys of CHECKS) are here.
+    """Skip the calling test, or the calling module, unless all of `names` (keys of CHECKS) are
+    here.
 
-    A missing name that the comma-separated RELAX_REQUIRE holds is a failure instead: where the installer put
-    something, a silent skip would hide that it broke. Nothing heavy is imported. ValueError: an unknown name.
+    A missing name that the comma-separated RELAX_REQUIRE holds is a failure instead: where the
+    installer put something, a silent skip would hide that it broke. Nothing heavy is imported.
+    ValueError: an unknown name.
     """
     unknown = sorted(set(names) - set(CHECKS))
     if unknown:
-        raise ValueError(f"requires: unknown {', '.join(unknown)}; known are {', '.join(sorted(CHECKS))}")
+        raise ValueError(
+            f"requires: unknown {', '.join(unknown)}; known are {', '.join(sorted(CHECKS))}"
+        )
     must = {name.strip() for name in os.environ.get("RELAX_REQUIRE", "").split(",")}
     for name in names:
         present, what = CHECKS[name]

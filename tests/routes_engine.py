@@ -19,9 +19,13 @@ class RoutesEngine:
     """Counts up from the sample's number, slowly, up to the budget."""
 
     name, phase, pause_s = "routes", "starting", 0.0
-    fields = (FieldSpec("routes", "token", "uint8", "experts that were chosen", tail=(2,), loss=True),)
+    fields = (
+        FieldSpec("routes", "token", "uint8", "experts that were chosen", tail=(2,), loss=True),
+    )
 
-    def __init__(self, config: object, number: int, model_dir: Path, version: Version, *_: object) -> None:
+    def __init__(
+        self, config: object, number: int, model_dir: Path, version: Version, *_: object
+    ) -> None:
         self._version = version
 
     async def start(self) -> None: ...

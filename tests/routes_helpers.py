@@ -44,7 +44,11 @@ def declared() -> Iterator[None]:
 
 def experts_model(root: Path) -> Path:
     """See SHAPE."""
-    chosen = {"num_experts": SHAPE.experts, "num_experts_per_tok": SHAPE.chosen, "moe_intermediate_size": 16}
+    chosen = {
+        "num_experts": SHAPE.experts,
+        "num_experts_per_tok": SHAPE.chosen,
+        "moe_intermediate_size": 16,
+    }
     return tiny_model(root, tied=False, **chosen)
 
 
@@ -60,7 +64,9 @@ def routed_rows(count: int, seed: int = 0) -> list[Row]:
     return [row | {NAME: drawn_routes(len(row["token_ids"]), draw)} for row in rows(count, seed)]
 
 
-def routed_policy(directory: Path, replay: RoutingReplay = "on", actor: ActorConfig | None = None) -> PolicyModel:
+def routed_policy(
+    directory: Path, replay: RoutingReplay = "on", actor: ActorConfig | None = None
+) -> PolicyModel:
     actor = actor or ActorConfig()
     settings = ModelConfig(routing_replay=replay)
     model = PolicyModel(read_config(directory), settings, actor.parallel, actor)
@@ -86,7 +92,8 @@ def own_routes(directory: Path, token_ids: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def chosen_routes(model: torch.nn.Module, shape: RouteShape) -> Iterator[Callable[[], np.ndarray]]:
-    """Routes of all tokens but the last that Hugging Face's ``model`` chooses inside, once it has computed."""
+    """Routes of all tokens but the last that Hugging Face's ``model`` chooses inside, once it has
+    computed."""
     found: list[np.ndarray] = []
     with _hooked(model, lambda layer, output: found.append(output[2].numpy())):
         yield lambda: np.concatenate([shape.packed(np.stack(found, 1)[:-1]), shape.none(1)])
@@ -94,7 +101,8 @@ def chosen_routes(model: torch.nn.Module, shape: RouteShape) -> Iterator[Callabl
 
 @torch.no_grad()
 def reference_logprobs(directory: Path, row: Row, temperature: float = 1.0) -> np.ndarray:
-    """Of a row's tokens but the first, by Hugging Face's model, which is made to take the row's routes."""
+    """Of a row's tokens but the first, by Hugging Face's model, which is made to take the row's
+    routes."""
 
     def forced(layer: int, output: tuple) -> tuple:
         logits, scores, own = output

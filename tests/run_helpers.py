@@ -1,6 +1,8 @@
-"""Whole runs for tests: start one as a user does, watch it, kill a role in it, and read what it left.
+"""Whole runs for tests: start one as a user does, watch it, kill a role in it, and read what it
+left.
 
-Nothing here sleeps for a fixed time: every wait ends with its condition, with the run, or at a deadline.
+Nothing here sleeps for a fixed time: every wait ends with its condition, with the run, or at a
+deadline.
 """
 
 from __future__ import annotations
@@ -44,8 +46,14 @@ SMALL: dict[str, Any] = {
     "steps": 3,
     "prompts_per_step": 4,
     "samples_per_prompt": 4,
-    "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-    "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_prompt_tokens": 32},
+    "model": {
+        "tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}
+    },
+    "data": {
+        "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "digits": 3,
+        "max_prompt_tokens": 32,
+    },
     "rollout": {"max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
     "actor": {"optimizer": {"lr": 1e-3}},
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
@@ -53,7 +61,8 @@ SMALL: dict[str, Any] = {
     "liveness": {"stop_timeout_s": 5.0},
     "groups": {"actor_fwd": {}},
 }
-"""Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never deleted."""
+"""Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never
+deleted."""
 
 
 LIGHT: dict[str, Any] = {
@@ -61,12 +70,17 @@ LIGHT: dict[str, Any] = {
     "actor": {"forward": ["actor_fwd"]},
     "groups": {"actor_fwd": None, "reference": None},
 }
-"""Over SMALL, where models are not what is proven: one process imports torch, where it takes three or four."""
+"""Over SMALL, where models are not what is proven: one process imports torch, where it takes three
+or four."""
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` laid over `base`, section by section; neither is changed."""
-    both = {k: merged(base[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    both = {
+        k: merged(base[k], v)
+        for k, v in over.items()
+        if isinstance(v, dict) and isinstance(base.get(k), dict)
+    }
     return base | over | both
 
 
@@ -76,18 +90,23 @@ def engine_of(wanted: str) -> str:
 
 
 def with_engine(engine: str) -> dict[str, Any]:
-    """The small `transformers` engine of SMALL, no engine at all, or SGLang as in the quickstart with a model that its
-    attention can serve."""
+    """The small `transformers` engine of SMALL, no engine at all, or SGLang as in the quickstart
+    with a model that its attention can serve."""
     if engine == "transformers":
         return {}
     if engine == "simulated":
         # Long enough that what starts meanwhile finds the processors free.
         return {"rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.3}}}}
     quickstart = yaml.safe_load(QUICKSTART.read_text())
-    return {"model": {"tiny": quickstart["model"]["tiny"]}, "rollout": {"engine": quickstart["rollout"]["engine"]}}
+    return {
+        "model": {"tiny": quickstart["model"]["tiny"]},
+        "rollout": {"engine": quickstart["rollout"]["engine"]},
+    }
 
 
-def write_config(path: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None) -> Path:
+def write_config(
+    path: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None
+) -> Path:
     """A configuration file of `base` (SMALL) with `overrides`; `path`."""
     path.write_text(yaml.safe_dump(merged(SMALL if base is None else base, overrides or {})))
     return path
@@ -95,14 +114,16 @@ def write_config(path: Path, overrides: dict[str, Any] | None = None, base: dict
 
 @dataclass(slots=True)
 class Running:
-    """A run that `relax-hpc run` supervises. Made by `running`; `run` is its directory, `output` what it prints."""
+    """A run that `relax-hpc run` supervises. Made by `running`; `run` is its directory, `output`
+    what it prints."""
 
     process: subprocess.Popen
     run: RunDir
     output: Path
 
     def wait(self, seconds: float) -> int:
-        """The supervisor's exit code. AssertionError, with what the run printed, if it takes longer."""
+        """The supervisor's exit code. AssertionError, with what the run printed, if it takes
+        longer."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -114,7 +135,8 @@ class Running:
         assert code == 0, f"exit code {code}\n{self.story()}"
 
     def wait_until(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
-        """The first true value of `condition`. AssertionError if the run ends before, or at the deadline."""
+        """The first true value of `condition`. AssertionError if the run ends before, or at the
+        deadline."""
         for _ in range(int(seconds / POLL_S)):
             if value := condition():
                 return value
@@ -125,18 +147,23 @@ class Running:
                 continue
         if value := condition():
             return value
-        raise AssertionError(f"{what}: not within {seconds} s, exit code {self.process.poll()}\n{self.story()}")
+        raise AssertionError(
+            f"{what}: not within {seconds} s, exit code {self.process.poll()}\n{self.story()}"
+        )
 
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Until training step `step` (from 0) has its line in metrics.jsonl."""
 
         def trained() -> bool:
-            return any(row["step"] >= step and "reward/mean" in row for row in read_metrics(self.run.root))
+            return any(
+                row["step"] >= step and "reward/mean" in row for row in read_metrics(self.run.root)
+            )
 
         self.wait_until(trained, f"step {step} trained", seconds)
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """The living processes of `role` ("controller" too), the supervisor's descendants, by ascending pid.
+        """The living processes of `role` ("controller" too), the supervisor's descendants, by
+        ascending pid.
 
         Not those that were started ahead and wait.
         """
@@ -161,7 +188,9 @@ class Running:
     def story(self) -> str:
         """The ends of what the supervisor and the roles wrote, for a failure's message."""
         logs = [self.output, *sorted((self.run.root / "logs").rglob("*.log"))]
-        texts = {path: path.read_text(errors="replace").strip()[-2000:] for path in logs if path.exists()}
+        texts = {
+            path: path.read_text(errors="replace").strip()[-2000:] for path in logs if path.exists()
+        }
         return "\n".join(f"--- {path}\n{text}" for path, text in texts.items() if text)
 
 
@@ -196,19 +225,38 @@ def _alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def running(
-    directory: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None, *words: str
+    directory: Path,
+    overrides: dict[str, Any] | None = None,
+    base: dict[str, Any] | None = None,
+    *words: str,
 ) -> Iterator[Running]:
-    """Start a run in `directory`/run with `write_config`'s configuration; it is ended when the block is left.
+    """Start a run in `directory`/run with `write_config`'s configuration; it is ended when the
+    block is left.
 
     More `words` go to the command line. A run that is there already is resumed by "--resume".
     """
     config = write_config(directory / "config.yaml", overrides, base)
     root, output = directory / "run", directory / "output.txt"
-    command = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(root), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(root),
+        *words,
+    ]
     with output.open("ab") as file:
         # The worst mask that a site may hand on.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ.copy(), umask=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=os.environ.copy(),
+            umask=0,
         )
     try:
         yield Running(process, RunDir(root), output)
@@ -229,12 +277,13 @@ def end(process: subprocess.Popen) -> None:
 
 
 def open_to_others(folder: Path) -> list[Path]:
-    """Files and folders in ``folder``, itself included, that anybody but their user may read or write."""
+    """Files and folders in ``folder``, itself included, that anybody but their user may read or
+    write."""
     found = [folder, *folder.rglob("*")]
     return [path for path in found if not path.is_symlink() and path.stat().st_mode & 0o077]
 
 
-# -- what a run left ---------------------------------------------------------------------------------------------------
+# -- what a run left -------------------------------------------------------------------------------
 
 
 def queue_state(run: RunDir) -> QueueState:
@@ -248,18 +297,22 @@ def queue_state(run: RunDir) -> QueueState:
 def queue_rows(run: RunDir) -> dict[str, Row]:
     """Every row that the queue holds at the end, with all its fields, by its id.
 
-    Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep them.
+    Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep
+    them.
     """
     state = queue_state(run)
     shards = {
-        number: record_file.read(run.shards / s.descriptor["name"]) for number, s in state.shards.by_number.items()
+        number: record_file.read(run.shards / s.descriptor["name"])
+        for number, s in state.shards.by_number.items()
     }
     rows: dict[str, Row] = {}
     for ticket, group in sorted(state.groups.items()):
         for number, fields in group.parts:
             for name, row in shards[number].items():
                 if int(name.partition(".")[0]) == ticket:
-                    rows.setdefault(name, {"row_id": name}).update({field: row[field] for field in fields})
+                    rows.setdefault(name, {"row_id": name}).update(
+                        {field: row[field] for field in fields}
+                    )
     return rows
 
 
@@ -277,6 +330,10 @@ def final_weights(run: RunDir) -> dict[str, Tensor]:
     """The newest published version by Hugging Face name."""
     from safetensors.torch import load_file
 
-    newest = max(Version.parse(path.name) for path in run.weights.iterdir() if not path.name.startswith("."))
+    newest = max(
+        Version.parse(path.name) for path in run.weights.iterdir() if not path.name.startswith(".")
+    )
     folder = run.weights / str(newest) / "model"
-    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+    return {
+        name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()
+    }

@@ -36,7 +36,9 @@ class Showing(Environment):
     def step(self, response: Response) -> Step:
         if response.turn == len(self.shown):
             return Step(done=True)
-        named = [one if isinstance(one, tuple) else ("image", one) for one in self.shown[response.turn]]
+        named = [
+            one if isinstance(one, tuple) else ("image", one) for one in self.shown[response.turn]
+        ]
         media = tuple(MediaPart(str(kind), content) for kind, content in named)
         return Step((Observation("so" if response.turn == 1 else "", media),))
 
@@ -48,7 +50,9 @@ class Torn(Environment):
         return Step((Observation(media=(MediaPart("image", png()[:200]),)),))
 
 
-def shown(seeing: MediaEngine, folder: Path, kind: type[Environment]) -> tuple[Prompt, Episode | BadAnswer]:
+def shown(
+    seeing: MediaEngine, folder: Path, kind: type[Environment]
+) -> tuple[Prompt, Episode | BadAnswer]:
     """A prompt with an image, and an episode that begins with it."""
     named: Future[bool] = Future()
     named.set_result(True)
@@ -58,15 +62,22 @@ def shown(seeing: MediaEngine, folder: Path, kind: type[Environment]) -> tuple[P
     tokenizer, media = load_tokenizer(model), PromptMedia(client, model, folder / "evaluations")
     how = MediaRules.of(DataConfig(), model, folder)
     assert how
-    bridge, observed = Bridge(tokenizer, None, dict(how.places)), ObservedMedia(media, how, tokenizer)
-    stage = OnEnvironments(Inside(kind), Rules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed))
+    bridge, observed = (
+        Bridge(tokenizer, None, dict(how.places)),
+        ObservedMedia(media, how, tokenizer),
+    )
+    stage = OnEnvironments(
+        Inside(kind), Rules(bridge, tokenizer, EnvironmentConfig(turn_tokens=30), observed)
+    )
     prompt = Prompt("p", asked.prompt_ids, "look", "a", media=asked.media)
     request = replace(asked, sampling=replace(SAMPLING, stop_token_ids=ENDS), budget=400)
 
     async def played() -> Episode | BadAnswer:
         try:
             player = Player(stage, 1, 60.0, lambda fault: None)
-            return await player.play(History(), Start(prompt, request, seeing.engine.generate, ticket=7))
+            return await player.play(
+                History(), Start(prompt, request, seeing.engine.generate, ticket=7)
+            )
         finally:
             await media.close()
 

@@ -1,4 +1,5 @@
-"""A process that a signal reaches in the middle of a request, as if somebody had sent it from outside."""
+"""A process that a signal reaches in the middle of a request, as if somebody had sent it from
+outside."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 
 def signal_first_calls(signal: int, calls: int, log: str) -> None:
-    """Send ``signal`` to this process in its first ``calls`` calls; ``log``: file that counts them."""
+    """Send ``signal`` to this process in its first ``calls`` calls; ``log``: file that counts
+    them."""
     with Path(log).open("a") as file:
         file.write(".")
     if count_calls(log) <= calls:

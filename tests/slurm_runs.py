@@ -1,6 +1,8 @@
-"""Whole runs on the sandbox's Slurm for tests: submit one as a user does, watch it, break it, audit what it left.
+"""Whole runs on the sandbox's Slurm for tests: submit one as a user does, watch it, break it, audit
+what it left.
 
-Nothing here sleeps for a fixed time: every wait ends with its condition, or at a deadline with the run's story.
+Nothing here sleeps for a fixed time: every wait ends with its condition, or at a deadline with the
+run's story.
 """
 
 from __future__ import annotations
@@ -36,7 +38,16 @@ from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table
 from tests.audit import audit
 from tests.late_writes import late_writes
-from tests.run_helpers import ALL, SMALL, engine_of, merged, trained_steps, waits, with_engine, write_config
+from tests.run_helpers import (
+    ALL,
+    SMALL,
+    engine_of,
+    merged,
+    trained_steps,
+    waits,
+    with_engine,
+    write_config,
+)
 
 POLL_S = 0.1
 """A look at all processes takes some milliseconds, which the run itself needs."""
@@ -78,7 +89,8 @@ GROUPS = {
 START_S = 180.0
 """Patience of a wait that takes seconds, as a busy machine may stand still for a minute."""
 PACE_S = 0.6
-"""A response of the simulated engine: so slow that a run which is only watched leaves the processors to who starts."""
+"""A response of the simulated engine: so slow that a run which is only watched leaves the
+processors to who starts."""
 ENDLESS = 2000
 """More steps than a test has time for; `SlurmRun.finish_soon` ends such a run."""
 ENGINE_START_S = 180.0
@@ -110,10 +122,11 @@ class SlurmRun:
     faults: list[str] = field(default_factory=list)
     """What it has survived by its own account, which the audit has yet to confirm."""
 
-    # -- waiting -----------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
     def wait_until(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
-        """The first true value of `condition`. AssertionError, with the run's story, at the deadline."""
+        """The first true value of `condition`. AssertionError, with the run's story, at the
+        deadline."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := condition():
@@ -125,7 +138,9 @@ class SlurmRun:
 
     def step(self) -> int:
         """The newest training step in the metrics; -1 before the first."""
-        return max((row["step"] for row in read_metrics(self.run.root) if "reward/mean" in row), default=-1)
+        return max(
+            (row["step"] for row in read_metrics(self.run.root) if "reward/mean" in row), default=-1
+        )
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step() >= step, f"step {step} trained", self.patience_s)
@@ -139,7 +154,9 @@ class SlurmRun:
         self.wait_until(self.run.finished.exists, "the run finished", self.patience_s)
         self.wait_until(lambda: not self.queued(), "its jobs left the queue", 60.0)
         self.wait_until(lambda: not self.processes(), "its processes are gone", 30.0)
-        assert [row["step"] for row in trained_steps(self.run)] == list(range(self.status()["steps"]))
+        assert [row["step"] for row in trained_steps(self.run)] == list(
+            range(self.status()["steps"])
+        )
         problems = [*audit(self.run).problems, *late_writes(self.run)]
         assert not problems, problems
 
@@ -149,7 +166,8 @@ class SlurmRun:
         self.assert_nothing_left()
 
     def cancel(self) -> None:
-        """End it as users of Slurm do: after scancel of the hub's job, which all others need, nothing comes."""
+        """End it as users of Slurm do: after scancel of the hub's job, which all others need,
+        nothing comes."""
         job = self.job("hub")
         self.sandbox.client("scancel", job)
         asked = self.wait_until(lambda: asked_to_stop(self.run), "it stops", START_S)
@@ -157,7 +175,8 @@ class SlurmRun:
         self.assert_nothing_left()
 
     def finish_soon(self, *words: str, steps: int = 8) -> None:
-        """Stop an endless run, and have it finish after some more steps; `words`: what else is to change then."""
+        """Stop an endless run, and have it finish after some more steps; `words`: what else is to
+        change then."""
         self.stop()
         more = self.step() + steps
         self.resume(more, *words)
@@ -167,10 +186,18 @@ class SlurmRun:
 
     def resume(self, steps: int, *words: str) -> None:
         """Submit the run again as a user does, to end with `steps`."""
-        words = ("--run_dir", str(self.run.root), "--resume", "--steps", str(steps), "--parsable", *words)
+        words = (
+            "--run_dir",
+            str(self.run.root),
+            "--resume",
+            "--steps",
+            str(steps),
+            "--parsable",
+            *words,
+        )
         self.jobs = _call(self.sandbox, "submit", *words).split()
 
-    # -- looking -----------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def queued(self) -> str:
         """What squeue shows; empty when no job is left."""
@@ -184,11 +211,13 @@ class SlurmRun:
         return status(self.run)
 
     def beats(self) -> dict[str, dict[str, Any]]:
-        """What the hub knows of every role: its incarnation, and the longest gap between its beats on its own clock."""
+        """What the hub knows of every role: its incarnation, and the longest gap between its beats
+        on its own clock."""
         return self.wait_until(lambda: self.status().get("beats"), "the hub answers", 60.0)
 
     def processes(self, role: str = "", group: str = "") -> list[psutil.Process]:
-        """Processes of the run by rank; of a role: those that do its work, not those that watch them."""
+        """Processes of the run by rank; of a role: those that do its work, not those that watch
+        them."""
         return sorted(
             (p for p in all_processes() if self._is(p, role, group)),
             key=lambda p: (int(environment(p).get("SLURM_PROCID", 0)), p.pid),
@@ -205,7 +234,11 @@ class SlurmRun:
                 return False
             of_group = not group or f"--group {group} " in " ".join(words)
             of_group = of_group and not waits(self.run, process)
-            return of_group and words[0] != "srun" and (process.parent().cmdline() == words) == ("--watch" in words)
+            return (
+                of_group
+                and words[0] != "srun"
+                and (process.parent().cmdline() == words) == ("--watch" in words)
+            )
         except (psutil.Error, AttributeError):
             return False
 
@@ -219,8 +252,11 @@ class SlurmRun:
         return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
     def newest(self, group: str) -> int:
-        """Number of the newest incarnation of `group`; what was started ahead in vain has taken numbers too."""
-        return max(int(path.name[4:10]) for path in self.run.rendezvous(group).glob("inc-*.launch.json"))
+        """Number of the newest incarnation of `group`; what was started ahead in vain has taken
+        numbers too."""
+        return max(
+            int(path.name[4:10]) for path in self.run.rendezvous(group).glob("inc-*.launch.json")
+        )
 
     def job(self, group: str) -> str:
         """Plain id of the job, or of the component, that holds a group."""
@@ -235,9 +271,12 @@ class SlurmRun:
         return "".join(path.read_text() for path in sorted((self.run.root / "logs").glob("s*.log")))
 
     def assert_trained_once(self) -> None:
-        """Nothing is trained twice and nothing of an ended incarnation was taken, as far as the run has got."""
+        """Nothing is trained twice and nothing of an ended incarnation was taken, as far as the run
+        has got."""
         whole = ("trained 0 times", "beyond the last step", "events.jsonl has")
-        found = [text for text in audit(self.run).problems if not any(words in text for words in whole)]
+        found = [
+            text for text in audit(self.run).problems if not any(words in text for words in whole)
+        ]
         found += late_writes(self.run)
         assert not found, f"{found}\n{self.story()}"
 
@@ -259,16 +298,21 @@ class SlurmRun:
 
     def story(self) -> str:
         """The ends of all logs but their lines of progress, for a failure's message."""
-        logs = sorted(path for path in (self.run.root / "logs").rglob("*.log") if path.stat().st_size)
+        logs = sorted(
+            path for path in (self.run.root / "logs").rglob("*.log") if path.stat().st_size
+        )
         texts = [f"--- {path.relative_to(self.run.root)}\n{told(path)}" for path in logs]
         alive = [described(process) for process in self.processes()]
-        return "\n".join([f"{self.run.root}, queue:\n{self.queued()}", "processes:", *alive, *texts])
+        return "\n".join(
+            [f"{self.run.root}, queue:\n{self.queued()}", "processes:", *alive, *texts]
+        )
 
-    # -- breaking ----------------------------------------------------------------------------------------------
+    # -- breaking ----------------------------------------------------------------------------------
 
     @contextmanager
     def only(self, group: str, fault: str, steps: int = 2) -> Iterator[None]:
-        """In the block `fault` breaks `group`: it comes back under a new incarnation, the others do not notice.
+        """In the block `fault` breaks `group`: it comes back under a new incarnation, the others do
+        not notice.
 
         Their processes stay the same, and no gap between two of their beats is over twice the beat.
         """
@@ -276,33 +320,55 @@ class SlurmRun:
         incarnations = self.incarnations(group)
         with self.nobody_notices(fault, but=group, steps=steps):
             yield
-            self.wait_until(lambda: self.incarnations(group) > incarnations, f"{group} has a new incarnation", 90.0)
+            self.wait_until(
+                lambda: self.incarnations(group) > incarnations,
+                f"{group} has a new incarnation",
+                90.0,
+            )
 
     @contextmanager
     def nobody_notices(self, fault: str, but: str = "", steps: int = 2) -> Iterator[None]:
-        """After the block training goes on, by the same processes, but those of one group, and no beat was late."""
+        """After the block training goes on, by the same processes, but those of one group, and no
+        beat was late."""
         before, gaps = self._members(), self._gaps(but)
         yield
         self.goes_on(steps)
         after = self._members()
-        touched = [role for role in before if role not in GROUPS.get(but, ()) and before[role] != after[role]]
-        assert not touched, f"{touched} were touched by what happened to {but or 'Slurm'}\n{self.story()}"
-        late = {name: gap for name, gap in self._gaps(but).items() if gap > max(2 * BEAT_S, gaps.get(name, 0.0))}
+        touched = [
+            role
+            for role in before
+            if role not in GROUPS.get(but, ()) and before[role] != after[role]
+        ]
+        assert not touched, (
+            f"{touched} were touched by what happened to {but or 'Slurm'}\n{self.story()}"
+        )
+        late = {
+            name: gap
+            for name, gap in self._gaps(but).items()
+            if gap > max(2 * BEAT_S, gaps.get(name, 0.0))
+        }
         assert not late, f"beats of other groups paused: {late}\n{self.story()}"
         self.survived(fault)
 
     def _gaps(self, but: str) -> dict[str, float]:
-        """The longest gap between two beats of each process so far, in seconds, but of one group and the hub."""
-        return {name: beat["gap_s"] for name, beat in self.beats().items() if beat["group"] not in (but, "hub")}
+        """The longest gap between two beats of each process so far, in seconds, but of one group
+        and the hub."""
+        return {
+            name: beat["gap_s"]
+            for name, beat in self.beats().items()
+            if beat["group"] not in (but, "hub")
+        }
 
     def survived(self, fault: str) -> None:
-        """To be audited, which takes a second of a processor: at the end, or at once by env/test.sh --all."""
+        """To be audited, which takes a second of a processor: at the end, or at once by env/test.sh
+        --all."""
         self.faults.append(fault)
         if ALL:
             self.audited()
 
     def audited(self) -> None:
-        """Of all that it survived nothing was trained twice, and nothing of what had ended was taken."""
+        """Of all that it survived nothing was trained twice, and nothing of what had ended was
+        taken."""
         self.assert_trained_once()
         for fault in self.faults:
             fault_table.add(fault, self.layout, self.engine)
@@ -312,7 +378,10 @@ class SlurmRun:
         """Pids by role."""
         found = self.processes()
         roles = [role for roles in GROUPS.values() for role in roles]
-        return {role: [process.pid for process in found if self._is(process, role, "")] for role in roles}
+        return {
+            role: [process.pid for process in found if self._is(process, role, "")]
+            for role in roles
+        }
 
     def at(self, moment: str) -> None:
         """Wait until the run is in the middle of a piece of work (UNFINISHED, JOURNALED)."""
@@ -346,7 +415,8 @@ class SlurmRun:
 
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
-        """In the block all jobs on `node` stand still, and so do their stepds: Slurm cannot end them either."""
+        """In the block all jobs on `node` stand still, and so do their stepds: Slurm cannot end
+        them either."""
         folder = self.sandbox.folder
         found = processes.families([*processes.steps(folder, node), *processes.tasks(folder, node)])
         processes.freeze(found)
@@ -358,23 +428,35 @@ class SlurmRun:
                     process.resume()
 
     def restart_slurm(self) -> None:
-        """slurmctld and every slurmd are killed and come again, once slurmctld has saved the jobs that it started."""
-        started = self.sandbox.client("squeue", "--noheader", "--state=RUNNING", "--format=%S").split()
+        """slurmctld and every slurmd are killed and come again, once slurmctld has saved the jobs
+        that it started."""
+        started = self.sandbox.client(
+            "squeue", "--noheader", "--state=RUNNING", "--format=%S"
+        ).split()
         newest = max(datetime.fromisoformat(text).timestamp() for text in started)
         saved = self.sandbox.folder / "state" / "job_state"
-        self.wait_until(lambda: saved.stat().st_mtime > newest + 1.0, "slurmctld has saved its state", START_S)
+        self.wait_until(
+            lambda: saved.stat().st_mtime > newest + 1.0, "slurmctld has saved its state", START_S
+        )
         self.sandbox.restart()
 
     def supervised_anew(self, incarnation: int, name: str = "supervisor") -> None:
         """Another supervisor than that of `incarnation` leads."""
         self.wait_until(
-            lambda: self.lease_holder(name).get("incarnation", 0) > incarnation, "a new supervisor", START_S
+            lambda: self.lease_holder(name).get("incarnation", 0) > incarnation,
+            "a new supervisor",
+            START_S,
         )
 
     def cancel_all(self) -> str:
-        """Cancel what is in the queue, again and again: the end of a job may start another. What there was."""
+        """Cancel what is in the queue, again and again: the end of a job may start another. What
+        there was."""
         queued = self.queued()
-        jobs = {line.split()[0].partition("+")[0] for line in queued.splitlines() if line.split()[2] != "CG"}
+        jobs = {
+            line.split()[0].partition("+")[0]
+            for line in queued.splitlines()
+            if line.split()[2] != "CG"
+        }
         if jobs:
             self.sandbox.client("scancel", *sorted(jobs), check=False)
         return queued
@@ -383,7 +465,8 @@ class SlurmRun:
         """What Slurm does some time before a job's limit."""
         if moment:
             self.at(moment)
-        # Of a heterogeneous job scancel signals what is left, and complains of components that have gone.
+        # Of a heterogeneous job scancel signals what is left, and complains of components that have
+        # gone.
         self.sandbox.client("scancel", "--batch", "--signal=USR2", job, check=False)
 
 
@@ -394,7 +477,11 @@ def killing(role: str, moment: str = "") -> str:
 
 def told(path: Path, lines: int = 25) -> str:
     """The last lines of a log."""
-    found = [line for line in path.read_text(errors="replace").splitlines() if not line.startswith("eta ")]
+    found = [
+        line
+        for line in path.read_text(errors="replace").splitlines()
+        if not line.startswith("eta ")
+    ]
     return "\n".join(line[:300] for line in found[-lines:])
 
 
@@ -406,10 +493,14 @@ def environment(process: psutil.Process) -> dict[str, str]:
 
 
 def described(process: psutil.Process) -> str:
-    """What a process is and whether it gets on: state, seconds of a processor, seconds since it began."""
+    """What a process is and whether it gets on: state, seconds of a processor, seconds since it
+    began."""
     try:
         used, age = sum(process.cpu_times()[:2]), time.time() - process.create_time()
-        return f"{process.pid} {process.status()}, {used:.1f} of {age:.1f} s, {' '.join(process.cmdline())[:200]}"
+        return (
+            f"{process.pid} {process.status()}, {used:.1f} of {age:.1f} s, "
+            f"{' '.join(process.cmdline())[:200]}"
+        )
     except psutil.Error as error:
         return str(error)
 
@@ -432,31 +523,52 @@ def _call(sandbox: Sandbox, *words: str) -> str:
         env=os.environ | sandbox.environment(),
         check=False,
     )
-    assert done.returncode == 0, f"relax-hpc {' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"relax-hpc {' '.join(words)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
 def _model(sandbox: Sandbox) -> Path:
-    """A model that SGLang can serve too, made once a sandbox: a run that makes its own takes three seconds more to
-    start."""
+    """A model that SGLang can serve too, made once a sandbox: a run that makes its own takes three
+    seconds more to start."""
     directory = sandbox.folder / "model"
-    make_tiny_model(directory, TinyModelConfig(**with_engine("sglang")["model"]["tiny"]), SMALL["seed"])
+    make_tiny_model(
+        directory, TinyModelConfig(**with_engine("sglang")["model"]["tiny"]), SMALL["seed"]
+    )
     return directory
 
 
 @contextmanager
 def submitted(
-    sandbox: Sandbox, directory: Path, layout: str, over: dict[str, Any] | None = None, engine: str = "simulated"
+    sandbox: Sandbox,
+    directory: Path,
+    layout: str,
+    over: dict[str, Any] | None = None,
+    engine: str = "simulated",
 ) -> Iterator[SlurmRun]:
-    """Submit a run of SMALL, OVER and `over` in `layout`; its jobs and processes are ended when the block is left."""
+    """Submit a run of SMALL, OVER and `over` in `layout`; its jobs and processes are ended when the
+    block is left."""
     # Only the seeded one can be compared with another run.
     engine = engine if engine == "transformers" else engine_of(engine)
-    simulated = {"model": {"path": str(_model(sandbox))}, "rollout": {"engine": {"simulated": {"response_s": PACE_S}}}}
+    simulated = {
+        "model": {"path": str(_model(sandbox))},
+        "rollout": {"engine": {"simulated": {"response_s": PACE_S}}},
+    }
     engines = (with_engine(engine), simulated if engine == "simulated" else {})
     sections = (JOBS if layout == "jobs" else {}, *engines, over or {})
     config = write_config(directory / "run.yaml", reduce(merged, sections, OVER))
     root = directory / "run"
-    files = ["--config", str(sandbox.site), "--config", str(config), "--run_dir", str(root), "--layout", layout]
+    files = [
+        "--config",
+        str(sandbox.site),
+        "--config",
+        str(config),
+        "--run_dir",
+        str(root),
+        "--layout",
+        layout,
+    ]
     jobs = _call(sandbox, "submit", *files, "--parsable").split()
     patience_s = START_S if engine == "simulated" else ENGINE_START_S
     live = SlurmRun(sandbox, RunDir(root), jobs, layout, engine, patience_s)

@@ -33,7 +33,8 @@ def requires_sandbox() -> None:
 
 @contextmanager
 def private_sandbox(**changes: Any) -> Iterator[Sandbox]:
-    """A sandbox of two nodes, or as `changes` to Options say, in a folder of its own; all of it goes at the end."""
+    """A sandbox of two nodes, or as `changes` to Options say, in a folder of its own; all of it
+    goes at the end."""
     requires_sandbox()
     # Not pytest's folder: its path is too long for unix sockets.
     folder = Path(tempfile.mkdtemp(dir=session_folder())).resolve()
@@ -47,11 +48,16 @@ def private_sandbox(**changes: Any) -> Iterator[Sandbox]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes that have to do with `folder` (command line, working directory, open files), and sockets in it."""
+    """Processes that have to do with `folder` (command line, working directory, open files), and
+    sockets in it."""
     found = [str(path) for path in folder.rglob("*") if path.is_socket()]
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            words = [*process.cmdline(), process.cwd(), *(file.path for file in process.open_files())]
+            words = [
+                *process.cmdline(),
+                process.cwd(),
+                *(file.path for file in process.open_files()),
+            ]
             if process.pid != os.getpid() and any(str(folder) in word for word in words):
                 found.append(f"pid {process.pid}: {' '.join(process.cmdline())}")
     return found
@@ -81,24 +87,34 @@ def preempt(sandbox: Sandbox, node: str) -> None:
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    """Twelve nodes of 8 CPUs, 4000 MB and 2 GPUs that do not exist, for all tests of the session: a run of seven, and
-    its successor while five of them are not yet given back.
+    """Twelve nodes of 8 CPUs, 4000 MB and 2 GPUs that do not exist, for all tests of the session: a
+    run of seven, and its successor while five of them are not yet given back.
 
-    Its Slurm misses a node long after the project does. A test leaves it as it found it: no jobs, all nodes up.
+    Its Slurm misses a node long after the project does. A test leaves it as it found it: no jobs,
+    all nodes up.
     """
-    with private_sandbox(nodes=12, cpus=8, memory=4000, gpus=2, slurmd_timeout=60, extra=PREEMPTION) as shared:
+    with private_sandbox(
+        nodes=12, cpus=8, memory=4000, gpus=2, slurmd_timeout=60, extra=PREEMPTION
+    ) as shared:
         yield shared
 
 
 @contextmanager
 def busy_but(sandbox: Sandbox, nodes: int) -> Iterator[None]:
-    """In the block there are only so many nodes: of those that no job has, some are given to nobody."""
-    free = [node for node, state in sandbox.node_states().items() if state in ("idle", "planned", "completing")]
+    """In the block there are only so many nodes: of those that no job has, some are given to
+    nobody."""
+    free = [
+        node
+        for node, state in sandbox.node_states().items()
+        if state in ("idle", "planned", "completing")
+    ]
     names = ",".join(free[: len(sandbox.nodes) - nodes])
     if not names:
         yield
         return
-    sandbox.client("scontrol", "update", f"nodename={names}", "state=drain", "reason=kept from the test")
+    sandbox.client(
+        "scontrol", "update", f"nodename={names}", "state=drain", "reason=kept from the test"
+    )
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""A file system of a few MiB that a test can fill, or make read-only: a real tmpfs in a mount namespace."""
+"""A file system of a few MiB that a test can fill, or make read-only: a real tmpfs in a mount
+namespace."""
 
 from __future__ import annotations
 
@@ -53,17 +54,22 @@ class SmallDisk:
     def _remount(self, how: str) -> None:
         self.holder.stdin.write(f"{how}\n".encode())
         self.holder.stdin.flush()
-        assert self.holder.stdout.readline().decode().strip() == how, self.holder.stderr.read1().decode()
+        assert self.holder.stdout.readline().decode().strip() == how, (
+            self.holder.stderr.read1().decode()
+        )
 
 
 @contextmanager
 def small_disk(folder: Path, size: str = "8m") -> Iterator[SmallDisk]:
-    """A disk mounted on ``folder`` in a mount namespace, which ends with the process that holds it."""
+    """A disk mounted on ``folder`` in a mount namespace, which ends with the process that holds
+    it."""
     folder.mkdir()
     words = ["sh", "-c", _MOUNT, "sh", size, str(folder)]
     rights = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
     words = ["unshare", *rights, "--mount", *words]
-    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    holder = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         if holder.stdout.readline() != b"mounted\n":
             pytest.skip(f"no tmpfs can be mounted here: {holder.stderr.read().decode().strip()}")

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ODD = [b"", b"{", b"{}", b"[]", b"null", b"7", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"op": 3, "group": []}', None]
+ODD = [
+    b"",
+    b"{",
+    b"{}",
+    b"[]",
+    b"null",
+    b"7",
+    b'"text"',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"op": 3, "group": []}',
+    None,
+]
 """Contents of files; None: a folder of that name."""
-WRONG = b'{"incarnation": 1, "group": "actor", "time": "now", "code": "0", "status": "done", "attempt": [], "ranks": 3}'
+WRONG = (
+    b'{"incarnation": 1, "group": "actor", "time": "now", "code": "0", "status": "done", '
+    b'"attempt": [], "ranks": 3}'
+)
 
 
 def leave(path: Path, content: bytes | None) -> None:

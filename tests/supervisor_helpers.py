@@ -61,8 +61,12 @@ elif what != "crashes":
 sys.exit(1)
 """
 """What a role does: live until it is asked to end, be killed, crash, leave a mark of "status:code",
-one of an engine that does not start, "engine:its error", or one of a programming error, "mistyped"."""
-WAITS = f"import sys\nif sys.stdin.read(1):\n    sys.argv[1:] = ['lives', sys.argv[1]]\n    exec({ROLE!r})"
+one of an engine that does not start, "engine:its error", or one of a programming error,
+"mistyped"."""
+WAITS = (
+    "import sys\nif sys.stdin.read(1):\n    sys.argv[1:] = ['lives', sys.argv[1]]\n    "
+    f"exec({ROLE!r})"
+)
 """What a role does that was started ahead."""
 
 
@@ -89,7 +93,11 @@ class Tiny(Processes):
         self.world = world
 
     def ask_to_end(self) -> None:
-        others = {name for name, group in self.world.supervisor.roll.here.items() if group.members and group.alive()}
+        others = {
+            name
+            for name, group in self.world.supervisor.roll.here.items()
+            if group.members and group.alive()
+        }
         self.world.asked.append((self.name, others - {self.name}))
         super().ask_to_end()
 
@@ -114,7 +122,8 @@ class Adopted(Incarnation):
 
 
 class World:
-    """A run, its supervisor, and a launcher that starts what `plans` say: a word an incarnation, the last for ever."""
+    """A run, its supervisor, and a launcher that starts what `plans` say: a word an incarnation,
+    the last for ever."""
 
     def __init__(self, path: Path, layout: str = "local") -> None:
         self.run = make_run(path / "run")
@@ -127,12 +136,17 @@ class World:
         self.asked: list[tuple[str, set[str]]] = []
         self.handed: list[tuple[str, str]] = []
         self.adopted: dict[str, Incarnation] = {}
-        self.answers: dict[str, Any] = {"whole": True, "ending": False, "hand_over": "", "lost": False}
+        self.answers: dict[str, Any] = {
+            "whole": True,
+            "ending": False,
+            "hand_over": "",
+            "lost": False,
+        }
         self.on_start: Callable[[str, int], None] = lambda *_: None
         self.env = dict(os.environ)
         """Of what is started ahead."""
 
-    # -- as a launcher -----------------------------------------------------------------------------------------
+    # -- as a launcher -----------------------------------------------------------------------------
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
         """Of what waits: to become a role that lives."""
@@ -150,10 +164,14 @@ class World:
 
     def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Incarnation:
         self.run.logs(name, incarnation).mkdir(parents=True)
-        members = [Member.begin(role, self.commands(name, incarnation)[role], ahead=True) for role in roles]
+        members = [
+            Member.begin(role, self.commands(name, incarnation)[role], ahead=True) for role in roles
+        ]
         return Tiny(self, name, incarnation, members)
 
-    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Incarnation:
+    def start(
+        self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
+    ) -> Incarnation:
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=ahead is not None)
         record(self.run, name, incarnation, launch)
         plan = self.plans.get(name, ["lives"])
@@ -161,7 +179,10 @@ class World:
         members = (
             ahead.members
             if ahead
-            else [Member.of(role, self._process(what, name, incarnation, role)) for role in roles_of(self.config, name)]
+            else [
+                Member.of(role, self._process(what, name, incarnation, role))
+                for role in roles_of(self.config, name)
+            ]
         )
         self.started.append((name, incarnation))
         self.on_start(name, incarnation)
@@ -199,7 +220,7 @@ class World:
         self.handed.append((name, reason))
         return self._answer("hand_over")
 
-    # -- what happens beside it ----------------------------------------------------------------------------------
+    # -- what happens beside it --------------------------------------------------------------------
 
     def end_the_actor(self) -> None:
         """It has done its work."""
@@ -207,13 +228,14 @@ class World:
         self.supervisor.roll.here["actor"].members[0].process.kill()
 
     def go_on_in_a_job(self) -> None:
-        """What happens to rollout once it was handed over: its job starts it, and it comes to its good end."""
+        """What happens to rollout once it was handed over: its job starts it, and it comes to its
+        good end."""
         if self.supervisor.roll.elsewhere and not self.supervisor.roll.here.keys() & {"rollout"}:
             incarnation = claim_incarnation(self.run, "rollout")
             self.run.logs("rollout", incarnation).mkdir(parents=True)
             leave_mark(self.run.exit_mark("rollout", incarnation, "rollout"))
 
-    # -- the supervisor ----------------------------------------------------------------------------------------
+    # -- the supervisor ----------------------------------------------------------------------------
 
     def supervise(self, *names: str, then: Callable[[], Any] = lambda: None) -> Outcome:
         """Supervise ``names`` to the end; ``then`` is called every round."""
@@ -224,7 +246,9 @@ class World:
             assert time.monotonic() < deadline, (self.run.root / "supervisor.log").read_text()
             then()
 
-        self.supervisor = Supervisor(self.run, self.config, "supervisor", names, lambda _: self, 1, terminal)
+        self.supervisor = Supervisor(
+            self.run, self.config, "supervisor", names, lambda _: self, 1, terminal
+        )
         self.supervisor.each_tick = tick
         try:
             with self.supervisor:

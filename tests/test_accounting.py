@@ -9,13 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics.accounting import OTHER, PRIORITY, UNFINISHED, Account, Label, even_split, partition, without
+from relax_hpc.metrics.accounting import (
+    OTHER,
+    PRIORITY,
+    UNFINISHED,
+    Account,
+    Label,
+    even_split,
+    partition,
+    without,
+)
 from relax_hpc.metrics.read_spans import Span, read_processes
 from relax_hpc.metrics.shares import is_by_peer, shares_of_time, tags_of_time
 from relax_hpc.metrics.spans import KINDS, OpenSpan, Spans
 from relax_hpc.metrics.timeline import Worker, workers_of
 
-LABELS = st.sampled_from([Label(what) for what in PRIORITY[:4]] + [Label("wait", "rollout"), Label("wait", "actor")])
+LABELS = st.sampled_from(
+    [Label(what) for what in PRIORITY[:4]] + [Label("wait", "rollout"), Label("wait", "actor")]
+)
 TIMES = st.integers(-15, 15)
 STRETCHES = st.lists(st.tuples(LABELS, TIMES, TIMES), max_size=8)
 
@@ -60,7 +71,9 @@ def test_a_partition_is_what_painting_gives(stretches, start, end) -> None:
 def test_parts_without_holes_have_every_other_second(start, end, holes) -> None:
     parts = list(without((start, end), holes))
     cells = {cell for low, high in parts for cell in range(low, high)}
-    assert cells == set(range(start, end)) - {cell for low, high in holes for cell in range(low, high)}
+    assert cells == set(range(start, end)) - {
+        cell for low, high in holes for cell in range(low, high)
+    }
     assert sum(high - low for low, high in parts) == len(cells)
 
 
@@ -87,23 +100,40 @@ def test_no_split_is_more_even(rollout_s, actor_s, rollout, actor) -> None:
     assert all(step(found[0]) <= step(n) for n in range(1, rollout + actor))
 
 
-@given(STRETCHES, TIMES, st.integers(0, 20), st.booleans(), TIMES, TIMES, st.lists(st.tuples(TIMES, TIMES), max_size=4))
-def test_a_worker_is_accounted_for_all_of_its_life(stretches, began, life, told, start, end, holes) -> None:
-    """Killed in a span or not, before its first one, in whatever part of its life, but for holes."""
+@given(
+    STRETCHES,
+    TIMES,
+    st.integers(0, 20),
+    st.booleans(),
+    TIMES,
+    TIMES,
+    st.lists(st.tuples(TIMES, TIMES), max_size=4),
+)
+def test_a_worker_is_accounted_for_all_of_its_life(
+    stretches, began, life, told, start, end, holes
+) -> None:
+    """Killed in a span or not, before its first one, in whatever part of its life, but for
+    holes."""
     spans = [
         Span("actor", label.what, None, low, high, label.peer)
         for label, low, high in stretches
         if began <= low < high <= began + life
     ]
-    seconds = Worker("actor", 1, "actor", began, began + life, spans, told).seconds(start, end, holes)
+    seconds = Worker("actor", 1, "actor", began, began + life, spans, told).seconds(
+        start, end, holes
+    )
     cells = set(range(max(start, began), min(end, began + life)))
-    assert sum(seconds.values()) == len(cells - {cell for low, high in holes for cell in range(low, high)})
+    assert sum(seconds.values()) == len(
+        cells - {cell for low, high in holes for cell in range(low, high)}
+    )
     last = max((span.end for span in spans), default=began + life)
-    tail = cells & set(range(last, began + life)) - {cell for low, high in holes for cell in range(low, high)}
+    tail = cells & set(range(last, began + life)) - {
+        cell for low, high in holes for cell in range(low, high)
+    }
     assert by_kind(seconds).get(UNFINISHED, 0) == (0 if told else len(tail))
 
 
-# -- one process ---------------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 
 def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch) -> None:
@@ -116,7 +146,12 @@ def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch)
             with spans("engine_update", lane=lane):
                 clock.now += 1
     clock.now += 2
-    assert spans.take() == {"start": 10.0 + 15.0, "generate": 8.0, "engine_update": 2.0, "other": 7.0 + 2.0}
+    assert spans.take() == {
+        "start": 10.0 + 15.0,
+        "generate": 8.0,
+        "engine_update": 2.0,
+        "other": 7.0 + 2.0,
+    }
     spans.close()
     (process,) = read_processes(tmp_path)
     assert (process.group, process.incarnation, process.rank, process.ended - process.began) == (
@@ -127,8 +162,18 @@ def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch)
     )
     first, second = workers_of(process, math.inf)
     start, end = process.began, process.ended
-    assert by_kind(first.seconds(start, end)) == {"start": 10, "generate": 4, "engine_update": 1, "other": 7}
-    assert by_kind(second.seconds(start, end)) == {"start": 15, "generate": 4, "engine_update": 1, "other": 2}
+    assert by_kind(first.seconds(start, end)) == {
+        "start": 10,
+        "generate": 4,
+        "engine_update": 1,
+        "other": 7,
+    }
+    assert by_kind(second.seconds(start, end)) == {
+        "start": 15,
+        "generate": 4,
+        "engine_update": 1,
+        "other": 2,
+    }
 
 
 def test_a_wait_says_what_it_was_for(tmp_path, monkeypatch) -> None:
@@ -144,14 +189,24 @@ def test_a_wait_says_what_it_was_for(tmp_path, monkeypatch) -> None:
         clock.now += 1
     taken = spans.take()
     spans.close()
-    assert taken == pytest.approx({"wait_for_hub": 3 + 1, "wait_for_rollout": 6 + 2, "wait_for_actor_fwd": 1.01})
+    assert taken == pytest.approx(
+        {"wait_for_hub": 3 + 1, "wait_for_rollout": 6 + 2, "wait_for_actor_fwd": 1.01}
+    )
     (process,) = read_processes(tmp_path)
     found = [(span.peer, round(span.end - span.start, 3), span.step) for span in process.spans]
-    assert found == [("hub", 3, 1), ("rollout", 6, 1), ("actor_fwd", 1.01, 1), ("rollout", 2, None), ("hub", 1, None)]
+    assert found == [
+        ("hub", 3, 1),
+        ("rollout", 6, 1),
+        ("actor_fwd", 1.01, 1),
+        ("rollout", 2, None),
+        ("hub", 1, None),
+    ]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.floats(0.0, 5.0)), max_size=6), st.floats(0.1, 9.0), st.floats(0, 2)
+    st.lists(st.tuples(st.sampled_from("ab"), st.floats(0.0, 5.0)), max_size=6),
+    st.floats(0.1, 9.0),
+    st.floats(0, 2),
 )
 def test_the_pieces_of_a_wait_have_no_gaps(waited, length, rest) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -176,13 +231,15 @@ def test_what_goes_on_for_long_is_in_the_file_with_every_take(tmp_path, monkeypa
         with spans("queue", step=4):
             assert [span.end - span.start for span in read_processes(tmp_path)[0].spans] == [30]
     spans.close()
-    assert [(span.what, span.end - span.start) for span in read_processes(tmp_path)[0].spans[::2]] == [
+    assert [
+        (span.what, span.end - span.start) for span in read_processes(tmp_path)[0].spans[::2]
+    ] == [
         ("generate", 30),
         ("generate", 1),
     ]
 
 
-# -- shares --------------------------------------------------------------------------------------------------------
+# -- shares ----------------------------------------------------------------------------------------
 
 
 def test_tags_of_a_step_and_back() -> None:
@@ -195,7 +252,9 @@ def test_tags_of_a_step_and_back() -> None:
         "perf/actor_wait_s": 3.5,
     }
     assert [tag for tag in tags if is_by_peer(tag)] == ["idle/actor_for_rollout"]
-    more = tags_of_time("actor", {"train": 10.0}) | tags_of_time("actor_fwd", {"wait_for_actor": 1.0})
+    more = tags_of_time("actor", {"train": 10.0}) | tags_of_time(
+        "actor_fwd", {"wait_for_actor": 1.0}
+    )
     assert tags_of_time("actor", {}) == {}
     assert shares_of_time([tags, more | {"perf/step_s": 9.0}]) == {
         "actor": {"at": {"train": 0.8, "wait": 0.175, "other": 0.025}, "for": {"rollout": 0.15}},

@@ -1,4 +1,5 @@
-"""When a trainer role ends early: at a step's edge, also one at which it waits, and in time for its checkpoint."""
+"""When a trainer role ends early: at a step's edge, also one at which it waits, and in time for its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -58,8 +59,17 @@ def test_what_the_correction_did_is_reported() -> None:
 
 
 def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
-    """Rows of 3 and 5 tokens through 2 layers of width 8, four heads of 4, a vocabulary of 10, twice."""
-    sizes = {"hidden": 8, "inner": 16, "layers": 2, "heads": 4, "groups": 2, "head_dim": 4, "vocab": 10}
+    """Rows of 3 and 5 tokens through 2 layers of width 8, four heads of 4, a vocabulary of 10,
+    twice."""
+    sizes = {
+        "hidden": 8,
+        "inner": 16,
+        "layers": 2,
+        "heads": 4,
+        "groups": 2,
+        "head_dim": 4,
+        "vocab": 10,
+    }
     spec = Qwen3(**sizes, tied=True)
     matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16) + 8 * 10
     attention = 2 * 2 * 16 * (3 * 3 + 5 * 5)
@@ -70,12 +80,18 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
     assert mfu_report(result, spec, 2, 1e6) == {"perf/mfu": pytest.approx(expected)}
     tally.media = {"seen": (Kind.IMAGE, (1, 2, 4))}
     other = {"moving": (Kind.VIDEO, (2, 4, 2)), **tally.media}
-    tally.gather(SimpleNamespace(gather=lambda mine: [msgpack.unpackb(msgpack.packb(one)) for one in (mine, other)]))
+    tally.gather(
+        SimpleNamespace(
+            gather=lambda mine: [msgpack.unpackb(msgpack.packb(one)) for one in (mine, other)]
+        )
+    )
     seeing = replace(spec, towers=spec_of(QWEN3_VL).towers)
     (seen,) = (tower.multiplied((1, 2, 4)) + tower.multiplied((2, 4, 2)) for tower in seeing.towers)
     for frozen, times in ((), 3), (("visual",), 1):
         more = 2 * times * 2 * seen / (2.0 * 1e6)
-        assert mfu_report(result, seeing, 2, 1e6, frozen) == {"perf/mfu": pytest.approx(expected + more)}
+        assert mfu_report(result, seeing, 2, 1e6, frozen) == {
+            "perf/mfu": pytest.approx(expected + more)
+        }
     assert mfu_report(result, spec, 2, None) == {} and peak_flops("NVIDIA H100 PCIe") == 756e12
 
 
@@ -105,7 +121,9 @@ class Queue:
         self.dealt: list[int] = []
         self.asked = threading.Event()
 
-    def claim_later(self, task: str, budget: int, boundary: int, timeout: float, **dealt: int) -> Future:
+    def claim_later(
+        self, task: str, budget: int, boundary: int, timeout: float, **dealt: int
+    ) -> Future:
         self.claims.append(Future())
         self.dealt.append(dealt["batch"])
         self.asked.set()
@@ -135,11 +153,15 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), Channel(10.0)
     ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}
-    actor.ranks = SimpleNamespace(leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways)
+    actor.ranks = SimpleNamespace(
+        leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways
+    )
     actor.clock = StepClock(deadline)
     actor.beside = Beside()
     actor.checkpoints = SimpleNamespace(saver=SimpleNamespace(check=lambda: None))
-    actor.windows = WindowStream(actor.context, actor.ranks, actor.clock, actor.settings, {}, actor.check)
+    actor.windows = WindowStream(
+        actor.context, actor.ranks, actor.clock, actor.settings, {}, actor.check
+    )
     return actor
 
 
@@ -204,7 +226,10 @@ def test_rows_that_are_there_are_trained_on() -> None:
 
 def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
     actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
-    assert [(window.claim.lease, window.last) for window in actor.windows.of(3, 0)] == [(1, False), (2, True)]
+    assert [(window.claim.lease, window.last) for window in actor.windows.of(3, 0)] == [
+        (1, False),
+        (2, True),
+    ]
     assert [window.claim.lease for window in actor.windows.of(3, 1)] == [3]
     assert actor.windows.prefetch.asked.result(10).claim.lease == 4, "of the next step"
     assert actor.context.client.dealt == [0, 1, 0, 0]
@@ -213,7 +238,10 @@ def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
 def test_behind_the_last_step_nothing_is_asked_for() -> None:
     actor = giving(claim(1, 12, 13), claim(2, 14, 15))
     actor.config.steps = 4
-    assert [window.claim.lease for number in (0, 1) for window in actor.windows.of(3, number)] == [1, 2]
+    assert [window.claim.lease for number in (0, 1) for window in actor.windows.of(3, number)] == [
+        1,
+        2,
+    ]
     assert actor.windows.prefetch.asked is None
 
 
@@ -227,7 +255,9 @@ def test_a_claim_whose_rows_are_lost_before_all_ranks_have_them_is_followed_by_a
 def test_rows_that_never_come_end_the_wait() -> None:
     actor = waiting()
     actor.config.queue.wait_timeout_s = 0.0
-    with pytest.raises(DeadlineError, match=r"no rows to train on came for 0 s; .* logs of the group"):
+    with pytest.raises(
+        DeadlineError, match=r"no rows to train on came for 0 s; .* logs of the group"
+    ):
         next(actor.windows.of(3, 0))
 
 
@@ -237,7 +267,8 @@ def test_a_claim_of_other_tickets_is_not_trained_on() -> None:
 
 
 def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
-    """A full disk, or a hub that is away, may take hours: a rank that went on alone would give the others up."""
+    """A full disk, or a hub that is away, may take hours: a rank that went on alone would give the
+    others up."""
     actor, heard = giving(), list[Any]()
     actor.told = future = Future()
     future.set_result({})
@@ -288,7 +319,9 @@ def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
     queue.held = [[12, 13], [12, 13]]
     actor.batches = lambda window: []
     said: list[bool] = []
-    actor.trainer = SimpleNamespace(accumulate=lambda _, last: said.append(last), discard=lambda: None)
+    actor.trainer = SimpleNamespace(
+        accumulate=lambda _, last: said.append(last), discard=lambda: None
+    )
     claims, _ = actor.gradients(3, 0, tally)
     assert [found.lease for found in claims] == [9, 10]
     assert said == [False, False, True, False, True], "the last window is that with the last ticket"
@@ -308,7 +341,10 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
 
 def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
-    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(FencedError("incarnation 1 is over")))
+    thread = later(
+        actor,
+        lambda: actor.context.client.claims[0].set_exception(FencedError("incarnation 1 is over")),
+    )
     with pytest.raises(FencedError):
         next(actor.windows.of(3, 0))
     thread.join()
@@ -319,14 +355,25 @@ class Recorded(TrainerRole):
 
     def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
         self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
-        self.config, self.clock, self.beside, self.windows = Config(steps=5), StepClock(None), Beside(), None
+        self.config, self.clock, self.beside, self.windows = (
+            Config(steps=5),
+            StepClock(None),
+            Beside(),
+            None,
+        )
         self.alone = True
         self.step, self.saved = 0, []
         self.saver = SimpleNamespace(seconds=0.0, failure="")
         self.checkpoints = SimpleNamespace(
-            saver=self.saver, load=lambda: 0, save=self.saved.append, unsaved=self.unsaved, settle=self.settled
+            saver=self.saver,
+            load=lambda: 0,
+            save=self.saved.append,
+            unsaved=self.unsaved,
+            settle=self.settled,
         )
-        self.ranks = SimpleNamespace(tell=lambda message: message, close=lambda: self.saved.append("closed"))
+        self.ranks = SimpleNamespace(
+            tell=lambda message: message, close=lambda: self.saved.append("closed")
+        )
 
     def check_edge(self) -> None:
         if self.step == self.ends_at and not self.in_step:
@@ -349,7 +396,9 @@ class Recorded(TrainerRole):
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("saves", "saved"), [((), [3]), ((2,), [3]), ((3,), [])])
-def test_what_is_not_saved_yet_is_saved_at_the_edge(saves: tuple[int, ...], saved: list[int], in_step: bool) -> None:
+def test_what_is_not_saved_yet_is_saved_at_the_edge(
+    saves: tuple[int, ...], saved: list[int], in_step: bool
+) -> None:
     made = Recorded(3, saves, in_step)
     with pytest.raises(StoppedError, match="asked to stop: saved step 3"):
         made.run()
@@ -370,9 +419,13 @@ def test_the_last_step_ends_the_role() -> None:
     assert made.step == 5 and made.saved == ["settled", "closed"]
 
 
-def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would lose all that they hold: what a disk cannot read now it may read later."""
-    found = [Checkpoint(step=step, incarnation=1, name=f"step-{step}", digest="d") for step in (10, 20)]
+    found = [
+        Checkpoint(step=step, incarnation=1, name=f"step-{step}", digest="d") for step in (10, 20)
+    ]
     resumed: list[int] = []
 
     def load(directory: Path, *_: Any) -> dict[str, Any]:
@@ -387,9 +440,13 @@ def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(monkeypatc
 
     monkeypatch.setattr("relax_hpc.roles.checkpoints.store.load", load)
     checkpoints: Any = Checkpoints.__new__(Checkpoints)
-    checkpoints.context = SimpleNamespace(role="actor", run=RunDir(Path("run")), says=lambda _: None)
+    checkpoints.context = SimpleNamespace(
+        role="actor", run=RunDir(Path("run")), says=lambda _: None
+    )
     checkpoints.saver = SimpleNamespace(prepare=lambda: None, ready=lambda: None)
-    training = SimpleNamespace(checkpoints=lambda _: answered(found), resume=lambda step, _: resumed.append(step))
+    training = SimpleNamespace(
+        checkpoints=lambda _: answered(found), resume=lambda step, _: resumed.append(step)
+    )
 
     def ask(question: Callable[[Any], Any]) -> Any:
         answer = question(SimpleNamespace(training=training))

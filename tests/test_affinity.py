@@ -1,4 +1,5 @@
-"""Cores of ranks: no two roles of a group on one, each near its GPU; on real steps of a real Slurm as well."""
+"""Cores of ranks: no two roles of a group on one, each near its GPU; on real steps of a real Slurm
+as well."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ from relax_hpc.slurm.steps import StepLauncher, step_environment
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 
-RANKS = st.lists(st.tuples(st.integers(1, 8), st.none() | st.integers(0, 3)), min_size=1, max_size=24)
+RANKS = st.lists(
+    st.tuples(st.integers(1, 8), st.none() | st.integers(0, 3)), min_size=1, max_size=24
+)
 
 
 def node(sockets: int, each: int, threads: int = 1) -> list[Core]:
     """Cores whose second threads are numbered after all first ones, as on most machines."""
     total = sockets * each
     return [
-        Core(tuple(number + total * thread for thread in range(threads)), number // each) for number in range(total)
+        Core(tuple(number + total * thread for thread in range(threads)), number // each)
+        for number in range(total)
     ]
 
 
@@ -66,25 +70,35 @@ def test_shares_are_whole_cores_and_nobody_elses(
         assert sum(bool(share & set(core.cpus)) for share in found.values()) <= 1
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if nodes_of(size) > 1], ids=lambda size: size.stem)
+@pytest.mark.parametrize(
+    "size", [size for size in SIZES if nodes_of(size) > 1], ids=lambda size: size.stem
+)
 def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
     config, gpus = load([size]), gpus_of(size)
     machine = node(2, 4 * gpus)
     for group in config.groups:
         if group == "hub":
             continue
-        found = shares(machine, ranks_on_a_node(config, group, domains_of_gpus(config, group, machine)))
+        found = shares(
+            machine, ranks_on_a_node(config, group, domains_of_gpus(config, group, machine))
+        )
         taken = [cpu for share in found.values() for cpu in share]
-        assert len(taken) == len(set(taken)) and {role for role, _ in found} == set(roles_of(config, group))
+        assert len(taken) == len(set(taken)) and {role for role, _ in found} == set(
+            roles_of(config, group)
+        )
         for (role, rank), share in found.items():
             assert len(share) >= config.groups[group].resources.cpus_per_task
             if role != "rollout":
-                assert {cpu // (4 * gpus) for cpu in share} == {rank // (gpus // 2)}, "local rank r has GPU r"
+                assert {cpu // (4 * gpus) for cpu in share} == {rank // (gpus // 2)}, (
+                    "local rank r has GPU r"
+                )
 
 
 def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
     groups = {"actor": {"resources": {"gpus_per_node": 8}}}
-    config = load([], {"layout": "jobs", "model.device": "cuda", "groups": groups, "actor.parallel.data": 2})
+    config = load(
+        [], {"layout": "jobs", "model.device": "cuda", "groups": groups, "actor.parallel.data": 2}
+    )
     machine = node(2, 32)
     ranks = ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
     assert [rank.domain for rank in ranks] == [0, 0]
@@ -94,13 +108,27 @@ def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
 
 
 @pytest.mark.parametrize("flags", [{"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2}], ids=str)
-def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(flags: dict[str, int]) -> None:
-    groups = {"actor": {"roles": ["rollout", "actor"], "resources": {"gpus_per_node": 8, "cpus_per_task": 7}}}
+def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(
+    flags: dict[str, int],
+) -> None:
+    groups = {
+        "actor": {
+            "roles": ["rollout", "actor"],
+            "resources": {"gpus_per_node": 8, "cpus_per_task": 7},
+        }
+    }
     sizes = {"actor.parallel.data": 8, "rollout.replicas": 4, "rollout.engine.flags": flags}
-    config = load([], {"layout": "jobs", "model.device": "cuda", "groups": groups | {"rollout": None}} | sizes)
+    config = load(
+        [], {"layout": "jobs", "model.device": "cuda", "groups": groups | {"rollout": None}} | sizes
+    )
     machine = node(2, 32)
-    found = shares(machine, ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine)))
-    assert [len(found["rollout", 0] & set(range(first, first + 32))) for first in (0, 32)] == [16, 16]
+    found = shares(
+        machine, ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    )
+    assert [len(found["rollout", 0] & set(range(first, first + 32))) for first in (0, 32)] == [
+        16,
+        16,
+    ]
     assert [len(found["actor", rank]) for rank in range(8)] == [4] * 8
 
 
@@ -114,17 +142,26 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
         (numa / f"node{number}/cpulist").write_text(text)
     both = [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
     assert cores(set(range(8)), cpus, numa) == both
-    assert cores({1, 3, 7}, cpus, numa) == [Core((1,), 0), Core((3, 7), 1)], "of those that it may use"
-    for minor, (bus, where) in enumerate({"0000:1B:00.0": "1", "0000:9c:00.0": "0", "0000:aa:00.0": "-1"}.items()):
+    assert cores({1, 3, 7}, cpus, numa) == [Core((1,), 0), Core((3, 7), 1)], (
+        "of those that it may use"
+    )
+    for minor, (bus, where) in enumerate(
+        {"0000:1B:00.0": "1", "0000:9c:00.0": "0", "0000:aa:00.0": "-1"}.items()
+    ):
         (driver / bus).mkdir(parents=True)
         (driver / bus / "information").write_text(f"Model: \t X\nDevice Minor: \t {minor}\n")
         (pci / bus.lower()).mkdir(parents=True)
         (pci / bus.lower() / "numa_node").write_text(f"{where}\n")
     assert numa_of_gpus({}, driver, pci) == [1, 0, -1]
-    assert numa_of_gpus({"SLURM_STEP_GPUS": "2,0", "CUDA_VISIBLE_DEVICES": "0,1"}, driver, pci) == [-1, 1]
+    assert numa_of_gpus({"SLURM_STEP_GPUS": "2,0", "CUDA_VISIBLE_DEVICES": "0,1"}, driver, pci) == [
+        -1,
+        1,
+    ]
     assert numa_of_gpus({}, tmp_path / "none", pci) == []
     assert (numbers("0-2,8\n"), numbers("\n")) == ([0, 1, 2, 8], [])
-    assert {cpu for core in cores(os.sched_getaffinity(0)) for cpu in core.cpus} == os.sched_getaffinity(0)
+    assert {
+        cpu for core in cores(os.sched_getaffinity(0)) for cpu in core.cpus
+    } == os.sched_getaffinity(0)
 
 
 def test_srun_options_are_the_sites_but_for_ours() -> None:
@@ -146,7 +183,7 @@ def test_srun_options_are_the_sites_but_for_ours() -> None:
             srun_options(config)
 
 
-# -- on a real Slurm ---------------------------------------------------------------------------------------------
+# -- on a real Slurm -------------------------------------------------------------------------------
 
 TAKE = """\
 import json, os, pathlib, resource, sys, time
@@ -169,7 +206,9 @@ while not (folder / "end").exists() and time.monotonic() < deadline:
 class Forward:
     """A job of a group of two roles, its steps started by what starts those of a run."""
 
-    def __init__(self, sandbox: Sandbox, folder: Path, config: Config, cpus: int, *options: str) -> None:
+    def __init__(
+        self, sandbox: Sandbox, folder: Path, config: Config, cpus: int, *options: str
+    ) -> None:
         self.sandbox, self.folder = sandbox, folder
         self.run, self.config = RunDir(folder), config
         dump(config, self.run.config)
@@ -177,7 +216,9 @@ class Forward:
         words = ("sbatch", "--parsable", f"--cpus-per-task={cpus}", "--output=/dev/null", *options)
         self.job = sandbox.client(*words, "--wrap=sleep 120").strip()
         until(
-            lambda: "RUNNING" in sandbox.client("squeue", "--noheader", "--format=%T"), 30.0, "the job does not start"
+            lambda: "RUNNING" in sandbox.client("squeue", "--noheader", "--format=%T"),
+            30.0,
+            "the job does not start",
         )
         allocation = Allocation(self.job, 0, "node1", {"forward": Place(self.job, 1)})
         self.launcher = StepLauncher(self.run, config, Slurm(), allocation, lambda: None)
@@ -187,17 +228,32 @@ class Forward:
         steps, ranks = [], 0
         for role in roles_of(self.config, "forward"):
             words = self.launcher._srun(self.config, "forward", role, 1)
-            ranks += int(next(word for word in words if word.startswith("--ntasks=")).partition("=")[2])
-            variables = step_environment(self.config, "forward") | {"SLURM_CONF": str(self.sandbox.conf)}
+            ranks += int(
+                next(word for word in words if word.startswith("--ntasks=")).partition("=")[2]
+            )
+            variables = step_environment(self.config, "forward") | {
+                "SLURM_CONF": str(self.sandbox.conf)
+            }
             (self.run.logs("forward", 1)).mkdir(parents=True, exist_ok=True)
             steps.append(
                 subprocess.Popen(
-                    [*prefix, *words, sys.executable, str(self.folder / "take.py"), str(self.folder), role],
+                    [
+                        *prefix,
+                        *words,
+                        sys.executable,
+                        str(self.folder / "take.py"),
+                        str(self.folder),
+                        role,
+                    ],
                     env=variables,
                 )
             )
         try:
-            until(lambda: len(list(self.folder.glob("*.json"))) == ranks, 60.0, "not all ranks have come")
+            until(
+                lambda: len(list(self.folder.glob("*.json"))) == ranks,
+                60.0,
+                "not all ranks have come",
+            )
         finally:
             (self.folder / "end").touch()
             for step in steps:
@@ -207,7 +263,11 @@ class Forward:
 
 
 def forward(ranks: int, **overrides: object) -> Config:
-    groups = {"forward": {"roles": ["actor_fwd", "reference"]}, "actor_fwd": None, "reference": None}
+    groups = {
+        "forward": {"roles": ["actor_fwd", "reference"]},
+        "actor_fwd": None,
+        "reference": None,
+    }
     sizes = {"actor_fwd.parallel.data": ranks, "reference.parallel.data": ranks}
     return load([], {"layout": "jobs", "groups": groups, **sizes, **overrides})
 
@@ -218,22 +278,30 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sandbox], None]:
 
 
 @pytest.mark.slurm
-def test_two_steps_on_one_node_have_cores_of_their_own(tmp_path: Path, environ: Callable[[Sandbox], None]) -> None:
+def test_two_steps_on_one_node_have_cores_of_their_own(
+    tmp_path: Path, environ: Callable[[Sandbox], None]
+) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs to divide")
     with private_sandbox(nodes=1, cpus=2, bind=True, gpus=0) as own:
         environ(own)
         config = forward(1)
         config.site.setup = ["ulimit -n 777"]
-        found = Forward(own, tmp_path, config, 2).start(("bash", "-c", 'ulimit -n 777; exec "$@"', "limited"))
-        assert {name: facts["before"] for name, facts in found.items()} == {name: [0, 1] for name in found}
+        found = Forward(own, tmp_path, config, 2).start(
+            ("bash", "-c", 'ulimit -n 777; exec "$@"', "limited")
+        )
+        assert {name: facts["before"] for name, facts in found.items()} == {
+            name: [0, 1] for name in found
+        }
         assert sorted(facts["after"] for facts in found.values()) == [[0], [1]]
         assert {facts["files"] for facts in found.values()} == {777}, "limits come along"
         other = tmp_path / "slurms own"
         other.mkdir()
         config.site.srun_options = {"cpu-bind": "cores"}
         found = Forward(own, other, config, 2).start()
-        assert all(facts["before"] == facts["after"] for facts in found.values()), "then Slurm binds"
+        assert all(facts["before"] == facts["after"] for facts in found.values()), (
+            "then Slurm binds"
+        )
 
 
 @pytest.mark.slurm
@@ -241,7 +309,9 @@ def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
     tmp_path: Path, environ: Callable[[Sandbox], None]
 ) -> None:
     """Read off its own choice, as this machine has not so many."""
-    with private_sandbox(nodes=1, cpus=64, sockets=2, memory=9000, gpus=0, extra=("DebugFlags=Steps",)) as own:
+    with private_sandbox(
+        nodes=1, cpus=64, sockets=2, memory=9000, gpus=0, extra=("DebugFlags=Steps",)
+    ) as own:
         environ(own)
         config = forward(8)
         config.groups["forward"].resources.cpus_per_task = 4
@@ -251,7 +321,9 @@ def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
         for step in picked(own):
             assert step == {(socket, core) for socket in range(2) for core in range(32)}
         machine = node(2, 32)
-        found = shares(machine, ranks_on_a_node(config, "forward", domains_of_gpus(config, "forward", machine)))
+        found = shares(
+            machine, ranks_on_a_node(config, "forward", domains_of_gpus(config, "forward", machine))
+        )
         assert sorted(cpu for share in found.values() for cpu in share) == list(range(64))
 
 

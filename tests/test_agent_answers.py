@@ -1,4 +1,5 @@
-"""Answers to agent programs: stop texts, thoughts, calls, streams, and how they return in the next request."""
+"""Answers to agent programs: stop texts, thoughts, calls, streams, and how they return in the next
+request."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.rollout.agents.rendering import Renderer
-from tests.agent_helpers import (
+from tests.agent_helpers import (  # noqa: F401
     COMPLETIONS,
     TEMPLATE,
     TOOLS,
@@ -20,7 +21,7 @@ from tests.agent_helpers import (
     Chats,
     ToldEngine,
     ask,
-    chats_fixture,  # noqa: F401
+    chats_fixture,
     rows,
     scripted,
     session_of,
@@ -30,9 +31,13 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call
 
 
 @pytest.mark.parametrize("put_back", ["</code>", "\n</code>"])
-def test_a_stop_text_that_comes_back_is_what_the_policy_has_drawn(chats: Chats, put_back: str) -> None:
+def test_a_stop_text_that_comes_back_is_what_the_policy_has_drawn(
+    chats: Chats, put_back: str
+) -> None:
     async def play() -> None:
-        engine = ToldEngine(lambda before, limit: chats.tokenizer.encode("a <code>1</code>", special=False))
+        engine = ToldEngine(
+            lambda before, limit: chats.tokenizer.encode("a <code>1</code>", special=False)
+        )
         session, messages = session_of(chats, engine), [USER]
         for _ in range(3):
             answer = await ask(session, messages, stop=["</code>", "Observation:"])
@@ -86,7 +91,9 @@ def test_a_call_in_a_thought_is_no_call(chats: Chats) -> None:
     """Whether the policy has opened the thought, or the template, and whether it came to an end."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
 
-    opens = TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    opens = TEMPLATE.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    )
     assert opens != TEMPLATE
     opening = ChatTemplate(opens, {}, "")
 
@@ -118,14 +125,25 @@ def test_stops_and_streams(chats: Chats) -> None:
         assert len(rows(session)) == 1, "it continues from the cut"
         call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
         session = session_of(chats, scripted(chats, call))
-        body = {"messages": [USER], "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "messages": [USER],
+            "tools": TOOLS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         reply = await session.reply(COMPLETIONS, json.dumps(body).encode(), 0)
         assert reply.content_type == "text/event-stream"
         events = [line.removeprefix("data: ") for line in reply.body.decode().split("\n\n") if line]
         assert events.pop() == "[DONE]"
         chunks = [json.loads(event) for event in events]
-        assert chunks[1]["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
-        assert chunks[2]["choices"][0]["finish_reason"] == "tool_calls" and chunks[3]["usage"]["completion_tokens"] > 0
+        assert chunks[1]["choices"][0]["delta"]["tool_calls"][0]["function"] == {
+            "name": "add",
+            "arguments": "{}",
+        }
+        assert (
+            chunks[2]["choices"][0]["finish_reason"] == "tool_calls"
+            and chunks[3]["usage"]["completion_tokens"] > 0
+        )
 
     asyncio.run(play())
 
@@ -143,7 +161,11 @@ def test_no_text_of_an_answer_ends_a_line_of_its_stream(chats: Chats, path: str)
         lines = reply.body.decode().splitlines()
         data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert all(not line or line.startswith(("data: ", "event: ")) for line in lines)
-        assert any("a\u2028b\x85c\u2029d" in texts_of(json.loads(each)) for each in data if each != "[DONE]")
+        assert any(
+            "a\u2028b\x85c\u2029d" in texts_of(json.loads(each))
+            for each in data
+            if each != "[DONE]"
+        )
 
     asyncio.run(play())
 

@@ -35,7 +35,9 @@ both_modes = pytest.mark.parametrize("pid_namespace", [True, False], ids=["names
 
 def run(code: str, pid_namespace: bool = True, **variables: str) -> tuple[Program, int]:
     """A Python program that has run, and its exit code."""
-    program = Program([sys.executable, "-c", SEND + code], variables, {}, MEMORY_BYTES, pid_namespace)
+    program = Program(
+        [sys.executable, "-c", SEND + code], variables, {}, MEMORY_BYTES, pid_namespace
+    )
 
     async def play() -> int:
         async with asyncio.timeout(LIMIT_S):
@@ -56,7 +58,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return processes
 
 
-# -- results ---------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,19 @@ def marked(mark: str) -> list[psutil.Process]:
         ("send({'reward': 1.0})", {"reward": 1.0}),
         ("print('x'); print(json.dumps({'reward': 0.5}))", {"reward": 0.5}),
         ("send({'reward': 1.0}); print(json.dumps({'reward': 0.0}))", {"reward": 1.0}),
-        ("print(json.dumps({'reward': 1.0}), flush=True); print('Unclosed session', file=sys.stderr)", {"reward": 1.0}),
-        ("for part in ['{\"rew', 'ard\": ', '1', '}']: sys.stdout.write(part); sys.stdout.flush()", {"reward": 1}),
-        ("for part in ['{\"rew', 'ard\": ', '1', '}\\n']: os.write(3, part.encode())", {"reward": 1}),
+        ("print(json.dumps({'reward': 1.0}), flush=True); print('Unclosed session', "
+         "file=sys.stderr)", {"reward": 1.0}),
+        ("for part in ['{\"rew', 'ard\": ', '1', '}']: sys.stdout.write(part); "
+         "sys.stdout.flush()", {"reward": 1}),
+        ("for part in ['{\"rew', 'ard\": ', '1', '}\\n']: os.write(3, "
+         "part.encode())", {"reward": 1}),
         ("print(json.dumps({'reward': 1.0}) + '\\r\\n\\n  ')", {"reward": 1.0}),
-        ("print(json.dumps({'text': 'x' * 300_000, 'reward': 1}))", {"text": "x" * 300_000, "reward": 1}),
+        ("print(json.dumps({'text': 'x' * 300_000, 'reward': "
+         "1}))", {"text": "x" * 300_000, "reward": 1}),
         ("print('{\"reward\": 0.5, \"loss\": NaN}')", {"reward": 0.5, "loss": "NaN"}),
         ("print('{\"reward\": 0.5, \"most\": -1e999}')", {"reward": 0.5, "most": "-Infinity"}),
-        ("print(json.dumps({'said': 'cut \\ud83d', 'reward': 1}))", {"said": "cut \ufffd", "reward": 1}),
+        ("print(json.dumps({'said': 'cut \\ud83d', 'reward': "
+         "1}))", {"said": "cut \ufffd", "reward": 1}),
         ("print('[1]')", None),
         ("print('{\"reward\": 1.0}'); print('bye')", None),
         ("print('[' * 100_000)", None),
@@ -89,13 +96,21 @@ def test_a_result_is_one_object_over_the_descriptor_or_else_the_last_line_of_sta
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("send({'reward': 0.0}); send({'reward': 1.0})", "found no JSON .*allowed: one JSON object"),
+        (
+            "send({'reward': 0.0}); send({'reward': 1.0})",
+            "found no JSON .*allowed: one JSON object",
+        ),
         ("send([1])", "found list, allowed: one JSON object"),
         ("os.write(3, b'x' * ((1 << 20) + 1))", "found more bytes, allowed: one JSON object"),
-        ("print('{\"a\": \"' + 'x' * (5 << 19) + '\"}')", "the last line of standard output is longer than"),
+        (
+            "print('{\"a\": \"' + 'x' * (5 << 19) + '\"}')",
+            "the last line of standard output is longer than",
+        ),
     ],
 )
-def test_a_result_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, code: str, says: str) -> None:
+def test_a_result_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
     monkeypatch.setattr(program_module, "_PAUSE_S", 0.0)
     program, exit_code = run(code)
     assert exit_code == 0
@@ -105,7 +120,8 @@ def test_a_result_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, code: s
 
 @both_modes
 def test_no_process_but_the_program_itself_sends_its_result(pid_namespace: bool) -> None:
-    """A command inherits the descriptor, as those of languages that close none, and opens it through /proc."""
+    """A command inherits the descriptor, as those of languages that close none, and opens it
+    through /proc."""
     forge = "echo '{\"reward\": 1.0}'"
     code = f"""
 commands = [{forge!r} + ' >&3', {forge!r} + ' >/proc/self/fd/3', {forge!r} + ' >/proc/$PPID/fd/3']
@@ -119,7 +135,9 @@ send({{'reward': 0.25}})
 """
     program, _ = run(code, pid_namespace)
     assert program.read_result() == {"reward": 0.25} and program.forged > 0
-    silent, _ = run(code.replace("send({'reward': 0.25})", "print('{\"reward\": 0.0}')"), pid_namespace)
+    silent, _ = run(
+        code.replace("send({'reward': 0.25})", "print('{\"reward\": 0.0}')"), pid_namespace
+    )
     assert silent.read_result() == {"reward": 0.0}
 
 
@@ -139,7 +157,8 @@ sys.exit(7)
 
 @both_modes
 def test_what_outlives_a_program_is_killed_and_says_nothing_more(pid_namespace: bool) -> None:
-    """A command leaves its process group, waits for the program's end, and writes the reward to its output."""
+    """A command leaves its process group, waits for the program's end, and writes the reward to its
+    output."""
     daemon = """exec 9>/proc/$PROGRAM/fd/1
 echo ready >&2
 exec >/dev/null 2>&1
@@ -169,7 +188,9 @@ for _ in range(8):
     subprocess.Popen(['setsid', 'sh', '-c', 'setsid sleep 1000 & setsid sleep 1000'])
 signal.pause()
 """
-    program = Program([sys.executable, "-c", SEND + code], {"MARK": mark}, {}, MEMORY_BYTES, pid_namespace)
+    program = Program(
+        [sys.executable, "-c", SEND + code], {"MARK": mark}, {}, MEMORY_BYTES, pid_namespace
+    )
 
     async def play() -> None:
         running = asyncio.create_task(program.run())
@@ -186,7 +207,9 @@ signal.pause()
 @both_modes
 def test_a_rollout_process_that_is_killed_leaves_no_program(pid_namespace: bool) -> None:
     mark = f"killed-{os.getpid()}-{pid_namespace}"
-    code = "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    code = (
+        "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '1000']); time.sleep(1000)"
+    )
     script = f"""
 import asyncio, sys
 from relax_hpc.rollout.agents.program import Program
@@ -226,7 +249,12 @@ send({'pids': pids, 'pid': os.getpid(), 'session': os.getsid(0), 'pipe': pipe, '
 @both_modes
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("x = bytearray(1 << 33)", 1), ("os._exit(0)", 0)],
+    [
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), 11)", -11),
+        ("x = bytearray(1 << 33)", 1),
+        ("os._exit(0)", 0),
+    ],
 )
 def test_how_a_program_has_ended_is_known(pid_namespace: bool, code: str, expected: int) -> None:
     assert run(code, pid_namespace)[1] == expected
@@ -240,13 +268,15 @@ def test_a_command_that_there_is_not_is_named(pid_namespace: bool) -> None:
 
 
 def test_the_end_of_what_was_printed_is_kept_however_it_was_written() -> None:
-    code = "[print('line', n, flush=True) for n in range(200)]; print('x' * 70_000, file=sys.stderr)"
+    code = (
+        "[print('line', n, flush=True) for n in range(200)]; print('x' * 70_000, file=sys.stderr)"
+    )
     program, _ = run(code)
     assert program.output.splitlines() == [f"line {n}" for n in range(200)]
     assert program.errors.endswith("x\n") and len(program.errors) > 1 << 15
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 texts = st.text(st.characters())
 values = st.recursive(
@@ -289,7 +319,9 @@ def test_this_node_itself_is_asked_without_a_proxy(
     assert _without_proxy({}) == {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
-def test_no_client_asks_another_server_that_the_users_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_asks_another_server_that_the_users_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """langchain-openai reads OPENAI_API_BASE before OPENAI_BASE_URL."""
     names = ("OPENAI_API_BASE", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL", "ANTHROPIC_AUTH_TOKEN")
     for name in names:
@@ -298,4 +330,9 @@ def test_no_client_asks_another_server_that_the_users_environment_names(monkeypa
     for name in names:
         monkeypatch.setenv(name, "the user's")
     variables = _variables({"ANTHROPIC_API_URL": "of the options"}, "http://here", "sk-1")
-    assert [variables[name] for name in names] == ["http://here/v1", "http://here", "of the options", "sk-1"]
+    assert [variables[name] for name in names] == [
+        "http://here/v1",
+        "http://here",
+        "of the options",
+        "sk-1",
+    ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.tokenizer import TokenizerError
 from relax_hpc.rollout.agents import session as session_module
-from tests.agent_helpers import (
+from tests.agent_helpers import (  # noqa: F401
     COMPLETIONS,
     TEMPLATE,
     TOOLS,
@@ -22,7 +22,7 @@ from tests.agent_helpers import (
     Chats,
     ToldEngine,
     ask,
-    chats_fixture,  # noqa: F401
+    chats_fixture,
     rows,
     scripted,
     session_of,
@@ -48,11 +48,19 @@ def code(body: bytes) -> str:
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stream": "false"}', "wrong_field"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', "wrong_field"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "browser"}]}', "wrong_field"),
-        (json.dumps({"messages": [{"role": "user", "content": "x" * 20_000}]}).encode(), "context_length_exceeded"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "browser"}]}',
+            "wrong_field",
+        ),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "x" * 20_000}]}).encode(),
+            "context_length_exceeded",
+        ),
     ],
 )
-def test_a_bad_request_is_refused_by_name_and_draws_nothing(chats: Chats, body: bytes, says: str) -> None:
+def test_a_bad_request_is_refused_by_name_and_draws_nothing(
+    chats: Chats, body: bytes, says: str
+) -> None:
     async def play() -> None:
         engine = scripted(chats, "fine")
         session = session_of(chats, engine)
@@ -65,7 +73,9 @@ def test_a_bad_request_is_refused_by_name_and_draws_nothing(chats: Chats, body: 
     asyncio.run(play())
 
 
-SHOWS_SOME_TOOLS = TEMPLATE.replace("{%- if tools %}", "{%- if tools and messages[0].role == 'system' %}")
+SHOWS_SOME_TOOLS = TEMPLATE.replace(
+    "{%- if tools %}", "{%- if tools and messages[0].role == 'system' %}"
+)
 NOTE = {"role": "system", "content": "Mind the <|im_end|> and answer in French."}
 
 
@@ -77,7 +87,9 @@ def test_a_message_that_the_template_leaves_out_is_refused(chats: Chats, is_new:
         answer = {"role": "assistant", "content": "so"} if is_new else await ask(session, [USER])
         body = json.dumps({"messages": [USER, answer, NOTE, USER]}).encode()
         reply = await session.reply(COMPLETIONS, body, 0)
-        assert reply.status == 400 and "leaves out a message of the role system" in reply.body.decode()
+        assert (
+            reply.status == 400 and "leaves out a message of the role system" in reply.body.decode()
+        )
         assert len(engine.asked) == int(not is_new) and session.refused == {"chat_template": 1}
 
     asyncio.run(play())
@@ -102,7 +114,10 @@ def test_tools_that_the_template_does_not_show_are_refused(chats: Chats) -> None
 
 def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats) -> None:
     async def play() -> None:
-        body, talks = json.dumps({"messages": [USER]}).encode(), ToldEngine(lambda before, limit: [65] * limit)
+        body, talks = (
+            json.dumps({"messages": [USER]}).encode(),
+            ToldEngine(lambda before, limit: [65] * limit),
+        )
         session = session_of(chats, talks, max_turns=3, turn_tokens=5)
         for _ in range(3):
             await ask(session, [USER])
@@ -126,7 +141,9 @@ def test_bounds_of_an_episode_are_kept_and_endless_requests_end_it(chats: Chats)
 
 def test_refused_requests_between_answers_do_not_add_up(chats: Chats) -> None:
     async def play() -> None:
-        session = session_of(chats, ToldEngine(lambda before, limit: chats.said("ok")), max_turns=50)
+        session = session_of(
+            chats, ToldEngine(lambda before, limit: chats.said("ok")), max_turns=50
+        )
         for _ in range(4):
             for _ in range(31):
                 await session.reply(COMPLETIONS, b"{}", 0)
@@ -140,13 +157,17 @@ def test_refused_requests_between_answers_do_not_add_up(chats: Chats) -> None:
 def test_an_overflow_that_a_program_recovers_from_is_not_its_end(chats: Chats, path: str) -> None:
     """Each interface says it in its own words, by which its clients know what to do."""
     sentences = {
-        COMPLETIONS: "maximum context length is 2999 tokens. However, your messages resulted in {} tokens.",
+        COMPLETIONS: "maximum context length is 2999 tokens. However, your messages resulted in {} "
+        "tokens.",
         "/v1/responses": "Your input exceeds the context window of this model.",
         "/v1/messages": "prompt is too long: {} tokens > 2999 maximum",
     }
 
     async def play() -> None:
-        session, long = session_of(chats, ToldEngine(lambda before, limit: chats.said("4"))), "ab " * 3000
+        session, long = (
+            session_of(chats, ToldEngine(lambda before, limit: chats.said("4"))),
+            "ab " * 3000,
+        )
         session._bounds.window = 3000
         field = "input" if path == "/v1/responses" else "messages"
         short = {field: [USER], "max_tokens": 20} if path == "/v1/messages" else {field: [USER]}
@@ -156,7 +177,10 @@ def test_an_overflow_that_a_program_recovers_from_is_not_its_end(chats: Chats, p
         error = json.loads(reply.body)["error"]
         tokens = len(chats.whole([{"role": "user", "content": long}]))
         assert reply.status == 400 and sentences[path].format(tokens) in error["message"]
-        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+        assert (error["code"], error["type"]) == (
+            "context_length_exceeded",
+            "invalid_request_error",
+        )
         assert session.reason == "length"
         await session.reply(path, json.dumps(short).encode(), 0)
         assert session.reason == "env_done"
@@ -167,7 +191,10 @@ def test_an_overflow_that_a_program_recovers_from_is_not_its_end(chats: Chats, p
 def test_tokens_are_counted_without_a_turn(chats: Chats) -> None:
     async def play() -> None:
         session = session_of(chats, scripted(chats, "fine"))
-        for path, field in (("/v1/messages/count_tokens", "messages"), ("/v1/responses/input_tokens", "input")):
+        for path, field in (
+            ("/v1/messages/count_tokens", "messages"),
+            ("/v1/responses/input_tokens", "input"),
+        ):
             reply = await session.reply(path, json.dumps({field: [USER]}).encode(), 0)
             assert json.loads(reply.body)["input_tokens"] == len(chats.whole([USER]))
         for path in ("/v1/models", "/v1/models/policy"):
@@ -179,7 +206,8 @@ def test_tokens_are_counted_without_a_turn(chats: Chats) -> None:
 
 @pytest.mark.parametrize("body", [
     b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}',
-    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ude00"}]}], "stop": ["\\ud83d"]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ude00"}]}], "stop": '
+    b'["\\ud83d"]}',
     json.dumps({"messages": [USER], "tools": [{**TOOLS[0], "x\ud83d": "\udfff"}]}).encode(),
 ])  # fmt: skip
 def test_half_a_surrogate_pair_is_replaced(chats: Chats, body: bytes) -> None:
@@ -192,7 +220,9 @@ def test_half_a_surrogate_pair_is_replaced(chats: Chats, body: bytes) -> None:
     asyncio.run(play())
 
 
-def test_a_chat_that_the_tokenizer_cannot_process_is_refused(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_that_the_tokenizer_cannot_process_is_refused(
+    chats: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A panic of its library is no error of the episode: the program may ask for something else."""
 
     def panic(*_: Any) -> list[int]:
@@ -204,7 +234,11 @@ def test_a_chat_that_the_tokenizer_cannot_process_is_refused(chats: Chats, monke
         with monkeypatch.context() as patched:
             patched.setattr(session._renderer, "prompt", panic)
             reply = await session.reply(COMPLETIONS, body, 0)
-        assert reply.status == 400 and b"retry-limit-in-match over" in reply.body and session.refused["tokenizer"] == 1
+        assert (
+            reply.status == 400
+            and b"retry-limit-in-match over" in reply.body
+            and session.refused["tokenizer"] == 1
+        )
         assert (await session.reply(COMPLETIONS, body, 0)).status == 200 and not session.error
 
     asyncio.run(play())
@@ -227,15 +261,55 @@ def test_an_answer_that_no_message_can_hold_ends_its_episode_by_name(
     asyncio.run(play())
 
 
-FIELDS = ("role", "content", "type", "text", "name", "input", "tool_calls", "function", "arguments", "output", "id")
-TOP_FIELDS = (
-    *("messages", "input", "tools", "tool_choice", "stop", "system", "instructions", "max_tokens", "stop_sequences"),
-    *("previous_response_id", "text", "output_config", "stream", "stream_options", "n", "logprobs", "include"),
+FIELDS = (
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "input",
+    "tool_calls",
+    "function",
+    "arguments",
+    "output",
+    "id",
 )
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(FIELDS)
+TOP_FIELDS = (
+    *(
+        "messages",
+        "input",
+        "tools",
+        "tool_choice",
+        "stop",
+        "system",
+        "instructions",
+        "max_tokens",
+        "stop_sequences",
+    ),
+    *(
+        "previous_response_id",
+        "text",
+        "output_config",
+        "stream",
+        "stream_options",
+        "n",
+        "logprobs",
+        "include",
+    ),
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(FIELDS)
+)
 anything = st.recursive(
     scalars | st.just("user"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4)
+    ),
     max_leaves=10,
 )
 
@@ -245,7 +319,9 @@ anything = st.recursive(
     st.sampled_from(["/v1/chat/completions", "/v1/responses", "/v1/messages"]),
     st.dictionaries(st.sampled_from(TOP_FIELDS), anything),
 )
-def test_whatever_a_program_sends_its_episode_goes_on(chats: Chats, path: str, body: dict[str, Any]) -> None:
+def test_whatever_a_program_sends_its_episode_goes_on(
+    chats: Chats, path: str, body: dict[str, Any]
+) -> None:
     async def play() -> None:
         session = session_of(chats, ToldEngine(lambda before, limit: chats.said("ok")))
         whole = {"messages": [USER], "input": "x", **body}
@@ -265,6 +341,10 @@ def test_a_prefilled_answer_is_refused_by_name(chats: Chats, path: str) -> None:
         chat = [USER, {"role": "assistant", "content": "the answer is"}]
         body = {"input": chat} if path == "/v1/responses" else {"messages": chat}
         reply = await session.reply(path, json.dumps(body).encode(), 0)
-        assert reply.status == 400 and b"does not support assistant message prefill" in reply.body and not engine.asked
+        assert (
+            reply.status == 400
+            and b"does not support assistant message prefill" in reply.body
+            and not engine.asked
+        )
 
     asyncio.run(play())

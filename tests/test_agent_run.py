@@ -1,4 +1,5 @@
-"""A whole run whose episodes are played by an agent program, while its rollout and its gateway are killed."""
+"""A whole run whose episodes are played by an agent program, while its rollout and its gateway are
+killed."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ AGENTS = {
     "rollout": {"max_new_tokens": 40, "save_partial_every_s": 0.1, "reward": "environment"},
     "environment": {"kind": "agent", "turn_tokens": 8},
 }
-TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }}.{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}.{% endfor %}assistant:"
+)
 
 
 def test_programs_play_on_while_rollout_and_gateway_are_killed(tmp_path: Path) -> None:
-    """Turns that are in the log are not drawn again; every row is trained once, by what the policy itself has said."""
+    """Turns that are in the log are not drawn again; every row is trained once, by what the policy
+    itself has said."""
     gate, template = tmp_path / "gate", tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
     command = ["python", gated_agent.__file__, str(gate)]
@@ -54,5 +58,11 @@ def test_programs_play_on_while_rollout_and_gateway_are_killed(tmp_path: Path) -
     for row in rows:
         versions, mask = row["token_versions"], row["loss_mask"]
         assert np.array_equal(versions > 0, mask > 0)
-        assert row["environment"]["info"]["exit_code"] == 0 and len(row["environment"]["turns"]) == 2
-        assert row["reward"] == row["environment"]["reward"] == row["environment"]["info"]["said"]["reward"]
+        assert (
+            row["environment"]["info"]["exit_code"] == 0 and len(row["environment"]["turns"]) == 2
+        )
+        assert (
+            row["reward"]
+            == row["environment"]["reward"]
+            == row["environment"]["info"]["said"]["reward"]
+        )

@@ -1,4 +1,5 @@
-"""Episodes of agent programs, each a process that asks a gateway: rewards, failures and restarts."""
+"""Episodes of agent programs, each a process that asks a gateway: rewards, failures and
+restarts."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from relax_hpc.rollout.agents.agents import Agents
 from relax_hpc.rollout.history import History
 from relax_hpc.rollout.player import Player
 from relax_hpc.rollout.samples import reward_input
-from tests.agent_helpers import (
+from tests.agent_helpers import (  # noqa: F401
     TOOLS,
     Chats,
     ToldEngine,
-    chats_fixture,  # noqa: F401
+    chats_fixture,
     scripted,
 )
 from tests.gateway_helpers import LIMIT_S, Gateway, gateway
@@ -53,18 +54,26 @@ async def player_of(
         await player.close()
 
 
-def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(chats: Chats, tmp_path: Path) -> None:
+def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(
+    chats: Chats, tmp_path: Path
+) -> None:
     """By OpenAI's own client, on another node than the gateway's, whose forwarder it talks to."""
 
     async def play() -> None:
         async with gateway(tmp_path, "another-node") as node:
-            async with player_of(node, chats, ["python", "-m", "tests.agent_program"]) as (player, faults):
+            async with player_of(node, chats, ["python", "-m", "tests.agent_program"]) as (
+                player,
+                faults,
+            ):
                 engine, history = scripted(chats, f"hm {CALL}", "It is 4."), History()
                 episode = await player.play(history, engine.start())
             assert isinstance(episode, Episode) and not faults and history.ended is episode
             (row,) = episode.rows
             ids = [*row.prompt, *row.made.token_ids]
-            chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": f"hm {CALL}"}]
+            chat = [
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": f"hm {CALL}"},
+            ]
             chat += [{"role": "tool", "content": "4"}]
             assert ids == [*chats.whole(chat, TOOLS), *chats.said("It is 4.")]
             both = zip(row.made.token_ids, row.made.token_versions, strict=True)
@@ -72,7 +81,11 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(chats: Chats
             assert [token for token, version in both if version] == sampled
             assert (episode.finish_reason, episode.outcome["reward"]) == ("env_done", 1.0)
             info = episode.outcome["info"]
-            assert info["said"]["seen"] == "4" and "{'level': 3}" in info["output"] and info["exit_code"] == 0
+            assert (
+                info["said"]["seen"] == "4"
+                and "{'level': 3}" in info["output"]
+                and info["exit_code"] == 0
+            )
             assert node.broker.asked == 2
 
     asyncio.run(play())
@@ -112,7 +125,10 @@ def test_a_program_that_fails_costs_its_own_episode(
     async def play() -> None:
         async with gateway(tmp_path) as node:
             command = ["python", "-c", PROGRAM + program]
-            async with player_of(node, chats, command, max_faults=1, max_turns=3) as (player, faults):
+            async with player_of(node, chats, command, max_faults=1, max_turns=3) as (
+                player,
+                faults,
+            ):
                 engine = ToldEngine(lambda before, limit: chats.said("ok"))
                 episode = await player.play(History(), engine.start())
             if says:
@@ -125,7 +141,9 @@ def test_a_program_that_fails_costs_its_own_episode(
                 }
                 ended = next((ends[code] for code in ends if code in program), "env_done")
                 assert isinstance(episode, Episode) and episode.finish_reason == ended
-                assert episode.outcome["reward"] is None and len(faults) == (2 if "os.kill" in program else 0)
+                assert episode.outcome["reward"] is None and len(faults) == (
+                    2 if "os.kill" in program else 0
+                )
 
     asyncio.run(play())
 
@@ -137,15 +155,31 @@ def test_a_program_that_fails_costs_its_own_episode(
         ("ask('x'); raise ValueError('no such command')", "program_failed", 0.0),
         ("ask('x'); os.kill(os.getpid(), 9)", "program_failed", 0.0),
         # Words of a command that kills the program then.
-        ("ask('x'); print('{\"reward\": 1.0}', flush=True); os.kill(os.getpid(), 9)", "program_failed", 0.0),
+        (
+            "ask('x'); print('{\"reward\": 1.0}', flush=True); os.kill(os.getpid(), 9)",
+            "program_failed",
+            0.0,
+        ),
         ("ask('x'); os.write(3, b'{\"reward\": 0.5}'); os.kill(os.getpid(), 9)", "env_done", 0.5),
         ("ask('x'); print('{\"reward\": 0.5}'); sys.exit(2)", "env_done", 0.5),
         ("ask('x'); print('done')", "env_done", None),
         ("ask('x'); print(json.dumps({'reward': 2 + 2 == 4}))", "env_done", 1.0),
         ("ask('x'); os.write(3, b'{\"reward\": false}')", "env_done", 0.0),
-        ("ask('x'); print(json.dumps({'reward': '1'}))", "env_done", 'reward: found "1", allowed: a finite number'),
-        ("ask('x'); print('{\"reward\": NaN}')", "env_done", 'reward: found "NaN", allowed: a finite number'),
-        ("ask('x'); print(json.dumps({'reward': [1.0]}))", "env_done", "reward: found \\[1.0\\], allowed: a finite"),
+        (
+            "ask('x'); print(json.dumps({'reward': '1'}))",
+            "env_done",
+            'reward: found "1", allowed: a finite number',
+        ),
+        (
+            "ask('x'); print('{\"reward\": NaN}')",
+            "env_done",
+            'reward: found "NaN", allowed: a finite number',
+        ),
+        (
+            "ask('x'); print(json.dumps({'reward': [1.0]}))",
+            "env_done",
+            "reward: found \\[1.0\\], allowed: a finite",
+        ),
     ],
 )
 def test_a_missing_reward_is_0_where_the_policy_has_led_there_and_is_counted(
@@ -177,16 +211,22 @@ ASK = "ask('x'); "
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(chats: Chats, tmp_path: Path, asks: bool) -> None:
+def test_the_bearer_of_a_program_is_not_kept_with_what_it_prints(
+    chats: Chats, tmp_path: Path, asks: bool
+) -> None:
     """Clients print their key when they are refused, and programs their environment."""
     program = "key = os.environ['OPENAI_API_KEY']; print(key, flush=True); "
-    program += "os.write(3, json.dumps({'key': key}).encode()); sys.exit(f'Incorrect API key: {key}')"
+    program += (
+        "os.write(3, json.dumps({'key': key}).encode()); sys.exit(f'Incorrect API key: {key}')"
+    )
 
     async def play() -> Any:
         async with gateway(tmp_path) as node:
             command = ["python", "-c", f"{PROGRAM}{ASK if asks else ''}{program}"]
             async with player_of(node, chats, command, max_faults=0) as (player, _):
-                return await player.play(History(), ToldEngine(lambda before, limit: chats.said("ok")).start())
+                return await player.play(
+                    History(), ToldEngine(lambda before, limit: chats.said("ok")).start()
+                )
 
     episode = asyncio.run(play())
     if asks:
@@ -205,10 +245,14 @@ def test_a_prompt_with_media_is_refused(chats: Chats, tmp_path: Path) -> None:
             async with player_of(node, chats, ["true"]) as (player, _):
                 start = ToldEngine(lambda before, limit: chats.said("ok")).start()
                 medium = PromptMedium(Kind("image"), b"", ((0, 1),))
-                return await player.play(History(), replace(start, prompt=replace(start.prompt, media=(medium,))))
+                return await player.play(
+                    History(), replace(start, prompt=replace(start.prompt, media=(medium,)))
+                )
 
     refused = asyncio.run(play())
-    assert isinstance(refused, BadAnswer) and "found image in the prompt, allowed: text" in str(refused)
+    assert isinstance(refused, BadAnswer) and "found image in the prompt, allowed: text" in str(
+        refused
+    )
 
 
 def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None:
@@ -219,7 +263,9 @@ def test_an_engines_fault_ends_the_program(chats: Chats, tmp_path: Path) -> None
 
     async def play() -> None:
         async with gateway(tmp_path) as node:
-            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x'); time.sleep(1000)"]) as (
+            async with player_of(
+                node, chats, ["python", "-c", PROGRAM + "ask('x'); time.sleep(1000)"]
+            ) as (
                 player,
                 faults,
             ):
@@ -235,8 +281,15 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
 ) -> None:
     async def play() -> None:
         async with gateway(tmp_path, "another-node" if process == "forwarder" else "") as node:
-            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x'); ask('y')"]) as (player, faults):
-                engine, history, gone = ToldEngine(lambda before, limit: chats.said("ok")), History(), asyncio.Event()
+            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x'); ask('y')"]) as (
+                player,
+                faults,
+            ):
+                engine, history, gone = (
+                    ToldEngine(lambda before, limit: chats.said("ok")),
+                    History(),
+                    asyncio.Event(),
+                )
                 endpoint = player._stage._endpoint
 
                 async def once(request: GenerateRequest) -> Generation | BadAnswer:
@@ -251,19 +304,29 @@ def test_a_program_whose_endpoint_has_gone_is_begun_again_and_asks_for_the_same(
 
                 episode = await player.play(history, replace(engine.start(), ask=once))
             assert isinstance(episode, Episode) and not faults
-            assert len(episode.rows) == 2 and len(engine.asked) in (2, 3), "of the first answer there is a record"
+            assert len(episode.rows) == 2 and len(engine.asked) in (2, 3), (
+                "of the first answer there is a record"
+            )
 
     asyncio.run(play())
 
 
-def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(chats: Chats, tmp_path: Path) -> None:
+def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(
+    chats: Chats, tmp_path: Path
+) -> None:
     async def play() -> None:
         loop, ahead_s = asyncio.get_running_loop(), 0.0
         real = loop.time
         loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
         async with gateway(tmp_path) as node:
-            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x')"]) as (player, faults):
-                engine, endpoint = ToldEngine(lambda before, limit: chats.said("ok")), player._stage._endpoint
+            async with player_of(node, chats, ["python", "-c", PROGRAM + "ask('x')"]) as (
+                player,
+                faults,
+            ):
+                engine, endpoint = (
+                    ToldEngine(lambda before, limit: chats.said("ok")),
+                    player._stage._endpoint,
+                )
                 player._limit_s, reached = LIMIT_S / 2, endpoint.reached
 
                 async def late() -> Any:
@@ -273,12 +336,16 @@ def test_a_gateway_is_waited_for_without_the_clock_of_the_episode(chats: Chats, 
                     return await reached()
 
                 endpoint.reached = late
-                assert isinstance(await player.play(History(), engine.start()), Episode) and not faults
+                assert (
+                    isinstance(await player.play(History(), engine.start()), Episode) and not faults
+                )
 
     asyncio.run(play())
 
 
-def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode(chats: Chats, tmp_path: Path) -> None:
+def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode(
+    chats: Chats, tmp_path: Path
+) -> None:
     marker = tmp_path / "asked"
     threads = "[threading.Thread(target=ask, args=(text,), daemon=True).start() for text in 'yz']"
     leave = f"\nwhile not os.path.exists({str(marker)!r}): time.sleep(0.01)\nos._exit(0)"
@@ -287,7 +354,11 @@ def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode
         async with gateway(tmp_path) as node:
             command = ["python", "-c", f"import threading\n{PROGRAM}ask('x'); {threads}{leave}"]
             async with player_of(node, chats, command) as (player, faults):
-                engine, history, waiting = ToldEngine(lambda before, limit: chats.said("ok")), History(), 0
+                engine, history, waiting = (
+                    ToldEngine(lambda before, limit: chats.said("ok")),
+                    History(),
+                    0,
+                )
 
                 async def once(request: GenerateRequest) -> Generation | BadAnswer:
                     nonlocal waiting

@@ -1,4 +1,5 @@
-"""What is started ahead: when, for whom it is of use, how it ends; by tiny processes, and a rank without libraries."""
+"""What is started ahead: when, for whom it is of use, how it ends; by tiny processes, and a rank
+without libraries."""
 
 from __future__ import annotations
 
@@ -38,13 +39,19 @@ def at_work(world: World) -> World:
 
 
 def watch(world: World, *actions: Callable[[], bool]) -> Callable[[], None]:
-    """For `supervise`: all groups beat, and the actions are done, each again until it says that it is done."""
+    """For `supervise`: all groups beat, and the actions are done, each again until it says that it
+    is done."""
     left = list(actions)
 
     def tick() -> None:
         supervisor = world.supervisor
         supervisor.liveness.beats = {
-            f"{name}/{name}": {"group": name, "incarnation": group.incarnation, "loads": False, "busy_s": 0.0}
+            f"{name}/{name}": {
+                "group": name,
+                "incarnation": group.incarnation,
+                "loads": False,
+                "busy_s": 0.0,
+            }
             for name, group in supervisor.roll.here.items()
         }
         supervisor.liveness.look = lambda *_: []
@@ -98,10 +105,18 @@ def test_a_group_that_ends_goes_on_in_what_was_started_ahead(at_work: World) -> 
         assert group.members[0].process.pid == seen[0]
         return (at_work.run.logs("actor", 2) / "log").read_text() == "lives\n"
 
-    at_work.supervise("rollout", "actor", then=watch(at_work, look, kills(at_work), same, ends(at_work, 2)))
+    at_work.supervise(
+        "rollout", "actor", then=watch(at_work, look, kills(at_work), same, ends(at_work, 2))
+    )
     said = at_work.said()
-    assert [start for start in at_work.started if start[0] == "actor"] == [("actor", 1), ("actor", 2)]
-    assert "actor: started incarnation 2 (actor), which waited" in said and "rollout: incarnation" not in said
+    assert [start for start in at_work.started if start[0] == "actor"] == [
+        ("actor", 1),
+        ("actor", 2),
+    ]
+    assert (
+        "actor: started incarnation 2 (actor), which waited" in said
+        and "rollout: incarnation" not in said
+    )
     assert not at_work.supervisor.starts.ahead.waiting
     mark = json.loads(at_work.run.exit_mark("actor", 2, "actor").read_text())
     assert mark["status"] == "stopped", "it took the place of the first, and was asked to end"
@@ -145,7 +160,9 @@ def test_what_was_started_ahead_may_be_killed(at_work: World) -> None:
 
 
 @pytest.mark.parametrize("what", ["release", "restart", "end"])
-def test_a_command_about_the_group_finds_nothing_that_began_before(at_work: World, what: str) -> None:
+def test_a_command_about_the_group_finds_nothing_that_began_before(
+    at_work: World, what: str
+) -> None:
     former: list[subprocess.Popen] = []
 
     def ask() -> bool:
@@ -163,19 +180,23 @@ def test_a_command_about_the_group_finds_nothing_that_began_before(at_work: Worl
         os.kill(os.getpid(), signal.SIGTERM)
         return True
 
-    at_work.supervise("actor", "rollout", then=watch(at_work, ask, *([stop] if what != "end" else [])))
+    at_work.supervise(
+        "actor", "rollout", then=watch(at_work, ask, *([stop] if what != "end" else []))
+    )
     assert former[0].wait(DEADLINE_S) is not None
     assert at_work.started.count(("actor", 2)) == 0 and at_work.run.logs("actor", 2).exists()
 
 
-def test_nothing_is_started_ahead_unless_it_is_asked_for_and_for_nobody_who_has_little_to_import(world: World) -> None:
+def test_nothing_is_started_ahead_unless_it_is_asked_for_and_for_nobody_who_has_little_to_import(
+    world: World,
+) -> None:
     world.config.liveness.start_ahead_s = 0.0
     rounds = iter(range(20))
     world.supervise("rollout", "actor", then=watch(world, lambda: next(rounds) > 5, ends(world, 1)))
     assert "ahead" not in world.said()
 
 
-# -- a rank ------------------------------------------------------------------------------------------------------------
+# -- a rank ----------------------------------------------------------------------------------------
 
 RANK = """
 import argparse, json, os, sys, threading
@@ -214,7 +235,9 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def rank(run: RunDir) -> Iterator[subprocess.Popen]:
     words = [sys.executable, "-c", RANK, str(run.root)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         yield process
         process.kill()
 
@@ -242,7 +265,9 @@ def test_a_rank_that_waits_is_shown(run: RunDir, rank: subprocess.Popen) -> None
     while not (found := started_ahead(run, "actor", 1)) and (deadline := deadline - 1):
         with pytest.raises(TimeoutError):
             future.result(0.01)
-    assert [(one["incarnation"], one["role"]) for one in found] == [(2, "actor")] and found[0]["memory_mb"] > 0
+    assert [(one["incarnation"], one["role"]) for one in found] == [(2, "actor")] and found[0][
+        "memory_mb"
+    ] > 0
     assert started_ahead(run, "actor", 2) == [], "what began before is no news"
 
 
@@ -279,7 +304,9 @@ process.wait()
 
 def test_a_rank_that_waits_dies_with_who_started_it(run: RunDir) -> None:
     words = [sys.executable, "-c", PARENT, sys.executable, "-c", RANK, str(run.root)]
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
         descriptor = os.pidfd_open(int(process.stdout.readline()))
         is_waiting(process)
         process.kill()
@@ -289,13 +316,23 @@ def test_a_rank_that_waits_dies_with_who_started_it(run: RunDir) -> None:
 
 def test_ranks_that_share_a_standard_input_are_told_one_by_one() -> None:
     """As their parent's children, which the local layout has; `srun` gives each a copy."""
-    words = [sys.executable, "-m", "relax_hpc.supervise.ranks", "2", "-c", "import os; assert os.read(0, 1)"]
+    words = [
+        sys.executable,
+        "-m",
+        "relax_hpc.supervise.ranks",
+        "2",
+        "-c",
+        "import os; assert os.read(0, 1)",
+    ]
     assert subprocess.run(words, input=b"\n\n", timeout=DEADLINE_S).returncode == 0
     assert subprocess.run(words, input=b"\n", timeout=DEADLINE_S).returncode == 1
 
 
 def test_the_end_of_what_waits_is_not_that_of_the_incarnation_at_work(tmp_path: Path) -> None:
-    run, sleeps = make_run(tmp_path / "run"), [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+    run, sleeps = (
+        make_run(tmp_path / "run"),
+        [sys.executable, "-S", "-c", "import signal; signal.pause()"],
+    )
     at_work = os.environ | {leftovers.VARIABLE: leftovers.word(run, "actor", 1)}
     with subprocess.Popen(sleeps, env=at_work) as first, subprocess.Popen(sleeps) as second:
         Waiting(run, "actor", 2, [Member.of("actor", second)]).kill()
@@ -332,5 +369,10 @@ def test_a_context_on_any_gpu_is_seen_whoever_made_it(
 def test_a_rank_whose_imports_take_a_gpu_waits_for_nobody(run: RunDir) -> None:
     code = RANK.replace("seen = {}", "seen = {}; ahead.has_context = lambda: True")
     words = [sys.executable, "-c", code, str(run.root)]
-    done = subprocess.run(words, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    assert "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0" in done.stdout
+    done = subprocess.run(
+        words, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert (
+        "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0"
+        in done.stdout
+    )

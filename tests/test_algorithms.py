@@ -1,4 +1,5 @@
-"""Losses and advantages against closed forms, an independent implementation, and finite differences."""
+"""Losses and advantages against closed forms, an independent implementation, and finite
+differences."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ configs = st.builds(
 )
 
 
-def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(
+    batch: TokenBatch, algorithm: Algorithm
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return algorithm.loss(batch)
 
 
@@ -75,12 +78,19 @@ def random_batch(rows: int, columns: int, seed: int, garbage: float | None = Non
     }
     if garbage is not None:
         values = {name: np.where(mask > 0, value, garbage) for name, value in values.items()}
-    return TokenBatch(**{name: torch.tensor(value) for name, value in values.items()}, mask=torch.tensor(mask))
+    return TokenBatch(
+        **{name: torch.tensor(value) for name, value in values.items()}, mask=torch.tensor(mask)
+    )
 
 
 def one_token(config: Grpo, ratio: float, advantage: float, **values: float) -> tuple[float, dict]:
     """Loss and metrics of a batch of one token whose old log-probability is -1."""
-    given = {"logprobs": -1 + math.log(ratio), "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": advantage}
+    given = {
+        "logprobs": -1 + math.log(ratio),
+        "old_logprobs": -1.0,
+        "rollout_logprobs": -1.0,
+        "advantages": advantage,
+    }
     given |= {"mask": 1.0} | values
     tensors = dict.fromkeys(NAMES)
     tensors |= {name: torch.tensor([[value]], dtype=torch.float64) for name, value in given.items()}
@@ -90,23 +100,37 @@ def one_token(config: Grpo, ratio: float, advantage: float, **values: float) -> 
 
 def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
-    out = dict.fromkeys(("loss", "weight", "tokens", "episodes", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
-    sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
+    out = dict.fromkeys(
+        ("loss", "weight", "tokens", "episodes", "loss/policy", "loss/kl", "loss/entropy"), 0.0
+    )
+    sums = (
+        "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
+    )
     sums += " correction_weight correction_square correction_cut sampled_entropy zero_advantage"
     maxima = "train_rollout_logprob_max rollout_ratio_max rollout_inverse_ratio_max"
     out |= dict.fromkeys(f"{sums} {maxima}".split(), 0.0)
     rows, columns = batch.mask.shape
     for i in range(rows):
         chosen = [j for j in range(columns) if batch.mask[i, j] == 1]
-        product = math.prod(math.exp(batch.old_logprobs[i, j] - batch.rollout_logprobs[i, j]) for j in chosen)
+        product = math.prod(
+            math.exp(batch.old_logprobs[i, j] - batch.rollout_logprobs[i, j]) for j in chosen
+        )
         out["episodes"] += bool(chosen)
         for j in chosen:
-            new, old, rollout = (float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs))
-            ref, adv, entropy = (float(t[i, j]) for t in (batch.ref_logprobs, batch.advantages, batch.entropy))
-            share = {"token_mean": 1.0, "sequence_mean": 1 / len(chosen), "constant": 1 / 7}[config.reduction]
+            new, old, rollout = (
+                float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs)
+            )
+            ref, adv, entropy = (
+                float(t[i, j]) for t in (batch.ref_logprobs, batch.advantages, batch.entropy)
+            )
+            share = {"token_mean": 1.0, "sequence_mean": 1 / len(chosen), "constant": 1 / 7}[
+                config.reduction
+            ]
             ratio = math.exp(new - old)
             inside = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            importance = product if config.correction.level == "sequence" else math.exp(old - rollout)
+            importance = (
+                product if config.correction.level == "sequence" else math.exp(old - rollout)
+            )
             weight, cut = numpy_weight(importance, config.correction)
             d = ref - new
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.estimator]
@@ -130,7 +154,9 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             out["rollout_ratio_max"] = max(out["rollout_ratio_max"], importance)
             out["rollout_inverse_ratio_max"] = max(out["rollout_inverse_ratio_max"], 1 / importance)
             out["train_rollout_logprob_abs_diff"] += abs(old - rollout)
-            out["train_rollout_logprob_max"] = max(out["train_rollout_logprob_max"], abs(old - rollout))
+            out["train_rollout_logprob_max"] = max(
+                out["train_rollout_logprob_max"], abs(old - rollout)
+            )
     out["loss"] = out["loss/policy"] + out["loss/kl"] + out["loss/entropy"]
     out["weight"] = out["tokens"] if config.reduction == "token_mean" else out["episodes"]
     return out
@@ -165,7 +191,10 @@ def test_masked_entries_may_hold_anything(config, shape, garbage):
     results = [policy_loss(batch, config) for batch in (clean, dirty)]
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
-    gradients = [torch.autograd.grad(r[0], b.logprobs)[0] for r, b in zip(results, (clean, dirty), strict=True)]
+    gradients = [
+        torch.autograd.grad(r[0], b.logprobs)[0]
+        for r, b in zip(results, (clean, dirty), strict=True)
+    ]
     assert torch.equal(*gradients)
     assert not (gradients[1] * (1 - dirty.mask)).any()
 
@@ -185,7 +214,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
     assert sum(part[0].item() for part in parts) == pytest.approx(loss.item(), abs=1e-12)
     for name, value in whole.items():
         combine = max if name.endswith(MAX_SUFFIX) else sum
-        assert combine(part[1][name].item() for part in parts) == pytest.approx(value.item(), abs=1e-12)
+        assert combine(part[1][name].item() for part in parts) == pytest.approx(
+            value.item(), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
@@ -204,32 +235,44 @@ def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         return policy_loss(batch.replace(logprobs=logprobs, entropy=entropy), config)[0]
 
-    assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_())
+    )
 
 
 @settings(max_examples=effort(20, 60), deadline=None)
 @given(configs, shapes)
 def test_the_correction_only_weighs_the_gradient(config, shape):
-    """Of a token's policy loss, which is linear in the weight; none comes from the weight itself."""
+    """Of a token's policy loss, which is linear in the weight; none comes from the weight
+    itself."""
     batch, plain = random_batch(*shape), random_batch(*shape)
-    weight = correction(batch.old_logprobs * batch.mask, batch.rollout_logprobs * batch.mask, config.correction).weight
+    weight = correction(
+        batch.old_logprobs * batch.mask, batch.rollout_logprobs * batch.mask, config.correction
+    ).weight
     settings = dataclasses.replace(config, kl=KlConfig(), entropy_coefficient=0.0)
     gradients = []
     for one, used in ((batch, config.correction), (plain, CorrectionConfig(kind="off"))):
         one.logprobs.requires_grad_()
         one.rollout_logprobs.requires_grad_()
         loss, _ = policy_loss(one, dataclasses.replace(settings, correction=used))
-        gradient, none = torch.autograd.grad(loss, (one.logprobs, one.rollout_logprobs), allow_unused=True)
+        gradient, none = torch.autograd.grad(
+            loss, (one.logprobs, one.rollout_logprobs), allow_unused=True
+        )
         assert none is None
         gradients.append(gradient)
     assert torch.allclose(gradients[0], weight * gradients[1], atol=1e-12)
 
 
 def test_without_old_logprobs_the_weight_is_the_policys_own_over_the_engines():
-    """True on-policy: the ratio is 1, and its gradient the policy gradient, weighed by exp(new - rollout) = e^0.5."""
+    """True on-policy: the ratio is 1, and its gradient the policy gradient, weighed by exp(new -
+    rollout) = e^0.5."""
     logprobs = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     values = dict.fromkeys(NAMES, logprobs.detach())
-    values |= {"logprobs": logprobs, "rollout_logprobs": logprobs.detach() - 0.5, "mask": torch.ones(1, 1)}
+    values |= {
+        "logprobs": logprobs,
+        "rollout_logprobs": logprobs.detach() - 0.5,
+        "mask": torch.ones(1, 1),
+    }
     values |= {"advantages": torch.tensor([[3.0]], dtype=torch.float64)}
     loss, _ = policy_loss(TokenBatch(**values), Grpo())
     assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-3.0 * math.exp(0.5))
@@ -276,16 +319,28 @@ def test_weight_of_one_token(kind, high, rollout, weight, cut):
     assert metrics["correction_cut"] == cut
     assert metrics["rollout_ratio_max"] == pytest.approx(math.exp(-1 - rollout))
     assert metrics["rollout_inverse_ratio_max"] == pytest.approx(math.exp(1 + rollout))
-    assert metrics["train_rollout_logprob_abs_diff"] == metrics["train_rollout_logprob_max"] == abs(-1 - rollout)
+    assert (
+        metrics["train_rollout_logprob_abs_diff"]
+        == metrics["train_rollout_logprob_max"]
+        == abs(-1 - rollout)
+    )
 
 
 def test_a_response_is_masked_as_a_whole_and_still_counts():
-    """Ratios e^0.4 and e^0.4: each is inside of [0.5, 2], their product is not; the other response is e^0.3 e^-0.3."""
+    """Ratios e^0.4 and e^0.4: each is inside of [0.5, 2], their product is not; the other response
+    is e^0.3 e^-0.3."""
     old = torch.full((2, 2), -1.0, dtype=torch.float64)
     difference = torch.tensor([[0.4, 0.4], [0.3, -0.3]], dtype=torch.float64)
     values = dict.fromkeys(NAMES, old)
-    values |= {"rollout_logprobs": old - difference, "advantages": torch.ones(2, 2), "mask": torch.ones(2, 2)}
-    batch, config = TokenBatch(**values), Grpo(correction=CorrectionConfig(kind="mask", level="sequence"))
+    values |= {
+        "rollout_logprobs": old - difference,
+        "advantages": torch.ones(2, 2),
+        "mask": torch.ones(2, 2),
+    }
+    batch, config = (
+        TokenBatch(**values),
+        Grpo(correction=CorrectionConfig(kind="mask", level="sequence")),
+    )
     loss, metrics = policy_loss(batch, config)
     assert loss.item() == pytest.approx(-2.0)
     assert (metrics["weight"], metrics["correction_cut"]) == (4, 2)
@@ -321,7 +376,8 @@ def test_log_ratios_of_long_responses_are_cut_after_their_sum():
 
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=20))
 def test_effective_share(weights):
-    """1 for equal weights, k/n if k of n are equal and the others 0, never more than 1 whatever they are."""
+    """1 for equal weights, k/n if k of n are equal and the others 0, never more than 1 whatever
+    they are."""
     n = len(weights)
     share = effective_share(sum(weights) / n, sum(w * w for w in weights) / n)
     assert 0.0 <= share <= 1 + 1e-9
@@ -338,7 +394,10 @@ def test_reference_kl_is_reported_without_entering_the_loss():
 
 def test_far_log_ratios_stay_finite_in_float32():
     values = dict.fromkeys(NAMES, torch.full((1, 2), -1.0))
-    values |= {"logprobs": torch.tensor([[-1.0, -300.0]]), "old_logprobs": torch.tensor([[-300.0, -1.0]])}
+    values |= {
+        "logprobs": torch.tensor([[-1.0, -300.0]]),
+        "old_logprobs": torch.tensor([[-300.0, -1.0]]),
+    }
     values |= {"mask": torch.ones(1, 2)}
     loss, metrics = policy_loss(TokenBatch(**values), Grpo(kl=KlConfig(coefficient=0.1)))
     assert all(torch.isfinite(value) for value in (loss, *metrics.values()))
@@ -347,7 +406,9 @@ def test_far_log_ratios_stay_finite_in_float32():
 def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
     batch = random_batch(2, 3, seed=0).replace(mask=torch.zeros(2, 3))
     batch.logprobs.requires_grad_()
-    loss, metrics = policy_loss(batch, Grpo(reduction="sequence_mean", kl=KlConfig(coefficient=0.1)))
+    loss, metrics = policy_loss(
+        batch, Grpo(reduction="sequence_mean", kl=KlConfig(coefficient=0.1))
+    )
     loss.backward()
     assert not batch.logprobs.grad.any()
     assert all(value == 0 for value in metrics.values())
@@ -364,9 +425,21 @@ def test_missing_inputs_and_wrong_shapes_are_named():
 
 
 def test_mean_metrics():
-    totals = {"weight": 2.0, "tokens": 8.0, "episodes": 2.0, "loss/policy": 4.0, "ratio": 6.0, "x_max": 3.0}
+    totals = {
+        "weight": 2.0,
+        "tokens": 8.0,
+        "episodes": 2.0,
+        "loss/policy": 4.0,
+        "ratio": 6.0,
+        "x_max": 3.0,
+    }
     means = mean_metrics(totals)
-    assert (means["loss/policy"], means["ratio"], means["x_max"], means["tokens"]) == (2.0, 0.75, 3.0, 8.0)
+    assert (means["loss/policy"], means["ratio"], means["x_max"], means["tokens"]) == (
+        2.0,
+        0.75,
+        3.0,
+        8.0,
+    )
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
@@ -389,7 +462,11 @@ def test_which_estimator_has_the_gradient_of_the_divergence(name, right):
 
 rewards = (
     st.integers(2, 8)
-    .flatmap(lambda n: st.lists(st.lists(st.integers(-100, 100), min_size=n, max_size=n), min_size=1, max_size=5))
+    .flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(-100, 100), min_size=n, max_size=n), min_size=1, max_size=5
+        )
+    )
     .map(lambda rows: np.array(rows) / 16)
 )
 
@@ -403,7 +480,9 @@ def advantages(values: np.ndarray, kind: str) -> np.ndarray:
     prompts = [[[{"reward": reward, "loss_mask": mask}] for reward in line] for line in values]
     made = BASELINES[kind].token_advantages(prompts)
     found = BASELINES[kind].advantages(np.array(values, np.float64), np.full(np.shape(values), 2))
-    assert [row.tolist() for row in made] == [[0.0, np.float32(one), np.float32(one)] for one in found.flat]
+    assert [row.tolist() for row in made] == [
+        [0.0, np.float32(one), np.float32(one)] for one in found.flat
+    ]
     return found
 
 
@@ -433,7 +512,9 @@ def test_advantages_in_closed_form():
     values = np.array([[0.0, 1.0, 1.0, 4.0]])
     std = math.sqrt(((1.5**2) + 2 * 0.5**2 + 2.5**2) / 3)
     assert advantages(values, "dr_grpo")[0] == pytest.approx([-1.5, -0.5, -0.5, 2.5])
-    assert advantages(values, "grpo")[0] == pytest.approx(np.array([-1.5, -0.5, -0.5, 2.5]) / std, rel=1e-5)
+    assert advantages(values, "grpo")[0] == pytest.approx(
+        np.array([-1.5, -0.5, -0.5, 2.5]) / std, rel=1e-5
+    )
     assert advantages(values, "rloo")[0] == pytest.approx([0 - 2, 1 - 5 / 3, 1 - 5 / 3, 4 - 2 / 3])
 
 
@@ -463,14 +544,21 @@ for module in pkgutil.iter_modules(relax_hpc.algorithms.__path__, "relax_hpc.alg
     importlib.import_module(module.name)
 print([name for name in sys.modules if name == "torch" or name.startswith("relax_hpc.config")])
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True
+    )
     assert done.stdout == "[]\n"
 
 
 def test_advantages_that_are_no_numbers_are_a_mistake_of_the_algorithm() -> None:
     """What would be refused, and made again by every incarnation, ends the run at once."""
     rows = [{"row_id": f"000000003.0{k}.00", "reward": 1.0} for k in range(2)]
-    made = [{"row_id": row["row_id"], "advantages": np.array([0.0, k and math.nan])} for k, row in enumerate(rows)]
+    made = [
+        {"row_id": row["row_id"], "advantages": np.array([0.0, k and math.nan])}
+        for k, row in enumerate(rows)
+    ]
     require_finite(rows[:1], made[:1], Algorithm(name="mine"))
-    with pytest.raises(ConfigError, match=r"mine gives advantages that are not finite, of row 0+3\.01"):
+    with pytest.raises(
+        ConfigError, match=r"mine gives advantages that are not finite, of row 0+3\.01"
+    ):
         require_finite(rows, made, Algorithm(name="mine"))

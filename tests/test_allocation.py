@@ -1,4 +1,5 @@
-"""Where a head is: the environment that Slurm gives a batch script, or what a leader gave its standby."""
+"""Where a head is: the environment that Slurm gives a batch script, or what a leader gave its
+standby."""
 
 from __future__ import annotations
 
@@ -35,13 +36,25 @@ def config_of(layout: str = "het") -> Config:
 
 def test_the_parts_of_a_heterogeneous_job_have_ids_of_their_own() -> None:
     here = Allocation.here(config_of(), "", dict(HET))
-    assert (here.job, here.restarts, here.batch_node, here.name, here.het) == ("8", 0, "node1", "8-0", True)
+    assert (here.job, here.restarts, here.batch_node, here.name, here.het) == (
+        "8",
+        0,
+        "node1",
+        "8-0",
+        True,
+    )
     assert here.places["hub"] == Place("8", 2, 0)
-    assert {(place.job, place.het) for place in here.places.values()} == {("8", 0), ("9", 1), ("10", 2)}
+    assert {(place.job, place.het) for place in here.places.values()} == {
+        ("8", 0),
+        ("9", 1),
+        ("10", 2),
+    }
 
 
 def test_lives_of_a_requeued_job_are_told_apart() -> None:
-    here = Allocation.here(config_of("jobs"), "actor", {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"})
+    here = Allocation.here(
+        config_of("jobs"), "actor", {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
+    )
     assert here == Allocation("12", 2, "node1", {"actor": Place("12", 2)})
     assert here.name == "12-2" and not here.het
 
@@ -52,7 +65,9 @@ def test_a_member_has_the_size_of_its_group() -> None:
 
 
 def test_a_job_of_other_parts_than_configured_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"SLURM_HET_SIZE: found 2 components, but the configuration has 3 \("):
+    with pytest.raises(
+        ConfigError, match=r"SLURM_HET_SIZE: found 2 components, but the configuration has 3 \("
+    ):
         Allocation.here(config_of(), "", HET | {"SLURM_HET_SIZE": "2"})
 
 
@@ -60,7 +75,9 @@ def test_a_job_by_hand_may_have_a_hub_of_its_own_where_the_site_has_no_nodes_for
     config = config_of()
     config.site.cpu_nodes = False
     assert Allocation.here(config, "", dict(HET)).places["hub"] == Place("8", 2, 0)
-    two = {"SLURM_JOB_ID": "8", "SLURM_HET_SIZE": "2"} | {f"SLURM_JOB_ID_HET_GROUP_{n}": str(8 + n) for n in (0, 1)}
+    two = {"SLURM_JOB_ID": "8", "SLURM_HET_SIZE": "2"} | {
+        f"SLURM_JOB_ID_HET_GROUP_{n}": str(8 + n) for n in (0, 1)
+    }
     assert Allocation.here(config, "", two).places["hub"] == Place("8", 2, 0), "it rides"
     with pytest.raises(ConfigError, match=r"SLURM_HET_SIZE: found 4 components"):
         Allocation.here(config, "", HET | {"SLURM_HET_SIZE": "4"})

@@ -1,4 +1,5 @@
-"""Work beside everything else: in order, waited for with a deadline, and its failure is heard of."""
+"""Work beside everything else: in order, waited for with a deadline, and its failure is heard
+of."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_time_in_which_nobody_can_work_does_not_count() -> None:
     hold, looks = threading.Event(), iter([True, True, False])
     work = Background("test", lambda _: hold.wait(SOON_S))
     work.put(1)
-    assert not work.wait(0.01, stands=lambda: next(looks)), "two looks at which time stood, and one at which it ran"
+    assert not work.wait(0.01, stands=lambda: next(looks)), (
+        "two looks at which time stood, and one at which it ran"
+    )
     assert next(looks, None) is None
     hold.set()
 

@@ -1,4 +1,5 @@
-"""Mistakes in the configuration, the prompts, the reward and the engine: counted, or named in one line."""
+"""Mistakes in the configuration, the prompts, the reward and the engine: counted, or named in one
+line."""
 
 from __future__ import annotations
 
@@ -67,10 +68,13 @@ def fickle(sample):
 def never(sample):
     return 1 / 0
 """
-GOOD = [{"id": f"p{number}", "prompt": f"{number}?", "answer": f"{number}"} for number in range(100, 140)]
+GOOD = [
+    {"id": f"p{number}", "prompt": f"{number}?", "answer": f"{number}"}
+    for number in range(100, 140)
+]
 
 
-# -- before anything is started ----------------------------------------------------------------------------------------
+# -- before anything is started --------------------------------------------------------------------
 
 
 def busy_port() -> socket.socket:
@@ -83,9 +87,18 @@ def busy_port() -> socket.socket:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--model.path", "/no/such/model"], ["model.path: found '/no/such/model'", "not a directory"]),
-        (["--actor.parallel.tensor", "4"], ["actor.parallel.tensor: found 4", "num_attention_heads, 2"]),
-        (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of prompts_per_step, 4"]),
+        (
+            ["--model.path", "/no/such/model"],
+            ["model.path: found '/no/such/model'", "not a directory"],
+        ),
+        (
+            ["--actor.parallel.tensor", "4"],
+            ["actor.parallel.tensor: found 4", "num_attention_heads, 2"],
+        ),
+        (
+            ["--algorithm.mini_batches", "3"],
+            ["algorithm.mini_batches: found 3", "divisor of prompts_per_step, 4"],
+        ),
         (
             ["--rollout.engine.kind", "sglang", "--rollout.engine.port", "BUSY"],
             ["rollout.engine.port: found BUSY", "in use", "0 for free ones"],
@@ -103,21 +116,39 @@ def test_impossible_settings_start_nothing(
         code = main(["run", "--config", str(config), "--run_dir", str(tmp_path / "run"), *given])
     captured = capsys.readouterr()
     assert code == EXIT_CONFIG and captured.out == ""
-    assert captured.err.startswith("relax-hpc: error: ") and captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("relax-hpc: error: ") and captured.err.count("\n") == 1, (
+        captured.err
+    )
     assert all(part.replace("BUSY", port) in captured.err for part in parts), captured.err
     assert not (tmp_path / "run").exists()
 
 
-def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Mapping[int, str] | None = None) -> dict:
-    """A model and a prompt file of GOOD with `extra` lines at its end; the settings that name them."""
+def make_data(
+    directory: Path, extra: Sequence[str] = (), poisoned: Mapping[int, str] | None = None
+) -> dict:
+    """A model and a prompt file of GOOD with `extra` lines at its end; the settings that name
+    them."""
     make_tiny_model(directory / "model", TinyModelConfig(**SMALL["model"]["tiny"]), 3)
-    lines = [json.dumps(prompt | {"poison": (poisoned or {}).get(index)}) for index, prompt in enumerate(GOOD)]
+    lines = [
+        json.dumps(prompt | {"poison": (poisoned or {}).get(index)})
+        for index, prompt in enumerate(GOOD)
+    ]
     (directory / "train.jsonl").write_text("\n".join([*lines, *extra]) + "\n")
     (directory / "fickle.py").write_text(FICKLE)
     groups = {"reference": None}  # not needed, and a start saved
-    data = {"task": "", "train": str(directory / "train.jsonl"), "max_prompt_tokens": 8, "shuffle": False}
+    data = {
+        "task": "",
+        "train": str(directory / "train.jsonl"),
+        "max_prompt_tokens": 8,
+        "shuffle": False,
+    }
     rollout = {"reward": "answer_partial"}
-    return {"model": {"path": str(directory / "model")}, "data": data, "rollout": rollout, "groups": groups}
+    return {
+        "model": {"path": str(directory / "model")},
+        "data": data,
+        "rollout": rollout,
+        "groups": groups,
+    }
 
 
 BAD_LINES = [
@@ -132,14 +163,25 @@ REASONS = ["broken_json", "empty_prompt", "over_long", "duplicate_id"]
 def run_to_the_end(directory: Path, over: dict) -> subprocess.CompletedProcess:
     """`relax-hpc run` of SMALL with `over`."""
     config = write_config(directory / "config.yaml", over)
-    line = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(directory / "run")]
+    line = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(directory / "run"),
+    ]
     return subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def assert_one_line(result: subprocess.CompletedProcess, code: int, *parts: str) -> None:
     """The run ended with `code`, and its last word was one line that holds all of `parts`."""
     assert result.returncode == code, result.stdout + result.stderr
-    assert result.stderr.startswith("relax-hpc: error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("relax-hpc: error: ") and result.stderr.count("\n") == 1, (
+        result.stderr
+    )
     for part in parts:
         assert part in result.stderr
 
@@ -147,7 +189,13 @@ def assert_one_line(result: subprocess.CompletedProcess, code: int, *parts: str)
 def test_too_many_bad_lines_start_nothing(tmp_path: Path) -> None:
     requires("torch")
     result = run_to_the_end(tmp_path, make_data(tmp_path, BAD_LINES))
-    assert_one_line(result, EXIT_CONFIG, "train.jsonl: 4 of 44 lines are bad", "broken_json (first line 41", "max_bad")
+    assert_one_line(
+        result,
+        EXIT_CONFIG,
+        "train.jsonl: 4 of 44 lines are bad",
+        "broken_json (first line 41",
+        "max_bad",
+    )
     assert "started" not in result.stdout
     assert not (tmp_path / "run").exists(), "the same command can be given again"
 
@@ -156,14 +204,21 @@ def test_an_unknown_engine_flag_starts_nothing(tmp_path: Path) -> None:
     requires("sglang")
     engine = {"kind": "sglang", "flags": {"max_total_token": 4096}}
     result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}})
-    assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "did you mean max_total_tokens?")
+    assert_one_line(
+        result,
+        EXIT_CONFIG,
+        "rollout.engine.flags.max_total_token",
+        "did you mean max_total_tokens?",
+    )
     assert not (tmp_path / "run").exists()
 
 
-# -- counted, and the run goes on --------------------------------------------------------------------------------------
+# -- counted, and the run goes on ------------------------------------------------------------------
 
 
-def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_lines_and_a_fickle_reward_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requires("mpi", "torch", "megatron", "transformers")
     poisoned = {1: "raise", 6: "exit", 9: "hang"}
     reward = {"rollout": {"reward": "fickle:fickle", "reward_timeout_s": 3.0}}
@@ -172,7 +227,11 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with running(tmp_path, over) as live:
         live.finish(WAIT_S)
-    named = {event["id"]: event["reason"] for event in read_events(live.run) if event["what"] == "bad_prompt"}
+    named = {
+        event["id"]: event["reason"]
+        for event in read_events(live.run)
+        if event["what"] == "bad_prompt"
+    }
     assert named == {f"line {line}": reason for line, reason in enumerate(REASONS, start=41)}
     note = "note: train: 4 of 44 rows are left out: 1 "
     assert note in live.output.read_text()
@@ -182,8 +241,12 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
     result = audit(live.run)
     failures = {"reward_exception", "reward_died", "reward_timeout"}
     assert result.problems == [] and result.failed.keys() == failures
-    assert all(last[f"queue/dropped_{reason}"] == 4 * result.failed[reason] >= 4 for reason in failures)
-    assert live.incarnations("rollout") == 1, "what a reward does to its process is no failure of the role"
+    assert all(
+        last[f"queue/dropped_{reason}"] == 4 * result.failed[reason] >= 4 for reason in failures
+    )
+    assert live.incarnations("rollout") == 1, (
+        "what a reward does to its process is no failure of the role"
+    )
     firsts = {failure.reason: failure for failure in read_failures(live.run.root)}
     assert firsts.keys() == failures
     reward_file = tmp_path / "fickle.py"
@@ -194,19 +257,28 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
         assert f"first failure: {failure.headline}" in "\n".join(status_lines(status(live.run)))
     prompts = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
     assert {prompts[ticket] for ticket in range(12)}.isdisjoint({"p101", "p106", "p109"})
-    assert prompts[0] == "p100" and prompts[2] == "p102", "tickets without a fault keep their prompts"
+    assert prompts[0] == "p100" and prompts[2] == "p102", (
+        "tickets without a fault keep their prompts"
+    )
 
 
-# -- the run ends, with one line ---------------------------------------------------------------------------------------
+# -- the run ends, with one line -------------------------------------------------------------------
 
 
-def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_always_raises_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requires("mpi", "torch", "megatron", "transformers")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     over = merged(LIGHT, make_data(tmp_path) | {"rollout": {"reward": "fickle:never"}})
     result = run_to_the_end(tmp_path, over)
     assert_one_line(
-        result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_failed_share=50%"
+        result,
+        EXIT_NO_PROGRESS,
+        "rollout: ",
+        "reward_exception",
+        "ZeroDivisionError",
+        "max_failed_share=50%",
     )
     assert "incarnation 2" not in result.stdout
     location = f"{tmp_path / 'fickle.py'}:15 in never"
@@ -227,11 +299,16 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
     over = merged(LIGHT, {"rollout": {"engine": engine}, "site": {"python": sys.executable}})
     del over["rollout"]["engine"]["simulated"]
     result = run_to_the_end(tmp_path, over)
-    assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "the nearest is max_total_tokens")
+    assert_one_line(
+        result,
+        EXIT_CONFIG,
+        "rollout.engine.flags.max_total_token",
+        "the nearest is max_total_tokens",
+    )
     assert "incarnation 2" not in result.stdout
 
 
-# -- the rollout role with an engine that fails ------------------------------------------------------------------------
+# -- the rollout role with an engine that fails ----------------------------------------------------
 
 
 WHOLE = 8
@@ -240,9 +317,9 @@ MOMENT_S = 0.2
 
 
 class FaultyEngine:
-    """An engine whose batches and answers are faults, as `script` says: one entry a batch, that is, for the whole step
-    or for what is asked within a moment; then all is well. The first `bad_updates` updates fail, and leave weights of
-    which nothing is known."""
+    """An engine whose batches and answers are faults, as `script` says: one entry a batch, that is,
+    for the whole step or for what is asked within a moment; then all is well. The first
+    `bad_updates` updates fail, and leave weights of which nothing is known."""
 
     name = "faulty"
     pause_s = 0.0
@@ -278,7 +355,9 @@ class FaultyEngine:
         self.gathered.append((request, answer))
         if self.last:
             self.last.cancel()
-        self.last = asyncio.get_running_loop().call_later(0.0 if len(self.gathered) == WHOLE else MOMENT_S, self.begin)
+        self.last = asyncio.get_running_loop().call_later(
+            0.0 if len(self.gathered) == WHOLE else MOMENT_S, self.begin
+        )
         return await answer
 
     def begin(self) -> None:
@@ -306,8 +385,8 @@ class FaultyEngine:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
-    """A run whose queue is served in a thread, with one published version; `world.rollout(script)` runs the role.
-    A parameter is `eval.every`."""
+    """A run whose queue is served in a thread, with one published version; `world.rollout(script)`
+    runs the role. A parameter is `eval.every`."""
     run = make_run(tmp_path / "run")
     settings = make_data(tmp_path)
     (tmp_path / "model").rename(run.model)
@@ -320,20 +399,31 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
         def act(
-            script: list[str], incarnation: int = 1, bad_updates: list[int] | None = None, kind=FaultyEngine
+            script: list[str],
+            incarnation: int = 1,
+            bad_updates: list[int] | None = None,
+            kind=FaultyEngine,
         ) -> None:
             monkeypatch.setattr(replica, "make_engine", lambda *_: kind(script, bad_updates))
             with QueueClient(run, config, "rollout", incarnation) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout.run(Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()))
+                rollout.run(
+                    Context(
+                        run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()
+                    )
+                )
 
-        yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
+        yield SimpleNamespace(
+            run=run, config=config, controller=controller, actor=actor, rollout=act
+        )
 
 
 def use_reward(monkeypatch: pytest.MonkeyPatch, reward: Reward) -> None:
     """Have the role compute it, in its threads."""
-    monkeypatch.setattr(judge, "make_rewards", lambda name, workers, limit_s, *about: InThread(reward, limit_s))
+    monkeypatch.setattr(
+        judge, "make_rewards", lambda name, workers, limit_s, *about: InThread(reward, limit_s)
+    )
 
 
 def train_the_step(actor: QueueClient, run: RunDir) -> None:
@@ -354,7 +444,9 @@ def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNames
     trainer.join(20.0)
     state: Controller = world.controller.state
     assert state.progress.finished() and state.counts.noted == {"engine_fault/timeout": 2}
-    assert state.counts.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+    assert state.counts.dropped == {"nan_logprob": 2}, (
+        "both samples of the prompt group whose second one was bad"
+    )
 
 
 def test_an_engine_with_half_an_update_is_replaced(world: SimpleNamespace) -> None:
@@ -382,7 +474,9 @@ def test_an_engine_that_answers_by_older_weights_is_replaced(world: SimpleNamesp
     trainer.join(20.0)
     state: Controller = world.controller.state
     assert (
-        state.progress.finished() and state.counts.noted == {"engine_fault/old_version": 1} and not state.counts.dropped
+        state.progress.finished()
+        and state.counts.noted == {"engine_fault/old_version": 1}
+        and not state.counts.dropped
     )
 
 
@@ -399,7 +493,9 @@ class OldGreedyEngine(FaultyEngine):
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
-def test_an_engine_that_evaluates_by_older_weights_is_replaced_and_evaluates(world: SimpleNamespace) -> None:
+def test_an_engine_that_evaluates_by_older_weights_is_replaced_and_evaluates(
+    world: SimpleNamespace,
+) -> None:
     world.config.data.eval = {"heldout": world.config.data.train}
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
@@ -415,11 +511,15 @@ def test_a_group_whose_engines_all_answer_by_older_weights_ends(world: SimpleNam
 
 
 def test_a_group_whose_updates_all_fail_ends(world: SimpleNamespace) -> None:
-    with pytest.raises(RelaxError, match=r"faulty: 3 engines in a row, last: update_failed: .* half of it"):
+    with pytest.raises(
+        RelaxError, match=r"faulty: 3 engines in a row, last: update_failed: .* half of it"
+    ):
         world.rollout([], bad_updates=[1] * 9)
 
 
-def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_hangs_costs_its_request(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hang, calls = threading.Event(), iter([True])
 
     def reward(_: RewardInput) -> float:
@@ -457,7 +557,8 @@ def test_a_reward_that_would_end_the_process_costs_its_group(
 def test_a_ticket_may_fail_as_often_as_the_share_of_failures_allows(
     world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here three of four prompts fail, whichever they are tried for; each is counted, and others take their tickets."""
+    """Here three of four prompts fail, whichever they are tried for; each is counted, and others
+    take their tickets."""
 
     def reward(sample: RewardInput) -> float:
         return 1 / (int(sample.prompt[:-1]) % 4 == 3)
@@ -475,7 +576,8 @@ def test_a_ticket_may_fail_as_often_as_the_share_of_failures_allows(
 
 
 def test_the_share_alone_says_how_much_may_fail() -> None:
-    """A fifth of all, at random, for as long as one likes; but not what was found bad once it was put; nor all."""
+    """A fifth of all, at random, for as long as one likes; but not what was found bad once it was
+    put; nor all."""
     draw, shape = random.Random(5), RolloutConfig(max_failed_share=0.5)
     failure, outcomes = Failure("reward_exception", "no"), Outcomes(shape)
     for _ in range(20_000):
@@ -483,7 +585,9 @@ def test_the_share_alone_says_how_much_may_fail() -> None:
         outcomes.check_share(failure)
     outcomes.note_failures(7, 9)
     outcomes.count_lost(7, 9, "is known")
-    with pytest.raises(NoProgressError, match="% of the last 64 prompt groups failed, the last by it was put"):
+    with pytest.raises(
+        NoProgressError, match="% of the last 64 prompt groups failed, the last by it was put"
+    ):
         for ticket in range(100):
             outcomes.count([])
             outcomes.count_lost(ticket, 1, "it was put")
@@ -506,7 +610,9 @@ def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
 
 
 def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> None:
-    with pytest.raises(RelaxError, match=r"faulty failed 3 times in a row, last: timeout: .* within 2 s"):
+    with pytest.raises(
+        RelaxError, match=r"faulty failed 3 times in a row, last: timeout: .* within 2 s"
+    ):
         world.rollout(["timeout"] * 3)
     assert world.controller.state.counts.noted == {"engine_fault/timeout": 3}
 
@@ -526,15 +632,22 @@ def test_a_filter_that_drops_some_groups_has_them_replaced(
     state: Controller = world.controller.state
     assert (
         state.progress.finished()
-        and state.counts.dropped["filtered"] == 2 * sum(g.filtered for g in state.groups.values()) > 0
+        and state.counts.dropped["filtered"]
+        == 2 * sum(g.filtered for g in state.groups.values())
+        > 0
     )
     dump(world.config, world.run.config)
     assert all(int(row["prompt_id"][1:]) % 2 == 0 for row in queue_rows(world.run).values())
-    drawn, rewards = (sum(values.get(tag, 0.0) for values in reported) for tag in (GENERATED, GENERATED_SUM))
-    assert (drawn, rewards) == (state.counts.dropped["filtered"] + 8, state.counts.dropped["filtered"]), (
-        "odd ones gave 1, even ones 0"
+    drawn, rewards = (
+        sum(values.get(tag, 0.0) for values in reported) for tag in (GENERATED, GENERATED_SUM)
     )
-    assert {event["reason"] for event in read_events(world.run) if event["what"] == "failed"} == {"filtered"}
+    assert (drawn, rewards) == (
+        state.counts.dropped["filtered"] + 8,
+        state.counts.dropped["filtered"],
+    ), "odd ones gave 1, even ones 0"
+    assert {event["reason"] for event in read_events(world.run) if event["what"] == "failed"} == {
+        "filtered"
+    }
 
 
 def never_equal(rewards: Sequence[float]) -> bool:
@@ -544,7 +657,11 @@ def never_equal(rewards: Sequence[float]) -> bool:
 
 def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> None:
     world.config.rollout.filter = "rewards_differ"
-    expected = r"filter rewards_differ dropped 100.0% of the last 256 prompt groups, the last with rewards \[0.0\]"
+    expected = (
+        r"filter rewards_differ dropped 100.0% of the last 256 prompt groups, the last "
+        r"with "
+        r"rewards \[0.0\]"
+    )
     with pytest.raises(NoProgressError, match=expected):
         world.rollout([])
     assert world.controller.state.counts.dropped["filtered"] >= 2 * 256 - 8
@@ -553,5 +670,7 @@ def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:
     world.config.samples_per_prompt = 2
     world.config.rollout.reward = "builtins:len"
-    with pytest.raises(NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"):
+    with pytest.raises(
+        NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"
+    ):
         world.rollout([])

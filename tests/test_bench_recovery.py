@@ -1,4 +1,5 @@
-"""The recovery benchmark's command line, its arithmetic on faults that are made up, and its table."""
+"""The recovery benchmark's command line, its arithmetic on faults that are made up, and its
+table."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def figures(bench):
 
 
 def a_record(figures, **over: Any):
-    """A rank of the engines is killed at 100 s: noticed after 0.1 s, started at 100.3, there at 104, works at 105."""
+    """A rank of the engines is killed at 100 s: noticed after 0.1 s, started at 100.3, there at
+    104, works at 105."""
     values: dict[str, Any] = {
         "layout": "het",
         "policy": "toolkit",
@@ -58,7 +60,9 @@ def test_an_actor_that_went_back_trains_steps_again(figures):
 def test_waiting_in_the_queue_is_no_part_of_a_restart(figures):
     late = a_record(figures, launched=110.1, queued_s=8.0, new_job=True)
     assert figures.result(late).restart == pytest.approx(2.0) and figures.missed(late) == []
-    assert figures.missed(a_record(figures, launched=110.1, queued_s=2.0, new_job=True)) == ["restart"]
+    assert figures.missed(a_record(figures, launched=110.1, queued_s=2.0, new_job=True)) == [
+        "restart"
+    ]
     # As a step it would have to be quicker.
     assert figures.missed(a_record(figures, launched=102.2)) == ["restart"]
 
@@ -74,11 +78,21 @@ def test_targets_depend_on_the_fault(figures):
     assert figures.missed(a_record(figures, **slow)) == ["detect"]
     assert figures.missed(a_record(figures, fault="node:rollout", **slow)) == []
     assert figures.missed(a_record(figures, policy="restart-all", **slow)) == []
-    assert figures.missed(a_record(figures, gaps={"actor/actor": 2.1}, lost=1)) == ["others", "lost"]
+    assert figures.missed(a_record(figures, gaps={"actor/actor": 2.1}, lost=1)) == [
+        "others",
+        "lost",
+    ]
 
 
 def test_what_never_came_is_said(figures):
-    gone = a_record(figures, launched=figures.NEVER, beaten=figures.NEVER, accepted=[], steps=[(99.8, 7)], gaps={})
+    gone = a_record(
+        figures,
+        launched=figures.NEVER,
+        beaten=figures.NEVER,
+        accepted=[],
+        steps=[(99.8, 7)],
+        gaps={},
+    )
     found = figures.result(gone)
     assert found.restart == found.working == found.caught_up == math.inf
     assert math.isnan(found.others) and math.isnan(found.training)
@@ -103,21 +117,35 @@ def test_table_has_a_line_for_each_fault_and_policy(figures):
     again = a_record(figures, policy="restart-all", detected=100.2, new_job=True, helped="by hand")
     lines = figures.table([a_record(figures), a_record(figures, detected=100.4), again])
     assert len(lines) == 3 and len({line.index("kill") for line in lines[1:]}) == 1
-    assert lines[1].split()[:4] == ["het", "kill:rollout", "toolkit", "0.10/0.40"] and lines[1].endswith("ok")
+    assert lines[1].split()[:4] == ["het", "kill:rollout", "toolkit", "0.10/0.40"] and lines[
+        1
+    ].endswith("ok")
     assert "0.10*" in lines[2] and lines[2].endswith("by hand")
 
 
 def test_all_faults_of_both_layouts_are_measured_unless_told_otherwise(bench):
     recovery = bench("recovery")
     args = recovery.parse([])
-    assert args.layout == ["het", "jobs"] and args.policy == ["toolkit", "restart-all"] and args.repeat == 1
-    assert args.fault == recovery.all_faults() and {"kill:controller", "node:hub", "scancel:actor"} < set(args.fault)
+    assert (
+        args.layout == ["het", "jobs"]
+        and args.policy == ["toolkit", "restart-all"]
+        and args.repeat == 1
+    )
+    assert args.fault == recovery.all_faults() and {
+        "kill:controller",
+        "node:hub",
+        "scancel:actor",
+    } < set(args.fault)
     assert {fault.partition(":")[2] for fault in args.fault} == recovery.GROUPS.keys()
-    args = recovery.parse(["--layout", "jobs", "--fault", "kill:actor", "--fault", "node:hub", "--repeat", "3"])
+    args = recovery.parse(
+        ["--layout", "jobs", "--fault", "kill:actor", "--fault", "node:hub", "--repeat", "3"]
+    )
     assert (args.layout, args.fault, args.repeat) == (["jobs"], ["kill:actor", "node:hub"], 3)
 
 
-@pytest.mark.parametrize("words", [["--fault", "kill:nobody"], ["--repeat", "0"], ["--layout", "local"]])
+@pytest.mark.parametrize(
+    "words", [["--fault", "kill:nobody"], ["--repeat", "0"], ["--layout", "local"]]
+)
 def test_a_wrong_word_ends_it_before_anything_starts(bench, words, capsys):
     with pytest.raises(SystemExit):
         bench("recovery").parse(words)

@@ -1,4 +1,5 @@
-"""A test file that costs twice what was recorded fails the session, with a line that says what to do."""
+"""A test file that costs twice what was recorded fails the session, with a line that says what to
+do."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ def test_twice_the_budget_on_a_machine_as_fast_is_too_much(
 def test_what_was_not_run_keeps_its_budget() -> None:
     record = json.loads(RECORD.read_text())
     found = recorded({"tests/test_budgets.py": Cost(50.0, 60.0, [0.02, 0.01, 0.03])}, record)
-    assert found["cpu_s"] == dict(sorted((record["cpu_s"] | {"tests/test_budgets.py": 50.0}).items()))
-    assert found["wall_s"] == dict(sorted((record["wall_s"] | {"tests/test_budgets.py": 60.0}).items()))
+    assert found["cpu_s"] == dict(
+        sorted((record["cpu_s"] | {"tests/test_budgets.py": 50.0}).items())
+    )
+    assert found["wall_s"] == dict(
+        sorted((record["wall_s"] | {"tests/test_budgets.py": 60.0}).items())
+    )
     assert found["pace_s"] == 0.02 and "cores" in found["machine"]
 
 
@@ -68,11 +73,24 @@ def test_a_session_counts_what_children_burn_and_fails(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(BURNS)
     (tmp_path / "record.json").write_text(json.dumps({"pace_s": 1e6, "cpu_s": {}, "wall_s": {}}))
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+    ]
     words += ["-n", "1"] if find_spec("xdist") else []
     root = str(Path(__file__).parents[1])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {name: value for name, value in os.environ.items() if name != "RELAX_WHOLE"} | {"PYTHONPATH": paths}
-    done = subprocess.run([*words, tmp_path], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {name: value for name, value in os.environ.items() if name != "RELAX_WHOLE"} | {
+        "PYTHONPATH": paths
+    }
+    done = subprocess.run(
+        [*words, tmp_path], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1 and "1 passed" in done.stdout, done.stdout + done.stderr
     assert "test_it.py: took" in done.stdout

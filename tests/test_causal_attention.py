@@ -1,6 +1,8 @@
-"""Attention and its gradient against the formula in float32: over many lengths, and on slices of larger tensors.
+"""Attention and its gradient against the formula in float32: over many lengths, and on slices of
+larger tensors.
 
-Kernels are chosen by lengths and strides, and wrong ones have been seen among them (pytorch#196678).
+Kernels are chosen by lengths and strides, and wrong ones have been seen among them
+(pytorch#196678).
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ requires("torch", "megatron")
 pytestmark = pytest.mark.gpu
 
 HEADS, GROUPS, DIM = 8, 4, 64
-AROUND = sorted({*range(1, 20), *(edge + more for edge in (64, 128, 192, 256) for more in (-1, 0, 1, 2)), 300})
-LENGTHS = [*range(1, 301), 513, 1024, 2047, 4097] if DEVICE != "cpu" else effort(AROUND[::4], AROUND)
+AROUND = sorted(
+    {*range(1, 20), *(edge + more for edge in (64, 128, 192, 256) for more in (-1, 0, 1, 2)), 300}
+)
+LENGTHS = (
+    [*range(1, 301), 513, 1024, 2047, 4097] if DEVICE != "cpu" else effort(AROUND[::4], AROUND)
+)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Of a gradient's error, in its own norm: bfloat16 has 8 bits, of which each value of the result may lose some."""
+"""Of a gradient's error, in its own norm: bfloat16 has 8 bits, of which each value of the result
+may lose some."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,11 +59,16 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype).requires_grad_()
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        .to(DEVICE, dtype)
+        .requires_grad_()
+    )
 
 
 def errors(parts: list[Tensor], leaves: list[Tensor]) -> list[float]:
-    """Of the result and of the gradients with respect to ``leaves``, each in the norm of the right one."""
+    """Of the result and of the gradients with respect to ``leaves``, each in the norm of the right
+    one."""
     found, right = attention(*parts), by_formula(*parts)
     slope = torch.randn(right.shape, generator=torch.Generator().manual_seed(7)).to(right)
     ours = torch.autograd.grad(found, leaves, slope.to(found.dtype), retain_graph=True)
@@ -80,7 +92,8 @@ def test_gradients_are_right_whatever_the_length(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_right_on_slices(dtype: torch.dtype) -> None:
-    """Rows that lie one after the other in one tensor, whose queries, keys and values come out of one projection."""
+    """Rows that lie one after the other in one tensor, whose queries, keys and values come out of
+    one projection."""
     wrong, begin = {}, 3
     lengths = list(LENGTHS)[:: 6 if DEVICE != "cpu" else 1]
     whole = drawn((sum(lengths) + begin, 1, HEADS + 2 * GROUPS, DIM), dtype, 0)
@@ -95,10 +108,13 @@ def test_gradients_are_right_on_slices(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_right_in_a_pack_of_all_lengths(dtype: torch.dtype) -> None:
-    """Each row's own, in one call: queries, keys and values are slices of one projection, as in training."""
+    """Each row's own, in one call: queries, keys and values are slices of one projection, as in
+    training."""
     lengths = [length for length in LENGTHS if length <= 1024][:: 3 if DEVICE != "cpu" else 1]
     whole = drawn((sum(lengths), 1, HEADS + 2 * GROUPS, DIM), dtype, 0)
-    slope = torch.randn(sum(lengths), 1, HEADS * DIM, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    slope = torch.randn(
+        sum(lengths), 1, HEADS * DIM, generator=torch.Generator().manual_seed(7)
+    ).to(DEVICE)
     out = of_pack(lengths, *whole.split([HEADS, GROUPS, GROUPS], dim=2))
     [ours] = torch.autograd.grad(out, whole, slope.to(dtype))
     wrong, begin = {}, 0

@@ -18,7 +18,9 @@ def run(tmp_path: Path) -> RunDir:
     """A run directory with its configuration."""
     run = RunDir(tmp_path / "run")
     run.create()
-    dump(load([], {"run_dir": str(run.root), "groups.rollout.env": {"A": "1", "B": "2"}}), run.config)
+    dump(
+        load([], {"run_dir": str(run.root), "groups.rollout.env": {"A": "1", "B": "2"}}), run.config
+    )
     return run
 
 
@@ -29,13 +31,19 @@ def changed(run: RunDir, group: str, **overrides: Any) -> Path | None:
 
 def test_layers_add_up_for_their_group_alone(run: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "change.yaml"
-    file.write_text("rollout: {temperature: 0.5, top_p: 0.9}\ngroups: {rollout: {resources: {nodes: 2}}}\n")
+    file.write_text(
+        "rollout: {temperature: 0.5, top_p: 0.9}\ngroups: {rollout: {resources: {nodes: 2}}}\n"
+    )
     config = load_resolved(run.root, "rollout")
     first = add_change(run, config, "rollout", [file], {"rollout": {"temperature": 0.6}})
     second = changed(run, "rollout", groups__rollout__resources__nodes=3)
     assert change_files(run, "rollout") == [first, second] and not change_files(run, "actor")
     found = load_resolved(run.root, "rollout")
-    assert (found.rollout.temperature, found.rollout.top_p, found.groups["rollout"].resources.nodes) == (0.6, 0.9, 3)
+    assert (
+        found.rollout.temperature,
+        found.rollout.top_p,
+        found.groups["rollout"].resources.nodes,
+    ) == (0.6, 0.9, 3)
     for name in ("", "actor"):
         assert load_resolved(run.root, name).rollout.temperature == 1.0
 
@@ -56,7 +64,11 @@ def test_null_takes_out_what_the_run_has(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("actor.optimizer.lr", 1.0, "not of group rollout alone, allowed: groups.rollout, reward, rollout"),
+        (
+            "actor.optimizer.lr",
+            1.0,
+            "not of group rollout alone, allowed: groups.rollout, reward, rollout",
+        ),
         ("groups.actor.env.A", "1", "groups.actor.env.A: not of group rollout alone"),
         ("steps", 5, "submit --resume"),
         ("rollout.temperature", -1, "rollout.temperature: found -1"),
@@ -65,7 +77,9 @@ def test_null_takes_out_what_the_run_has(run: RunDir) -> None:
         ("groups.rollout.roles", ["actor"], "for the run's life"),
     ],
 )
-def test_what_is_not_the_groups_own_is_refused(run: RunDir, key: str, value: Any, said: str) -> None:
+def test_what_is_not_the_groups_own_is_refused(
+    run: RunDir, key: str, value: Any, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         add_change(run, load_resolved(run.root), "rollout", [], {key: value})
     assert said in str(caught.value) and "command line" in str(caught.value)

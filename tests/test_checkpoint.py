@@ -28,7 +28,17 @@ from relax_hpc.training.trainer import Trainer
 from tests.effort import effort
 from tests.killed_saves import POINTS
 from tests.small_disk import small_disk
-from tests.training_helpers import LR, batch, launch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
+from tests.training_helpers import (  # noqa: F401
+    LR,
+    batch,
+    launch,
+    load,
+    one_rank_fixture,
+    rows,
+    save,
+    tiny_fixture,
+    trainer,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +72,13 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "distributed", "steps"),
-    [("float32", False, 2), ("float32", True, 2), ("bfloat16", False, 2), ("float32", False, 0), ("float32", True, 0)],
+    [
+        ("float32", False, 2),
+        ("float32", True, 2),
+        ("bfloat16", False, 2),
+        ("float32", False, 0),
+        ("float32", True, 0),
+    ],
 )
 def test_training_continues_bit_for_bit(
     tiny: Path,
@@ -79,16 +95,22 @@ def test_training_continues_bit_for_bit(
     digest = save(tmp_path / "i000001-step-000002", first, {"step": 2, "note": "é"})
     random = torch.rand(3)
     expected = train(first, range(2, 5))
-    second = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed, "offload": bool(steps)})
+    second = trainer(
+        tiny, dtype=dtype, optimizer={"distributed": distributed, "offload": bool(steps)}
+    )
     assert load(tmp_path / "i000001-step-000002", second, digest) == {"step": 2, "note": "é"}
     assert torch.equal(torch.rand(3), random)
     assert train(second, range(2, 5)) == expected
     exported = first.model.export_hf()
-    assert all(torch.equal(value, exported[name]) for name, value in second.model.export_hf().items())
+    assert all(
+        torch.equal(value, exported[name]) for name, value in second.model.export_hf().items()
+    )
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(tiny: Path, tmp_path: Path, distributed: bool):
+def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(
+    tiny: Path, tmp_path: Path, distributed: bool
+):
     keeper = Saver(trainer(tiny, optimizer={"distributed": distributed}), Channel(60.0), 60.0)
     keeper.prepare()
     keeper.ready()
@@ -101,15 +123,23 @@ def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(tiny: P
     keeper.wait()
 
 
-def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+):
     keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
-    monkeypatch.setattr(host_memory.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory")))
+    monkeypatch.setattr(
+        host_memory.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory"))
+    )
     keeper.prepare()
-    with pytest.raises(ConfigError, match=r"checkpoint: \d+ bytes of host memory are not to be had: no memory"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint: \d+ bytes of host memory are not to be had: no memory"
+    ):
         keeper.ready()
 
 
-@pytest.mark.skipif(not effort(0, 1), reason="killed_saves has new processes go on too; alone: env/test.sh --all")
+@pytest.mark.skipif(
+    not effort(0, 1), reason="killed_saves has new processes go on too; alone: env/test.sh --all"
+)
 def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: Path):
     from safetensors.torch import load_file
 
@@ -119,7 +149,10 @@ def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: 
     ours.accumulate([batch(rows(4, seed=9))])
     ours.step(LR)
     exported = ours.model.export_hf()
-    assert all(torch.equal(value, exported[name]) for name, value in load_file(tmp_path / "first.safetensors").items())
+    assert all(
+        torch.equal(value, exported[name])
+        for name, value in load_file(tmp_path / "first.safetensors").items()
+    )
 
 
 def test_a_truncated_or_missing_file_is_named(copy: Path, tiny: Path):
@@ -160,12 +193,15 @@ def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tm
     with pytest.raises(store.CheckpointError, match="never overwritten"):
         save(tmp_path / "i000001-step-000001", trainer(tiny), {})
     (tmp_path / ".i000002-step-000001.partial").mkdir()
-    assert store.remove_others(tmp_path, {"i000001-step-000001"}, 2) == [".i000002-step-000001.partial"]
+    assert store.remove_others(tmp_path, {"i000001-step-000001"}, 2) == [
+        ".i000002-step-000001.partial"
+    ]
     assert load(tmp_path / "i000001-step-000001", trainer(tiny)) == {}
 
 
 def test_a_trainer_killed_at_any_point_of_a_save_comes_back_bit_for_bit(tiny: Path, tmp_path: Path):
-    """Step 1 was saved before; step 2 is there once its directory has been journaled, and not a moment earlier."""
+    """Step 1 was saved before; step 2 is there once its directory has been journaled, and not a
+    moment earlier."""
     found = list(killed_saves(tiny, tmp_path, "", *POINTS))
     undisturbed, *killed = found
     assert undisturbed["from"] == 0 and undisturbed["died"] is None
@@ -177,12 +213,25 @@ def test_a_trainer_killed_at_any_point_of_a_save_comes_back_bit_for_bit(tiny: Pa
 
 
 def killed_saves(model: Path, folder: Path, *points: str) -> Iterator[dict]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.killed_saves", str(model), str(folder), *points]
-    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=300, text=True, check=True)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.killed_saves",
+        str(model),
+        str(folder),
+        *points,
+    ]
+    process = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, timeout=300, text=True, check=True
+    )
     yield from map(json.loads, process.stdout.splitlines())
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """What is saved is the state of the moment at which it was asked for."""
     slow, begun = threading.Event(), threading.Event()
     real = saver.checksums_of
@@ -205,10 +254,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny: Path, tmp_path: Pa
     keeper.settle()
     again = trainer(tiny)
     load(tmp_path / "i000001-step-000002", again)
-    assert all(torch.equal(value, expected[name]) for name, value in again.model.export_hf().items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in again.model.export_hf().items()
+    )
 
 
-def test_the_next_save_waits_for_the_last_one_but_not_for_ever(tiny: Path, tmp_path: Path, monkeypatch):
+def test_the_next_save_waits_for_the_last_one_but_not_for_ever(
+    tiny: Path, tmp_path: Path, monkeypatch
+):
     hold = threading.Event()
     monkeypatch.setattr(saver, "_begin", lambda *_: hold.wait(30.0))
     keeper = Saver(trainer(tiny), Channel(60.0), 0.2)
@@ -220,7 +273,8 @@ def test_the_next_save_waits_for_the_last_one_but_not_for_ever(tiny: Path, tmp_p
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """The kernel refuses to write files of this process beyond ``size`` bytes, as a full disk would."""
+    """The kernel refuses to write files of this process beyond ``size`` bytes, as a full disk
+    would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -250,7 +304,8 @@ def test_a_full_disk_costs_the_checkpoint_alone(tiny: Path, tmp_path: Path, capf
 
 
 def test_on_a_full_disk_it_is_tried_until_there_is_room(tiny: Path, tmp_path: Path, capfd):
-    """On a real one, which is filled after the first; the end of the run waits for it, and it counts as one failure."""
+    """On a real one, which is filled after the first; the end of the run waits for it, and it
+    counts as one failure."""
     told: list[str] = []
     with small_disk(tmp_path / "disk", "2m") as disk:
         ours = trainer(tiny)
@@ -260,11 +315,19 @@ def test_on_a_full_disk_it_is_tried_until_there_is_room(tiny: Path, tmp_path: Pa
             keeper.save(disk.folder / f"{number}", {"step": number})
             while not (wait := WAITS.longest()):
                 keeper.check()
-            assert wait["errno"] == errno.ENOSPC and wait["path"] == str(disk.folder / f"{number}") and wait["loose"]
+            assert (
+                wait["errno"] == errno.ENOSPC
+                and wait["path"] == str(disk.folder / f"{number}")
+                and wait["loose"]
+            )
             assert keeper.failed == len(told) == 1 and "No space left on device" in told.pop()
             threading.Timer(0.3, disk.free).start()
             keeper.settle()
-            assert load(disk.folder / f"{number}", ours) == {"step": number} and not keeper.failed and not WAITS
+            assert (
+                load(disk.folder / f"{number}", ours) == {"step": number}
+                and not keeper.failed
+                and not WAITS
+            )
             shutil.rmtree(disk.folder / f"{number}")
 
 
@@ -283,14 +346,18 @@ def test_on_a_full_disk_the_next_one_takes_its_place(tiny: Path, tmp_path: Path,
         assert [path.name for path in disk.folder.iterdir()] == ["3"] and not keeper.failed
 
 
-def test_failures_in_a_row_that_no_full_disk_explains_end_the_run(tiny: Path, tmp_path: Path, capfd):
+def test_failures_in_a_row_that_no_full_disk_explains_end_the_run(
+    tiny: Path, tmp_path: Path, capfd
+):
     told: list[str] = []
     keeper = Saver(trainer(tiny), Channel(60.0), 60.0, told.append, max_failures=2)
     (tmp_path / "file").touch()
     keeper.save(tmp_path / "file" / "a", {})
     keeper.wait()
     keeper.save(tmp_path / "file" / "b", {})
-    with pytest.raises(NoProgressError, match=r"2 checkpoints in a row .* allowed checkpoint.max_failures=2"):
+    with pytest.raises(
+        NoProgressError, match=r"2 checkpoints in a row .* allowed checkpoint.max_failures=2"
+    ):
         keeper.settle()
     assert len(told) == 2
 

@@ -30,7 +30,8 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list,",
+            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, "
+            "scale, stop, list,",
             "did you mean run?",
         ],
     ),
@@ -43,24 +44,48 @@ WRONG = [
     (["run", "--step", "1"], ["--step: unknown option", "did you mean steps?"]),
     (
         ["run", "--temperature", "1"],
-        ["--temperature: unknown option", "did you mean rollout.temperature or reward.judge.temperature"],
+        [
+            "--temperature: unknown option",
+            "did you mean rollout.temperature or reward.judge.temperature",
+        ],
     ),
     (["run", "--rollout", "{top_p: 1}"], ["--rollout: a section", "--rollout.replicas"]),
     (["run", "--rollout.temperature"], ["--rollout.temperature: expected one argument"]),
     (["run", "--rollout.temperature", ".nan"], ["rollout.temperature: found nan", "finite"]),
     (["run", "--data.shuffle", "maybe"], ["data.shuffle: found 'maybe'", "true or false"]),
     (["run", "--algorithm.name", "grop"], ["algorithm.name: found 'grop'", "did you mean 'grpo'?"]),
-    (["run", "--algorithm.advantage", "grpo"], ["algorithm.advantage: there is no such", "it is algorithm.name now"]),
+    (
+        ["run", "--algorithm.advantage", "grpo"],
+        ["algorithm.advantage: there is no such", "it is algorithm.name now"],
+    ),
     (["run", "--algorithm.mine", "1"], ["algorithm.mine: unknown key, allowed: name, passes,"]),
-    (["run", "--algorithm.correction", "off"], ["--algorithm.correction: a section", "--algorithm.correction.kind"]),
-    (["run", "--rollout.engine.flags", "5"], ["rollout.engine.flags: found '5'", "--rollout.engine.flags.NAME VALUE"]),
-    (["run", "--groups", "5"], ["groups: found '5'", "--groups.NAME VALUE or --groups '{NAME: VALUE}'"]),
-    (["run", "--groups.actor.role", "[actor]"], ["groups.actor.role: unknown key", "did you mean roles?"]),
+    (
+        ["run", "--algorithm.correction", "off"],
+        ["--algorithm.correction: a section", "--algorithm.correction.kind"],
+    ),
+    (
+        ["run", "--rollout.engine.flags", "5"],
+        ["rollout.engine.flags: found '5'", "--rollout.engine.flags.NAME VALUE"],
+    ),
+    (
+        ["run", "--groups", "5"],
+        ["groups: found '5'", "--groups.NAME VALUE or --groups '{NAME: VALUE}'"],
+    ),
+    (
+        ["run", "--groups.actor.role", "[actor]"],
+        ["groups.actor.role: unknown key", "did you mean roles?"],
+    ),
     (["run", "--groups.hub.roles", "[a"], ["--groups.hub.roles:1: not valid YAML"]),
     (["run", "--groups.hub"], ["--groups.hub: expected one argument"]),
     (["run", "--groups.x", "5"], ["groups.x: found 5 (int)", "a mapping of roles, env"]),
-    (["run", "--groups.refernce", "null"], ["groups.refernce: null removes", "did you mean reference?"]),
-    (["run", "--groups.hub.roles=[]", "--groups.hub=null"], ["groups.hub.roles: given beside a value for hub"]),
+    (
+        ["run", "--groups.refernce", "null"],
+        ["groups.refernce: null removes", "did you mean reference?"],
+    ),
+    (
+        ["run", "--groups.hub.roles=[]", "--groups.hub=null"],
+        ["groups.hub.roles: given beside a value for hub"],
+    ),
     (["status", "a", "--groups.x", "1"], ["--groups.x: unknown option"]),
     (["run", "extra"], ["extra: unknown option"]),
     (["run", "--resume"], ["--resume: found neither --run_dir nor --config"]),
@@ -76,7 +101,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argv", "parts"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
-def test_wrong_command_lines(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     # Of a run that is otherwise in order.
     base = ["--config", QUICKSTART] if argv[0] == "run" and "--resume" not in argv else []
     assert main([argv[0], *base, *argv[1:]]) == EXIT_CONFIG
@@ -91,31 +118,67 @@ def test_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "a.yaml"
     path.write_text("rollout: {temprature: 1}")
     assert main(["run", "--config", QUICKSTART, "--config", str(path)]) == EXIT_CONFIG
-    assert capsys.readouterr().err.startswith(f"relax-hpc: error: {path}:1: rollout.temprature: unknown key")
+    assert capsys.readouterr().err.startswith(
+        f"relax-hpc: error: {path}:1: rollout.temprature: unknown key"
+    )
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, bool]]:
     """What `run` would have started."""
     calls: list[tuple[Config, bool]] = []
-    replace(monkeypatch, "relax_hpc.lifecycle.local", run=lambda config, resume: calls.append((config, resume)) or 0)
+    replace(
+        monkeypatch,
+        "relax_hpc.lifecycle.local",
+        run=lambda config, resume: calls.append((config, resume)) or 0,
+    )
     return calls
 
 
 def test_run_takes_overrides(tmp_path: Path, started: list[tuple[Config, bool]]) -> None:
-    argv = ["run", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--rollout.temperature", "0.7"]
-    argv += ["--actor.optimizer.lr=1e-4", "--steps", "10", "--name", "2024", "--data.shuffle", "false"]
-    argv += ["--rollout.engine.flags.max_total_tokens", "8192", "--rollout.engine.flags.schedule_policy", "fcfs"]
+    argv = [
+        "run",
+        "--config",
+        QUICKSTART,
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--rollout.temperature",
+        "0.7",
+    ]
+    argv += [
+        "--actor.optimizer.lr=1e-4",
+        "--steps",
+        "10",
+        "--name",
+        "2024",
+        "--data.shuffle",
+        "false",
+    ]
+    argv += [
+        "--rollout.engine.flags.max_total_tokens",
+        "8192",
+        "--rollout.engine.flags.schedule_policy",
+        "fcfs",
+    ]
     argv += ["--groups.reference", "null", "--groups.hub.roles", "[advantages, actor_fwd]"]
     argv += ["--groups.actor_fwd=null", "--groups.actor.env.A", "b", "--groups.actor.env.B=1"]
     assert main(argv) == 0
     [(config, resume)] = started
     assert not resume
-    assert (config.rollout.temperature, config.actor.optimizer.lr, config.steps, config.name) == (0.7, 1e-4, 10, "2024")
+    assert (config.rollout.temperature, config.actor.optimizer.lr, config.steps, config.name) == (
+        0.7,
+        1e-4,
+        10,
+        "2024",
+    )
     assert not config.data.shuffle and config.rollout.max_new_tokens == 6
     assert config.groups["actor"].env == {"A": "b", "B": "1"}
     flags = config.rollout.engine.flags
-    assert (flags["max_total_tokens"], flags["schedule_policy"], flags["log_level"]) == (8192, "fcfs", "error")
+    assert (flags["max_total_tokens"], flags["schedule_policy"], flags["log_level"]) == (
+        8192,
+        "fcfs",
+        "error",
+    )
     assert {name: group.roles for name, group in config.groups.items()} == {
         "hub": ["advantages", "actor_fwd"],
         "rollout": ["rollout"],
@@ -135,7 +198,9 @@ def test_resume(
     assert main([*fresh, "--resume"]) == EXIT_CONFIG
     assert "found no run in" in capsys.readouterr().err
     run.mkdir(parents=True)
-    dump(load([QUICKSTART], {"run_dir": "/elsewhere", "groups.reference": None}), run / "config.yaml")
+    dump(
+        load([QUICKSTART], {"run_dir": "/elsewhere", "groups.reference": None}), run / "config.yaml"
+    )
     assert main(fresh) == EXIT_CONFIG
     assert "already holds a run, --resume it or name another --run_dir" in capsys.readouterr().err
     assert main([*fresh, "--resume"]) == 0
@@ -150,7 +215,14 @@ def test_resume(
 def test_run_lists_every_finding_and_starts_nothing(
     tmp_path: Path, started: list[tuple[Config, bool]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--config", QUICKSTART, "--run_dir", str(tmp_path / "r"), "--groups.rollout=null", "--rollout.reward=x"]
+    argv = [
+        "--config",
+        QUICKSTART,
+        "--run_dir",
+        str(tmp_path / "r"),
+        "--groups.rollout=null",
+        "--rollout.reward=x",
+    ]
     assert main(["run", *argv]) == EXIT_CONFIG
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[2:4][-1 if "command line" in line else 0] for line in lines] == [
@@ -158,7 +230,9 @@ def test_run_lists_every_finding_and_starts_nothing(
         "rollout.reward",
     ]
     assert main(["check", *argv]) == EXIT_CONFIG
-    assert capsys.readouterr().out.splitlines() == [line.removeprefix("relax-hpc: error: ") for line in lines]
+    assert capsys.readouterr().out.splitlines() == [
+        line.removeprefix("relax-hpc: error: ") for line in lines
+    ]
     assert not started and not (tmp_path / "r").exists()
 
 
@@ -167,12 +241,26 @@ def test_of_a_file_that_cannot_be_read_no_consequences_are_told(
 ) -> None:
     assert main(["check", "--config", str(tmp_path / "run.yaml"), "--seed", "-1"]) == EXIT_CONFIG
     missing, wrong = capsys.readouterr().out.splitlines()
-    assert "run.yaml: cannot be read" in missing and wrong.startswith("command line: seed: found -1")
+    assert "run.yaml: cannot be read" in missing and wrong.startswith(
+        "command line: seed: found -1"
+    )
 
 
 def test_a_dry_run_that_cannot_be_rendered_leaves_nothing(tmp_path: Path) -> None:
-    argv = ["submit", "--dry-run", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--layout", "jobs"]
-    assert main([*argv, "--site.options.nodes", "2"]) == EXIT_CONFIG and not (tmp_path / "run").exists()
+    argv = [
+        "submit",
+        "--dry-run",
+        "--config",
+        QUICKSTART,
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--layout",
+        "jobs",
+    ]
+    assert (
+        main([*argv, "--site.options.nodes", "2"]) == EXIT_CONFIG
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_check_of_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,12 +283,21 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((*args, *sorted(named.items())))
         return 3
 
-    for name in ("metrics.plot", "observe.status_view", "observe.listing", "lifecycle.stop", "lifecycle.scale"):
+    for name in (
+        "metrics.plot",
+        "observe.status_view",
+        "observe.listing",
+        "lifecycle.stop",
+        "lifecycle.scale",
+    ):
         replace(monkeypatch, f"relax_hpc.{name}", main=take)
     replace(monkeypatch, "relax_hpc.doctor.doctor", main=take)
     monkeypatch.setattr("relax_hpc.sandbox.command.main", take)
     calls: list[tuple[list[str], tuple[Any, ...]]] = [
-        (["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"], (["a", "b"], "o.png", ["x", "y"])),
+        (
+            ["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"],
+            (["a", "b"], "o.png", ["x", "y"]),
+        ),
         (["plot", "a"], (["a"], "rewards.png", [])),
         (["status", "a", "--json"], ("a", True, None)),
         (["status", "a", "--watch"], ("a", False, 5.0)),
@@ -229,7 +326,17 @@ def test_resubmit_passes_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
     seen: list[Any] = []
     monkeypatch.setattr(resubmit, "main", lambda *args: seen.append(args) or 0)
-    argv = ["resubmit", "a", "--group", "rollout", "--nodes", "4", "--parsable", "--config", "c.yaml"]
+    argv = [
+        "resubmit",
+        "a",
+        "--group",
+        "rollout",
+        "--nodes",
+        "4",
+        "--parsable",
+        "--config",
+        "c.yaml",
+    ]
     assert main([*argv, "--rollout.temperature", "0.5", "--groups.rollout.env.A", "1"]) == 0
     overrides = {"rollout": {"temperature": 0.5}, "groups.rollout.env.A": "1"}
     assert seen == [("a", resubmit.Wish("rollout", ["c.yaml"], overrides, nodes=4, parsable=True))]
@@ -257,7 +364,9 @@ def test_a_run_is_resumed_as_it_was_started(
     from relax_hpc.slurm import job_lookup
 
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(submit_module, "submit", lambda config, *about: seen.append((config, *about)) or 0)
+    monkeypatch.setattr(
+        submit_module, "submit", lambda config, *about: seen.append((config, *about)) or 0
+    )
     monkeypatch.setattr(job_lookup, "check_gone", lambda *_: None)
     here, there = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
     cluster = str(Path(QUICKSTART).parents[1] / "clusters" / "sandbox.yaml")
@@ -268,16 +377,22 @@ def test_a_run_is_resumed_as_it_was_started(
     assert [(config.steps, resume) for config, resume in started] == [(400, True)] and not seen
     assert main(["resume", str(there.root)]) == 0
     [(config, resume, dry_run, form)] = seen
-    assert (config.run_dir, resume, dry_run, form) == (str(there.root), True, False, "") and len(started) == 1
+    assert (config.run_dir, resume, dry_run, form) == (str(there.root), True, False, "") and len(
+        started
+    ) == 1
     assert main(["resume", str(tmp_path / "nowhere")]) == EXIT_CONFIG
     assert "found no run in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(NoProgressError("in\ncircles"), EXIT_NO_PROGRESS), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [(NoProgressError("in\ncircles"), EXIT_NO_PROGRESS), (KeyboardInterrupt(), 130)],
 )
 def test_exit_codes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
 ) -> None:
     def fail(*_: Any) -> int:
         raise error
@@ -330,7 +445,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0 and capsys.readouterr().out == f"relax-hpc {__version__}\n"
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(f"{name} " in text and command.help.split()[0] in text for name, command in COMMANDS.items())
+    assert all(
+        f"{name} " in text and command.help.split()[0] in text for name, command in COMMANDS.items()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
@@ -349,7 +466,11 @@ def test_help_of_a_verb_is_its_own_lines(name: str, capsys: pytest.CaptureFixtur
 def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help", "rollout"]) == EXIT_DONE
     text = capsys.readouterr().out
-    assert "--rollout.engine.port" in text and "--actor" not in text and "Go on with the run" not in text
+    assert (
+        "--rollout.engine.port" in text
+        and "--actor" not in text
+        and "Go on with the run" not in text
+    )
     assert main(["submit", "--help", "all"]) == EXIT_DONE
     text = capsys.readouterr().out
     assert all(f"--{option.key} " in text for option in options())
@@ -368,7 +489,10 @@ def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([word]) == main([word, "--help"]) == EXIT_DONE
         assert f"usage: relax-hpc {word} COMMAND" in capsys.readouterr().out
     assert main(["queue", "audti"]) == EXIT_CONFIG
-    assert "queue audti: unknown verb, allowed: audit, export; did you mean audit?" in capsys.readouterr().err
+    assert (
+        "queue audti: unknown verb, allowed: audit, export; did you mean audit?"
+        in capsys.readouterr().err
+    )
 
 
 def test_help_of_run_documents_the_fields() -> None:
@@ -386,23 +510,35 @@ def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -
         "import sys; from relax_hpc.cli.program import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'msgpack', 'matplotlib', 'transformers', 'h5py') if name in sys.modules])"
+        "print([name for name in ('torch', 'msgpack', 'matplotlib', 'transformers', 'h5py') if "
+        "name in sys.modules])"
     )
     command = [sys.executable, "-c", code, *argv]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert output.splitlines()[-1] == "[]"
 
 
 def test_module_is_the_command() -> None:
     command = [sys.executable, "-m", "relax_hpc", "run", "--config", QUICKSTART, "--steps", "0"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == EXIT_CONFIG
-    assert result.stderr == "relax-hpc: error: command line: steps: found 0 (int), allowed: at least 1\n"
+    assert (
+        result.stderr
+        == "relax-hpc: error: command line: steps: found 0 (int), allowed: at least 1\n"
+    )
 
 
-def test_mistakes_of_all_kinds_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_all_kinds_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("steps: 0\nstepz: 4\nrollout: {temperature: 0}\ndata: {train: /nowhere.jsonl}\n")
+    file.write_text(
+        "steps: 0\nstepz: 4\nrollout: {temperature: 0}\ndata: {train: /nowhere.jsonl}\n"
+    )
     words = ["--config", str(file), "--run_dir", str(tmp_path / "run")]
     words += ["--eval.every", "ten", "--max_stalness", "4", "--seed=-1"]
     for command in ("check", "run", "doctor"):
@@ -422,16 +558,34 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run").exists()
     fine = tmp_path / "fine.yaml"
     fine.write_text("layout: local\nrollout: {groups_per_request: 64}\n")
-    main(["doctor", "--config", QUICKSTART, "--config", str(fine), "--run_dir", str(tmp_path / "run")])
+    main(
+        [
+            "doctor",
+            "--config",
+            QUICKSTART,
+            "--config",
+            str(fine),
+            "--run_dir",
+            str(tmp_path / "run"),
+        ]
+    )
     said = capsys.readouterr().out
-    assert f"warning  {fine}:2: rollout.groups_per_request: found 64" in said and "ok       layout: no mistakes" in said
+    assert (
+        f"warning  {fine}:2: rollout.groups_per_request: found 64" in said
+        and "ok       layout: no mistakes" in said
+    )
     assert main(["check", "--config", str(file), "--steps", "1"]) == EXIT_CONFIG
     assert f"{file}:3: rollout.temperature: found 0.0" in capsys.readouterr().out
 
 
-def test_a_mistake_hides_what_would_follow_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_hides_what_would_follow_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its default would be judged in its place."""
-    assert main(["check", "--config", QUICKSTART, "--queue.max_rows", "5", "--prompts_per_step", "0"]) == EXIT_CONFIG
+    assert (
+        main(["check", "--config", QUICKSTART, "--queue.max_rows", "5", "--prompts_per_step", "0"])
+        == EXIT_CONFIG
+    )
     assert capsys.readouterr().out.splitlines() == [
         "command line: prompts_per_step: found 0 (int), allowed: at least 1"
     ]
@@ -460,7 +614,9 @@ def test_the_doctor_says_nothing_that_follows_from_a_mistake(
 
 
 def test_options_are_frozen() -> None:
-    assert frozen() == FROZEN.read_text(), f"the options changed; if that is wanted, tell users and run: {REGENERATE}"
+    assert frozen() == FROZEN.read_text(), (
+        f"the options changed; if that is wanted, tell users and run: {REGENERATE}"
+    )
 
 
 def frozen() -> str:
@@ -468,15 +624,26 @@ def frozen() -> str:
     lines = []
     for name in commands():
         if name in ("check", "doctor", "plan", "submit", "resubmit"):
-            known = {action.dest for action in parser_of("run")._actions}  # the rest are those of run
+            known = {
+                action.dest for action in parser_of("run")._actions
+            }  # the rest are those of run
         else:
             known = set()
         for action in parser_of(name)._actions:
             if action.dest in known:
                 continue
             hint = getattr(action, "_typehint", action.type)
-            shown = "" if hint is None else getattr(hint, "__name__", "") if isinstance(hint, type) else str(hint)
-            lines.append(f"{name} {' '.join(action.option_strings) or action.dest} {shown or '-'} {action.default!r}")
+            shown = (
+                ""
+                if hint is None
+                else getattr(hint, "__name__", "")
+                if isinstance(hint, type)
+                else str(hint)
+            )
+            lines.append(
+                f"{name} {' '.join(action.option_strings) or action.dest} {shown or '-'} "
+                f"{action.default!r}"
+            )
     return "\n".join(lines).replace("typing.", "") + "\n"
 
 
@@ -486,7 +653,9 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> Non
     vars(module).update(functions)
     parent, _, last = name.rpartition(".")
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sys.modules.get(parent) or __import__(parent, fromlist=[last]), last, module, raising=False)
+    monkeypatch.setattr(
+        sys.modules.get(parent) or __import__(parent, fromlist=[last]), last, module, raising=False
+    )
 
 
 if __name__ == "__main__":

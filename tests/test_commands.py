@@ -27,14 +27,16 @@ from tests.command_helpers import (  # noqa: F401
 )
 from tests.fake_slurm import FakeSlurm
 
-# -- resubmit and scale ------------------------------------------------------------------------------------------------
+# -- resubmit and scale ----------------------------------------------------------------------------
 
 
 def resubmitted(run: RunDir, *words: str) -> int:
     return main(["resubmit", str(run.root), "--group", "rollout", "--parsable", *words])
 
 
-def test_resubmit_stops_the_old_job_and_queues_the_next(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+def test_resubmit_stops_the_old_job_and_queues_the_next(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any
+) -> None:
     run = make_run(tmp_path / "run")
     submitted(run, slurm)
     with Supervisors(run, slurm) as supervisors:
@@ -43,14 +45,18 @@ def test_resubmit_stops_the_old_job_and_queues_the_next(tmp_path: Path, slurm: F
     assert captured.out == "100\n" and "stopped in job 12" in captured.err
     assert supervisors.seen == [("release", "rollout")]
     [argv] = words(slurm, "sbatch")
-    assert {"--hold", "--dependency=afterany:12"} <= set(argv) and ["release", "100"] in words(slurm, "scontrol")
+    assert {"--hold", "--dependency=afterany:12"} <= set(argv) and ["release", "100"] in words(
+        slurm, "scontrol"
+    )
     assert argv[-1] == str(run.submit / "rollout.sbatch")
     assert "#SBATCH --nodes=4" in (run.submit / "rollout.sbatch").read_text()
     newest = Ledger(run).newest("rollout")
     assert newest is not None and newest.job == "100" and not words(slurm, "scancel")
 
 
-def test_resubmit_of_a_queued_or_lost_job_needs_no_supervisor(tmp_path: Path, slurm: FakeSlurm) -> None:
+def test_resubmit_of_a_queued_or_lost_job_needs_no_supervisor(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
     for state, cancelled in (("PENDING", [["12"]]), ("", [])):
         run = make_run(tmp_path / f"run{state}")
         slurm.set(jobs={})
@@ -75,7 +81,9 @@ def test_resubmit_takes_its_job_back_while_the_old_group_may_live(
     assert words(slurm, "scancel") == [["100"], ["101"]] and own_job(run, "rollout") == "12"
 
 
-def test_nothing_is_stopped_for_a_job_that_slurm_does_not_take(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+def test_nothing_is_stopped_for_a_job_that_slurm_does_not_take(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any
+) -> None:
     run = make_run(tmp_path / "run")
     submitted(run, slurm)
     slurm.answer("sbatch", err="sbatch: error: More processors requested than permitted", code=1)
@@ -119,7 +127,10 @@ def test_a_het_group_leaves_its_component(tmp_path: Path, slurm: FakeSlurm, caps
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--nodes", "3"], "rollout.replicas: found 4, allowed: a multiple of groups.rollout.resources.nodes, 3"),
+        (
+            ["--nodes", "3"],
+            "rollout.replicas: found 4, allowed: a multiple of groups.rollout.resources.nodes, 3",
+        ),
         (["--actor.optimizer.lr", "1"], "not of group rollout alone"),
         (["--nodes", "2", "--in-place"], "--in-place: found with --nodes"),
         (["--rollout.reward", "nonsense"], "rollout.reward"),
@@ -140,13 +151,18 @@ def test_wrong_changes_are_refused_before_anything_is_stopped(
 def test_commands_need_a_run_that_goes_on(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run")
     for argv in (["resubmit", "--group", "rollout"], ["scale", "--replicas", "2"]):
-        assert main([*argv, str(tmp_path)]) == EXIT_CONFIG and "no run here" in capsys.readouterr().err
+        assert (
+            main([*argv, str(tmp_path)]) == EXIT_CONFIG and "no run here" in capsys.readouterr().err
+        )
     requests.ask_to_stop(run)
     assert resubmitted(run) == EXIT_CONFIG
     assert f"go on with: relax-hpc run --run_dir {run.root} --resume" in capsys.readouterr().err
     write_json(run.finished, {})
     assert resubmitted(run) == EXIT_CONFIG and "is finished" in capsys.readouterr().err
-    assert main(["resubmit", str(run.root)]) == EXIT_CONFIG and "--group: found nothing" in capsys.readouterr().err
+    assert (
+        main(["resubmit", str(run.root)]) == EXIT_CONFIG
+        and "--group: found nothing" in capsys.readouterr().err
+    )
 
 
 def test_scale_out_and_in(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
@@ -186,10 +202,13 @@ def test_scale_of_processes_and_mistakes(tmp_path: Path, capsys: Any) -> None:
         ([], "--replicas: found nothing"),
         (["--replicas", "2", "--time", "5"], "--time, --time-min: of Slurm jobs"),
     ):
-        assert main(["scale", str(run.root), *argv]) == EXIT_CONFIG and message in capsys.readouterr().err
+        assert (
+            main(["scale", str(run.root), *argv]) == EXIT_CONFIG
+            and message in capsys.readouterr().err
+        )
 
 
-# -- stop --------------------------------------------------------------------------------------------------------------
+# -- stop ------------------------------------------------------------------------------------------
 
 
 def test_stop_withdraws_first_and_waits(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
@@ -221,7 +240,9 @@ def test_stop_ends_what_does_not_end_by_itself(
     assert words(slurm, "scancel") == [["11"], ["12"], ["13"], ["14"]] and not slurm.state["jobs"]
 
 
-def test_a_run_is_asked_to_stop_while_slurm_is_away(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+def test_a_run_is_asked_to_stop_while_slurm_is_away(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any
+) -> None:
     """Its hub can save and end it without Slurm."""
     run = make_run(tmp_path / "run")
     submitted(run, slurm)
@@ -239,7 +260,9 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: Any) -> None:
     assert main(["stop", str(run.root)]) == 0 and "finished already" in capsys.readouterr().err
 
 
-def test_a_run_with_jobs_is_not_submitted_twice(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+def test_a_run_with_jobs_is_not_submitted_twice(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any
+) -> None:
     run = make_run(tmp_path / "run")
     submitted(run, slurm, hub="PENDING", rollout="", actor="", actor_fwd="")
     assert main(["submit", "--resume", "--run_dir", str(run.root)]) == EXIT_CONFIG

@@ -1,4 +1,5 @@
-"""The user's commands on a run of this machine: one group started again with another setting, scaled, stopped.
+"""The user's commands on a run of this machine: one group started again with another setting,
+scaled, stopped.
 
 All of it among files that nobody of ours wrote, which supervisor, hub, roles and commands meet.
 """
@@ -29,18 +30,31 @@ requires("mpi", "torch", "megatron", "transformers")
 
 pytestmark = pytest.mark.run
 
-SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
+SETTINGS = {
+    "steps": 100_000,
+    "max_staleness": 1,
+    "groups": {"reference": None},
+    "liveness": {"beat_s": 0.2},
+}
 # Steps are slow, so that a run which is only asked things leaves the processors to who asks.
-SETTINGS |= {"rollout": {"replicas": 2, "engine": {"kind": "simulated", "simulated": {"response_s": 0.5}}}}
+SETTINGS |= {
+    "rollout": {"replicas": 2, "engine": {"kind": "simulated", "simulated": {"response_s": 0.5}}}
+}
 HOTTER = merged(SETTINGS, {"rollout": {"temperature": 0.9}})
 
 
 def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
     """A copy of the package that speaks ``protocol``, and reports one metric more."""
     package = folder / "relax_hpc"
-    shutil.copytree(Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     replace(package / "protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
-    replace(package / "roles/context.py", "step, values, self", 'step, values | {f"upgraded/{self.role}": 1.0}, self')
+    replace(
+        package / "roles/context.py",
+        "step, values, self",
+        'step, values | {f"upgraded/{self.role}": 1.0}, self',
+    )
     return folder
 
 
@@ -64,7 +78,9 @@ def call(live: Running, verb: str, *words: str, code: int = 0) -> str:
 
 
 def listens_at(process: psutil.Process) -> list[str]:
-    return [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    return [
+        one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN
+    ]
 
 
 def assert_over(live: Running, state: str, code: int) -> None:
@@ -77,46 +93,92 @@ def assert_over(live: Running, state: str, code: int) -> None:
 
 
 def test_commands_on_a_living_run(tmp_path: Path) -> None:
-    """Whose groups of one rank ask neither for MPI, which ends every process here, nor for sockets beyond a plane's."""
+    """Whose groups of one rank ask neither for MPI, which ends every process here, nor for sockets
+    beyond a plane's."""
     (tmp_path / "mpi4py.py").write_text("import os\nos._exit(7)\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with running(tmp_path, SETTINGS | {"site": {"env": {"PYTHONPATH": paths}}}) as live:
         live.wait_for_step(1, 120)
         for role in ("actor", "actor_fwd", "rollout", "advantages", "controller"):
-            assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
+            assert (
+                set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"}
+                and len(found) == 1
+            ), role
         said = live.output.read_text()
         for name in ("actor", "actor_fwd"):
-            assert re.search(rf"^\[ +[\d.]+s\] {name}: (importing libraries|.*loading)", said, re.M), said
+            assert re.search(
+                rf"^\[ +[\d.]+s\] {name}: (importing libraries|.*loading)", said, re.M
+            ), said
         assert "warm start" not in said
-        others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
+        others = [
+            p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)
+        ]
         no_requests = scatter(live.run.root)
-        assert "process 0 of rollout none of its engines" in ask(live, "scale", "--without", "0,1", code=78).stderr
-        assert "found 'rollout/2', allowed: rollout/0 to 1" in ask(live, "scale", "--without", "2", code=78).stderr
+        assert (
+            "process 0 of rollout none of its engines"
+            in ask(live, "scale", "--without", "0,1", code=78).stderr
+        )
+        assert (
+            "found 'rollout/2', allowed: rollout/0 to 1"
+            in ask(live, "scale", "--without", "2", code=78).stderr
+        )
         call(live, "scale", "--without", "1")
         live.wait_until(
-            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "left", 30
+            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"},
+            "left",
+            30,
         )
-        assert live.incarnations("rollout") == 1 and "without: rollout/1 (left)" in call(live, "status")
+        assert live.incarnations("rollout") == 1 and "without: rollout/1 (left)" in call(
+            live, "status"
+        )
         newer, other = upgraded(tmp_path / "newer"), upgraded(tmp_path / "other", PROTOCOL + 1)
-        refused = ask(live, "resubmit", "--group", "rollout", "--code", str(other), code=EXIT_CONFIG).stderr
+        refused = ask(
+            live, "resubmit", "--group", "rollout", "--code", str(other), code=EXIT_CONFIG
+        ).stderr
         assert f"--code: found code of protocol {PROTOCOL + 1} in {other}" in refused
         assert live.incarnations("rollout") == 1
-        call(live, "resubmit", "--group", "rollout", "--code", str(newer), "--rollout.temperature", "0.9")
+        call(
+            live,
+            "resubmit",
+            "--group",
+            "rollout",
+            "--code",
+            str(newer),
+            "--rollout.temperature",
+            "0.9",
+        )
         assert live.incarnations("rollout") == 2
-        live.wait_until(lambda: "upgraded/rollout" in live.run.metrics.read_text(), "the newer code's metric", 60)
-        assert json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "kept over a restart"
+        live.wait_until(
+            lambda: "upgraded/rollout" in live.run.metrics.read_text(),
+            "the newer code's metric",
+            60,
+        )
+        assert json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, (
+            "kept over a restart"
+        )
         assert live.incarnations("rollout") == 2
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
-        live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)
+        live.wait_until(
+            lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"],
+            puts,
+            60,
+        )
         call(live, "scale", "--replicas", "1")
         found = json.loads(call(live, "status", "--json"))
         groups = found["groups"]
         assert "rollout-2" not in groups and groups["rollout"]["state"] in ("running", "suspect")
         assert found["without"] and "rollout/1" not in found["weights"]["served"]
-        assert [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)] == others
-        answers = [path.read_text() for path in sorted((live.run.root / "requests").glob("*.answer.json"))]
-        assert all("no request" in text for text in answers[:no_requests]) and len(answers) == no_requests + 3
+        assert [
+            p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)
+        ] == others
+        answers = [
+            path.read_text() for path in sorted((live.run.root / "requests").glob("*.answer.json"))
+        ]
+        assert (
+            all("no request" in text for text in answers[:no_requests])
+            and len(answers) == no_requests + 3
+        )
         assert "is saved in" in call(live, "stop")
         assert live.wait(60) == 130
         assert_over(live, "stopped", 130)
@@ -132,12 +194,16 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert_over(live, "stopped", 130)
     aside = merged(HOTTER, {"rollout": {"without": ["rollout/0"]}})
     with running(tmp_path, aside, None, "--resume", "--steps", "100000") as live:
-        served = lambda: (json.loads(call(live, "status", "--json"))["weights"] or {}).get("served", {})  # noqa: E731
+        served = lambda: (json.loads(call(live, "status", "--json"))["weights"] or {}).get(  # noqa: E731
+            "served", {}
+        )
         live.wait_until(lambda: live.processes("actor_fwd"), "all groups have begun", 60)
         live.wait_until(lambda: "rollout/1" in served(), "one serves", 60)
         assert "rollout/0" not in served()
         call(live, "scale", "--without", "")
-        live.wait_until(lambda: {"rollout/0", "rollout/1"} <= served().keys(), "the other is back", 60)
+        live.wait_until(
+            lambda: {"rollout/0", "rollout/1"} <= served().keys(), "the other is back", 60
+        )
         live.process.kill()
         live.process.wait(60)
         assert_over(live, "ended", 75)

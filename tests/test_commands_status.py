@@ -1,4 +1,5 @@
-"""Commands that show a run: status, logs and list, with files as roles leave them and a fake Slurm."""
+"""Commands that show a run: status, logs and list, with files as roles leave them and a fake
+Slurm."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.command_helpers import (  # noqa: F401
 )
 from tests.fake_slurm import FakeSlurm
 
-# -- status ------------------------------------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 
 def states(run: RunDir) -> dict[str, str]:
@@ -50,7 +51,12 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = make_run(tmp_path / "run")
     assert set(states(run).values()) == {"absent"} and status(run, 0.05)["state"] == "ended"
     submitted(run, slurm, rollout="PENDING")
-    assert states(run) == {"hub": "running", "rollout": "queued", "actor": "running", "actor_fwd": "running"}
+    assert states(run) == {
+        "hub": "running",
+        "rollout": "queued",
+        "actor": "running",
+        "actor_fwd": "running",
+    }
     incarnation = begin(run, "actor", "13")
     leave_mark(run.exit_mark("actor", incarnation, "actor"), 75, "out of luck")
     assert states(run)["actor"] == "restarting"
@@ -77,24 +83,49 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     saved.mkdir()
     (run.checkpoints / "i000001-step-000008").mkdir()
     (saved / "COMPLETE.json").touch()
-    time_of = {"idle/actor": 0.5, "idle/actor_for_rollout": 0.4, "perf/actor_wait_s": 1, "perf/actor_train_s": 1}
-    rows = [{"step": n, "time": 100.0 + 2 * n, "incarnation": 1, "reward/mean": 0.5} | time_of for n in range(5)]
+    time_of = {
+        "idle/actor": 0.5,
+        "idle/actor_for_rollout": 0.4,
+        "perf/actor_wait_s": 1,
+        "perf/actor_train_s": 1,
+    }
+    rows = [
+        {"step": n, "time": 100.0 + 2 * n, "incarnation": 1, "reward/mean": 0.5} | time_of
+        for n in range(5)
+    ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_status = status(run, 0.05, Slurm(30.0, 1))
     assert (run_status["trained_steps"], run_status["steps"], run_status["eta_s"]) == (5, 10, 10.0)
-    assert run_status["checkpoint"]["step"] == 4 and run_status["state"] == "running" and not run_status["hub"]
+    assert (
+        run_status["checkpoint"]["step"] == 4
+        and run_status["state"] == "running"
+        and not run_status["hub"]
+    )
     member, rollout = run_status["groups"]["rollout-2"], run_status["groups"]["rollout"]
-    assert (member["state"], member["reason"], member["job"], member["incarnation"]) == ("queued", "Resources", "99", 0)
+    assert (member["state"], member["reason"], member["job"], member["incarnation"]) == (
+        "queued",
+        "Resources",
+        "99",
+        0,
+    )
     assert (rollout["nodes"], rollout["time_left_s"], rollout["puts"]) == ("node[1-2]", 600.0, 7)
     text = "\n".join(lines(run_status))
-    assert run_status["shares"]["roles"] == {"actor": {"at": {"wait": 0.5, "train": 0.5}, "for": {"rollout": 0.4}}}
+    assert run_status["shares"]["roles"] == {
+        "actor": {"at": {"wait": 0.5, "train": 0.5}, "for": {"rollout": 0.4}}
+    }
     shares = "  actor       train 50%  waits for rollout 40%  waits 10%"
     assert f"time of the last 5 steps:\n{shares}" in text
-    assert "queued (Resources)" in text and "step 5/10  eta 10s" in text and "no answer from the hub" in text
+    assert (
+        "queued (Resources)" in text
+        and "step 5/10  eta 10s" in text
+        and "no answer from the hub" in text
+    )
     assert len(slurm.calls("squeue")) == 1
 
 
-def test_status_does_without_slurm_and_after_the_end(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> None:
+def test_status_does_without_slurm_and_after_the_end(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any
+) -> None:
     run = make_run(tmp_path / "run")
     submitted(run, slurm)
     slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
@@ -107,11 +138,15 @@ def test_status_does_without_slurm_and_after_the_end(tmp_path: Path, slurm: Fake
     write_json(run.finished, {"steps": 10, "dropped": {"stale_version": 3}})
     assert main(["status", str(run.root)]) == 0
     text = capsys.readouterr().out
-    assert f"{run.root}: finished" in text and "dropped: stale_version 3" in text and text.count("done") == 4
+    assert (
+        f"{run.root}: finished" in text
+        and "dropped: stale_version 3" in text
+        and text.count("done") == 4
+    )
     assert main(["status", str(run.root), "--watch", "0.5"]) == EXIT_CONFIG
 
 
-# -- logs and list -----------------------------------------------------------------------------------------------------
+# -- logs and list ---------------------------------------------------------------------------------
 
 
 def test_logs(tmp_path: Path, capsys: Any) -> None:
@@ -119,16 +154,24 @@ def test_logs(tmp_path: Path, capsys: Any) -> None:
     for text in ("old", "new"):
         incarnation = begin(run, "rollout")
         for name in ("rollout", "rollout-rank-0", "rollout-rank-1", "rollout-srun"):
-            (run.logs("rollout", incarnation) / f"{name}.log").write_text(f"{name} {text} 1\n{name} {text} 2\n")
+            (run.logs("rollout", incarnation) / f"{name}.log").write_text(
+                f"{name} {text} 1\n{name} {text} 2\n"
+            )
     (run.root / "supervisor.log").write_text("started\n")
     of_run = ["logs", str(run.root)]
     assert main([*of_run, "-n", "1"]) == 0
     text = capsys.readouterr().out
-    assert "rollout/inc-000002/rollout-rank-1: rollout-rank-1 new 2\n" in text and "supervisor: started" in text
+    assert (
+        "rollout/inc-000002/rollout-rank-1: rollout-rank-1 new 2\n" in text
+        and "supervisor: started" in text
+    )
     assert "old" not in text and "new 1" not in text
     assert main([*of_run, "--role", "rollout", "--rank", "1", "--incarnation", "1"]) == 0
     assert capsys.readouterr().out == "rollout-rank-1 old 1\nrollout-rank-1 old 2\n"
-    assert main([*of_run, "--group", "actor"]) == EXIT_CONFIG and "no log of what" in capsys.readouterr().err
+    assert (
+        main([*of_run, "--group", "actor"]) == EXIT_CONFIG
+        and "no log of what" in capsys.readouterr().err
+    )
 
 
 def test_logs_follow_new_lines_and_new_incarnations(tmp_path: Path, capsys: Any) -> None:
@@ -136,7 +179,9 @@ def test_logs_follow_new_lines_and_new_incarnations(tmp_path: Path, capsys: Any)
     first = run.logs("actor", begin(run, "actor")) / "actor.log"
     first.write_text("one\nhal")
     code: list[int] = []
-    with in_thread(lambda: code.append(main(["logs", str(run.root), "--group", "actor", "--follow"]))):
+    with in_thread(
+        lambda: code.append(main(["logs", str(run.root), "--group", "actor", "--follow"]))
+    ):
         printed = ""
 
         def is_printed(text: str) -> bool:
@@ -190,7 +235,9 @@ def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: A
     assert main([*of_run, "-n", "3"]) == 0 and capsys.readouterr().out.split() == ["h", "i", "j"]
 
 
-def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = {name: make_run(tmp_path / "runs" / "deep" / name) for name in ("a", "b", "c", "d", "e")}
     submitted(runs["a"], slurm)
     requests.ask_to_stop(runs["b"], 93, "in circles")
@@ -201,7 +248,9 @@ def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest
     assert main(["list", str(tmp_path / "runs"), "--json"]) == EXIT_NO_PROGRESS
     rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     kinds = {"a": "running", "b": "failed", "c": "finished", "d": "queued", "e": "unreadable"}
-    assert {name: row["state"] for name, row in rows.items()} == {f"deep/{k}": v for k, v in kinds.items()}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        f"deep/{k}": v for k, v in kinds.items()
+    }
     assert rows["deep/a"]["jobs"] == ["11", "12", "13", "14"] and len(slurm.calls("squeue")) == 1
     monkeypatch.chdir(tmp_path)
     assert main(["list"]) == EXIT_NO_PROGRESS and capsys.readouterr().out.count("\n") == 6
@@ -224,11 +273,16 @@ def test_a_run_whose_jobs_may_not_be_read_does_not_end_the_list(
 
     monkeypatch.setattr(listing, "submitted_jobs", refuse)
     rows = {row["run"]: row for row in listing.runs(tmp_path / "runs")}
-    assert {name: row["state"] for name, row in rows.items()} == {"closed": "unreadable", "open": "running"}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "closed": "unreadable",
+        "open": "running",
+    }
     assert str(runs["closed"].submit) in rows["closed"]["error"]
 
 
-def test_a_run_that_is_removed_meanwhile_does_not_end_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_removed_meanwhile_does_not_end_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("kept", "removed"):
         make_run(tmp_path / name, "local")
     read_run = listing._read_run
@@ -247,17 +301,23 @@ def test_what_groups_load_is_shown(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", "local")
     say(run.preparing, "warm start of 80 steps")
     run_status = status(run, 0.05)
-    assert run_status["state"] == "starting" and "preparing: warm start of 80 steps (0 s)" in "\n".join(
-        lines(run_status)
-    )
+    assert run_status[
+        "state"
+    ] == "starting" and "preparing: warm start of 80 steps (0 s)" in "\n".join(lines(run_status))
     assert listing.runs(tmp_path)[0]["state"] == "starting"
     say(run.preparing, "")
     begin(run, "rollout")
     beat = run.rendezvous("rollout") / "beat-rollout.json"
-    write_json(beat, json.loads(beat.read_text()) | {"doing": "SGLang is loading weights", "doing_s": 75.0})
+    write_json(
+        beat, json.loads(beat.read_text()) | {"doing": "SGLang is loading weights", "doing_s": 75.0}
+    )
     run_status = status(run, 0.05)
     assert (
         run_status["state"] == "running"
         and run_status["groups"]["rollout"]["doing"] == "SGLang is loading weights (75 s)"
     )
-    assert re.search(r"^rollout +running .*SGLang is loading weights \(75 s\)$", "\n".join(lines(run_status)), re.M)
+    assert re.search(
+        r"^rollout +running .*SGLang is loading weights \(75 s\)$",
+        "\n".join(lines(run_status)),
+        re.M,
+    )

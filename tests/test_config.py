@@ -1,4 +1,5 @@
-"""Configuration: every wrong input ends as one line that teaches, and layers compose from left to right."""
+"""Configuration: every wrong input ends as one line that teaches, and layers compose from left to
+right."""
 
 from __future__ import annotations
 
@@ -28,9 +29,21 @@ def write(directory: Path, name: str, text: str) -> Path:
 
 WRONG = [
     ("stepz: 5", ["stepz: unknown key", "did you mean steps?"]),
-    ("temperature: 1.0", ["temperature: unknown key", "did you mean rollout.temperature or reward.judge.temperature"]),
-    ("rollout: {temprature: 1.0}", ["rollout.temprature", "allowed: replicas", "did you mean temperature?"]),
-    ("actor: {optimizer: {learning: 1}}", ["actor.optimizer.learning: unknown key", "lr, final_lr_share"]),
+    (
+        "temperature: 1.0",
+        [
+            "temperature: unknown key",
+            "did you mean rollout.temperature or reward.judge.temperature",
+        ],
+    ),
+    (
+        "rollout: {temprature: 1.0}",
+        ["rollout.temprature", "allowed: replicas", "did you mean temperature?"],
+    ),
+    (
+        "actor: {optimizer: {learning: 1}}",
+        ["actor.optimizer.learning: unknown key", "lr, final_lr_share"],
+    ),
     ("steps: ten", ["steps: found 'ten' (str)", "an integer at least 1"]),
     ("steps: 10.0", ["steps: found 10.0 (float)", "an integer"]),
     ("steps: true", ["steps: found True (bool)", "an integer"]),
@@ -50,22 +63,43 @@ WRONG = [
     ("rollout: {engine: {flags: [a]}}", ["rollout.engine.flags: found ['a']", "a mapping"]),
     ("rollout: {engine: {flags: {1: 2}}}", ["rollout.engine.flags: found 1", "quote it"]),
     ("rollout: {engine: {flags: {a: .nan}}}", ["rollout.engine.flags.a: found nan", "finite"]),
-    ("algorithm: {name: grop}", ["algorithm.name: found 'grop'", "dr_grpo", "did you mean 'grpo'?"]),
+    (
+        "algorithm: {name: grop}",
+        ["algorithm.name: found 'grop'", "dr_grpo", "did you mean 'grpo'?"],
+    ),
     ("algorithm: {name: 5}", ["algorithm.name: found 5 (int)", "text"]),
     (
         "algorithm: {advantage: grpo}",
         ["algorithm.advantage: there is no such setting any more: it is algorithm.name now"],
     ),
-    ("algorithm: {kl_coefficient: 1}", ["algorithm.kl_coefficient: ", "it is algorithm.kl.coefficient now"]),
-    ("algorithm: {correction: off}", ["found 'off'", "a mapping of kind,", "it is algorithm.correction.kind now"]),
-    ("algorithm: {name: gspo, clip_cap: 2}", ["algorithm.clip_cap: unknown key, allowed: name,", "dual_clip has it"]),
-    ("algorithm: {name: dual_clip, clip_cap: 0.5}", ["algorithm.clip_cap: found 0.5 (float), allowed: at least 1.0"]),
+    (
+        "algorithm: {kl_coefficient: 1}",
+        ["algorithm.kl_coefficient: ", "it is algorithm.kl.coefficient now"],
+    ),
+    (
+        "algorithm: {correction: off}",
+        ["found 'off'", "a mapping of kind,", "it is algorithm.correction.kind now"],
+    ),
+    (
+        "algorithm: {name: gspo, clip_cap: 2}",
+        ["algorithm.clip_cap: unknown key, allowed: name,", "dual_clip has it"],
+    ),
+    (
+        "algorithm: {name: dual_clip, clip_cap: 0.5}",
+        ["algorithm.clip_cap: found 0.5 (float), allowed: at least 1.0"],
+    ),
     ("layout: ray", ["layout: found 'ray'", "allowed: 'local', 'het', 'jobs'"]),
     ("name: 2024", ["name: found 2024 (int)", "text", "quote it: '2024'"]),
-    ("model: {tiny: {tie_word_embeddings: yes}}", ["tie_word_embeddings: found 'yes'", "true or false"]),
+    (
+        "model: {tiny: {tie_word_embeddings: yes}}",
+        ["tie_word_embeddings: found 'yes'", "true or false"],
+    ),
     ("data: {eval: {a: 3}}", ["data.eval.a: found 3 (int)", "text"]),
     ('model: {path: "a\\0b"}', ["model.path", "without NUL"]),
-    ("groups: {hub: {roles: [advantage]}}", ["groups.hub.roles[0]: found 'advantage'", "did you mean advantages?"]),
+    (
+        "groups: {hub: {roles: [advantage]}}",
+        ["groups.hub.roles[0]: found 'advantage'", "did you mean advantages?"],
+    ),
     ("groups: {hub: {role: []}}", ["groups.hub.role: unknown key", "did you mean roles?"]),
     ("groups: {hub: {roles: actor}}", ["groups.hub.roles: found 'actor'", "a list"]),
     ("groups: {../x: {}}", ["groups: found '../x'", "letters, digits"]),
@@ -73,7 +107,10 @@ WRONG = [
     ("groups: {hub: {env: {A: 1}}}", ["groups.hub.env.A: found 1 (int)", "quote it: '1'"]),
     ("[1, 2]", ["the file: found [1, 2]", "a mapping of name, run_dir"]),
     ("5", ["the file: found 5"]),
-    ("steps: 5\nname: a\nsteps: 6", [":3: not valid YAML", "'steps' appears twice (first on line 1)"]),
+    (
+        "steps: 5\nname: a\nsteps: 6",
+        [":3: not valid YAML", "'steps' appears twice (first on line 1)"],
+    ),
     ("data: {digits: 1, digits: 2}", ["'digits' appears twice"]),
     ("model: &m {}\ndata: *m", [":2: not valid YAML", "aliases"]),
     ("a: !!python/object:os.system {}", [":1: not valid YAML", "python/object"]),
@@ -106,7 +143,8 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     first = write(
         tmp_path,
         "a.yaml",
-        "steps: 0\n\nrollout:\n  temprature: 1\n  engine: {port: -1}\ngroups:\n  hub:\n    roles: [x]",
+        "steps: 0\n\nrollout:\n  temprature: 1\n  engine: {port: -1}\ngroups:\n  hub:\n    "
+        "roles: [x]",
     )
     second = write(tmp_path, "b.yaml", "name: 5\nseed: 3")
     broken = write(tmp_path, "c.yaml", "name: [\n")
@@ -124,13 +162,17 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     ]
     layers = gather([first, second])
     assert (layers.tree["seed"], layers.tree["steps"]) == (3, Config().steps)
-    assert layers.placed("seed: found 3, allowed: none") == f"{second}:2: seed: found 3, allowed: none"
+    assert (
+        layers.placed("seed: found 3, allowed: none") == f"{second}:2: seed: found 3, allowed: none"
+    )
     assert layers.placed("threads: found 1") == "threads: found 1"
 
 
 def test_a_mapping_all_of_whose_lines_are_comments_says_nothing(tmp_path: Path) -> None:
     path = write(
-        tmp_path, "a.yaml", "groups:\n  # actor: {roles: [actor]}\nsite:\n  env:\n  options:\ndata:\n  eval:\n"
+        tmp_path,
+        "a.yaml",
+        "groups:\n  # actor: {roles: [actor]}\nsite:\n  env:\n  options:\ndata:\n  eval:\n",
     )
     assert load([path]) == load([])
     below = write(tmp_path, "b.yaml", "site: {env: {A: '1'}}")
@@ -139,7 +181,9 @@ def test_a_mapping_all_of_whose_lines_are_comments_says_nothing(tmp_path: Path) 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "")
-    with pytest.raises(ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"
+    ):
         load([tmp_path / "bse.yaml"])
     with pytest.raises(ConfigError, match="cannot be read: a directory, expected a regular file"):
         load([tmp_path])
@@ -171,7 +215,10 @@ def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
     data: {eval: {large: null}}
     groups: {actor: {env: {B: '3'}}, reference: null, hub: {roles: []}, extra: {roles: [advantages]}}
     """
-    config = load([write(tmp_path, "left.yaml", left), write(tmp_path, "right.yaml", right)], {"rollout.top_p": 0.8})
+    config = load(
+        [write(tmp_path, "left.yaml", left), write(tmp_path, "right.yaml", right)],
+        {"rollout.top_p": 0.8},
+    )
     assert (config.rollout.temperature, config.rollout.top_p) == (0.5, 0.8)
     assert config.rollout.engine.flags == {"a": 1, "b": [3], "c": {"y": 2}, "d": None}
     assert config.data.eval == {"small": "s.jsonl"}
@@ -195,9 +242,17 @@ def test_a_reference_is_there_for_a_kl_or_if_asked_for(tmp_path: Path) -> None:
     assert load([], kl).groups["reference"] == GroupConfig(roles=["reference"])
     assert load([asked]).groups["reference"].roles == ["reference"]
     assert load([asked], kl).groups["reference"].resources.nodes == 2
-    for elsewhere in ({"actor.forward": ["reference"]}, {"groups.actor_fwd.roles": ["actor_fwd", "reference"]}):
+    for elsewhere in (
+        {"actor.forward": ["reference"]},
+        {"groups.actor_fwd.roles": ["actor_fwd", "reference"]},
+    ):
         assert "reference" not in load([], kl | elsewhere).groups
-    for config in (load([], kl), load([asked]), load([], kl | {"groups.reference": None}), load([])):
+    for config in (
+        load([], kl),
+        load([asked]),
+        load([], kl | {"groups.reference": None}),
+        load([]),
+    ):
         dump(config, tmp_path / "config.yaml")
         assert load([tmp_path / "config.yaml"]) == config
 
@@ -224,12 +279,28 @@ def test_a_gpu_computes_in_bfloat16_unless_another_type_is_set(
 
 
 def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:
-    assert load([write(tmp_path, "a.yaml", "# nothing"), write(tmp_path, "b.yaml", "rollout:\ndata: {}")]) == Config()
+    assert (
+        load(
+            [
+                write(tmp_path, "a.yaml", "# nothing"),
+                write(tmp_path, "b.yaml", "rollout:\ndata: {}"),
+            ]
+        )
+        == Config()
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 1e-3), ("1E5", 1e5), ("3", 3.0), ("+.5", 0.5), ("1.", 1.0), ("010", 10.0), ("2.0e-3", 2e-3)],
+    [
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        ("3", 3.0),
+        ("+.5", 0.5),
+        ("1.", 1.0),
+        ("010", 10.0),
+        ("2.0e-3", 2e-3),
+    ],
 )
 def test_numbers_of_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
     config = load([write(tmp_path, "a.yaml", f"rollout: {{temperature: {text}}}")])
@@ -237,8 +308,18 @@ def test_numbers_of_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
 
 
 def test_text_that_yaml_1_1_would_change(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", "groups: {actor: {env: {A: yes, B: 1:30, C: 2024-01-01, D: off, E: 0x10}}}")
-    assert load([path]).groups["actor"].env == {"A": "yes", "B": "1:30", "C": "2024-01-01", "D": "off", "E": "0x10"}
+    path = write(
+        tmp_path,
+        "a.yaml",
+        "groups: {actor: {env: {A: yes, B: 1:30, C: 2024-01-01, D: off, E: 0x10}}}",
+    )
+    assert load([path]).groups["actor"].env == {
+        "A": "yes",
+        "B": "1:30",
+        "C": "2024-01-01",
+        "D": "off",
+        "E": "0x10",
+    }
 
 
 def test_overrides_nested_and_dotted_agree() -> None:
@@ -260,12 +341,19 @@ def test_a_setting_may_be_unset_by_null(tmp_path: Path, value: bool | None) -> N
     assert load([tmp_path / "config.yaml"]).data.enable_thinking is value
     with pytest.raises(ConfigError, match="steps: found None, allowed: an integer"):
         load([], {"steps": None})
-    with pytest.raises(ConfigError, match=r"enable_thinking: found 'no'.*, allowed: true or false or null"):
+    with pytest.raises(
+        ConfigError, match=r"enable_thinking: found 'no'.*, allowed: true or false or null"
+    ):
         load([], {"data.enable_thinking": "no"})
 
 
 def test_dump_and_load_give_the_same(tmp_path: Path) -> None:
-    flags = {"text": "1e-3", "yes": "yes", "many": ["a\nb", "", " x", "é\x07"], "deep": {"a": [1, 2.5, None, True]}}
+    flags = {
+        "text": "1e-3",
+        "yes": "yes",
+        "many": ["a\nb", "", " x", "é\x07"],
+        "deep": {"a": [1, 2.5, None, True]},
+    }
     overrides = {
         "groups": {"reference": None, "extra": {}},
         "rollout.engine.flags": flags,
@@ -286,25 +374,36 @@ def test_a_moved_run_directory_counts_from_where_it_is(tmp_path: Path) -> None:
     assert (resolved.steps, resolved.run_dir) == (7, str(tmp_path / "new"))
 
 
-def test_a_path_with_dots_is_where_they_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_dots_is_where_they_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "disk" / "mine").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "mine")
     monkeypatch.chdir(tmp_path / "link")
-    assert resolve(load([], {"run_dir": "../runs/a"})).run_dir == str(tmp_path.resolve() / "disk" / "runs" / "a")
-    assert resolve(load([], {"run_dir": f"{tmp_path}/link/a"})).run_dir == f"{tmp_path}/link/a", "as the user named it"
+    assert resolve(load([], {"run_dir": "../runs/a"})).run_dir == str(
+        tmp_path.resolve() / "disk" / "runs" / "a"
+    )
+    assert resolve(load([], {"run_dir": f"{tmp_path}/link/a"})).run_dir == f"{tmp_path}/link/a", (
+        "as the user named it"
+    )
 
 
 def test_resolve_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = resolve(load([], {"name": "a", "data.train": "t.jsonl", "data.eval.x": "e.jsonl"}))
     assert config.run_dir == str(tmp_path / "runs" / "a")
-    assert (config.data.train, config.data.eval) == (str(tmp_path / "t.jsonl"), {"x": str(tmp_path / "e.jsonl")})
+    assert (config.data.train, config.data.eval) == (
+        str(tmp_path / "t.jsonl"),
+        {"x": str(tmp_path / "e.jsonl")},
+    )
     assert config.model.path == "" and resolve(config) == config
 
 
 def test_print_config_names_the_source_of_every_value(tmp_path: Path) -> None:
     path = write(
-        tmp_path, "a.yaml", "steps: 5\nrollout: {engine: {flags: {a: 1}}}\ngroups: {hub: {roles: [advantages]}}"
+        tmp_path,
+        "a.yaml",
+        "steps: 5\nrollout: {engine: {flags: {a: 1}}}\ngroups: {hub: {roles: [advantages]}}",
     )
     text = print_config(compose([path], {"rollout.top_p": 0.5, "groups.reference": None}))
     for line in (
@@ -315,19 +414,33 @@ def test_print_config_names_the_source_of_every_value(tmp_path: Path) -> None:
         "seed: 0\n",
     ):
         assert line in text
-    assert load([write(tmp_path, "b.yaml", text)]) == load([path], {"rollout.top_p": 0.5, "groups.reference": None})
+    assert load([write(tmp_path, "b.yaml", text)]) == load(
+        [path], {"rollout.top_p": 0.5, "groups.reference": None}
+    )
 
 
 def test_a_setting_that_is_gone_says_what_took_its_place(tmp_path: Path) -> None:
     path = write(tmp_path, "old.yaml", "rollout: {max_attempts: 8}")
-    with pytest.raises(ConfigError, match=r"old\.yaml:1: rollout\.max_attempts: .*any more: rollout\.max_failed_share"):
+    with pytest.raises(
+        ConfigError,
+        match=r"old\.yaml:1: rollout\.max_attempts: .*any more: rollout\.max_failed_share",
+    ):
         load([path])
     assert not {*REMOVED} & {*keys()}
 
 
 names = st.text("abcxyz", min_size=1, max_size=2)
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-plain = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+plain = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
 layers = st.fixed_dictionaries(
     {},
     optional={
@@ -336,14 +449,20 @@ layers = st.fixed_dictionaries(
             {},
             optional={
                 "top_p": st.floats(0, 1),
-                "engine": st.fixed_dictionaries({}, optional={"flags": st.dictionaries(names, plain, max_size=3)}),
+                "engine": st.fixed_dictionaries(
+                    {}, optional={"flags": st.dictionaries(names, plain, max_size=3)}
+                ),
             },
         ),
         "data": st.fixed_dictionaries({"eval": st.dictionaries(names, st.text("a"), max_size=3)}),
         "groups": st.dictionaries(
             names,
             st.fixed_dictionaries(
-                {}, optional={"roles": st.just(["actor"]), "env": st.dictionaries(names, st.text("a"), max_size=2)}
+                {},
+                optional={
+                    "roles": st.just(["actor"]),
+                    "env": st.dictionaries(names, st.text("a"), max_size=2),
+                },
             ),
             max_size=3,
         ),
@@ -386,7 +505,9 @@ def test_a_short_name_is_a_packaged_file_and_a_path_stays_a_path(
     assert load(["./quickstart"]).steps == 6
     assert load(["mine"]).steps == load([tmp_path / "mine"]).steps == 5
     assert find_config("gsm8k-qwen3-0.6b").is_file(), "a name may have a dot"
-    with pytest.raises(ConfigError, match=r"allowed: the path .* packaged audio, .*; did you mean dapo\?"):
+    with pytest.raises(
+        ConfigError, match=r"allowed: the path .* packaged audio, .*; did you mean dapo\?"
+    ):
         load(["dap"])
 
 

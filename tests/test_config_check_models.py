@@ -34,14 +34,24 @@ def test_of_another_run_it_is_said_what_to_start_from(tmp_path: Path) -> None:
         (run / "weights" / f"i000001-v{number:06d}" / "model").mkdir(parents=True)
         (run / "weights" / f"i000001-v{number:06d}" / "model" / "config.json").touch()
     for path, text in (
-        (checkpoint, f"found a checkpoint of a run; relax-hpc convert {checkpoint} {run}/i000001-step-000012-hf, and"),
-        (run, f"found a run, which is no model; name {run}/weights/i000001-v000012/model, its newest weights"),
+        (
+            checkpoint,
+            f"found a checkpoint of a run; relax-hpc convert {checkpoint} "
+            f"{run}/i000001-step-000012-hf, and",
+        ),
+        (
+            run,
+            f"found a run, which is no model; name {run}/weights/i000001-v000012/model, its newest "
+            "weights",
+        ),
     ):
         over = {"run_dir": str(tmp_path / "run"), "model.path": str(path)}
         assert any(f"model.path: {text}" in finding for finding in check(load([QUICKSTART], over)))
 
 
-def test_a_name_on_the_hub_says_how_to_download_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_says_how_to_download_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     hint = "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"
     finding = check(load([QUICKSTART], {"model.path": "Qwen/Qwen3-0.6B"}))[0]
@@ -64,7 +74,11 @@ def test_a_model_without_readable_weights_says_why(tmp_path: Path, file: str, te
 
 BROKEN = [
     ("model.safetensors", b"", "model.safetensors: not a whole safetensors file"),
-    ("model.safetensors", lambda data: data[: len(data) // 2], "model.safetensors: not a whole safetensors file"),
+    (
+        "model.safetensors",
+        lambda data: data[: len(data) // 2],
+        "model.safetensors: not a whole safetensors file",
+    ),
     ("tokenizer.json", b"", "tokenizer.json: not a tokenizer"),
     ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"),
     ("tokenizer_config.json", b"{", "tokenizer_config.json: not JSON"),
@@ -78,7 +92,11 @@ BROKEN = [
         lambda data: data.replace(b'_layers": 4', b'_layers": 5'),
         "model.layers.4.input_layernorm.weight is missing",
     ),
-    ("config.json", lambda data: data.replace(b'_layers": 4', b'_layers": 3'), "unknown tensor model.layers.3."),
+    (
+        "config.json",
+        lambda data: data.replace(b'_layers": 4', b'_layers": 3'),
+        "unknown tensor model.layers.3.",
+    ),
     (
         "config.json",
         lambda data: data.replace(b'"vocab_size": 64', b'"vocab_size": 8, "vocab_size": 64'),
@@ -88,13 +106,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=[f"{case[0]} {case[2][-20:]}" for case in BROKEN])
+@pytest.mark.parametrize(
+    ("name", "content", "says"), BROKEN, ids=[f"{case[0]} {case[2][-20:]}" for case in BROKEN]
+)
 def test_files_of_a_model_are_read(tmp_path: Path, name: str, content: Any, says: str) -> None:
     path = model_directory(tmp_path / "model")
     file = path / name
     file.write_bytes(content if isinstance(content, bytes) else content(file.read_bytes()))
     findings = model_findings(path)
-    assert findings and all(line.startswith("model.path: ") and "\n" not in line for line in findings)
+    assert findings and all(
+        line.startswith("model.path: ") and "\n" not in line for line in findings
+    )
     assert any(says in line for line in findings)
 
 
@@ -112,7 +134,11 @@ def test_model_directories(tmp_path: Path) -> None:
     (good / "tokenizer.json").unlink()
     (good / "model.safetensors").unlink()
     findings = model_findings(good)
-    assert len(findings) == 2 and "no *.safetensors" in findings[0] and "no tokenizer.json" in findings[1]
+    assert (
+        len(findings) == 2
+        and "no *.safetensors" in findings[0]
+        and "no tokenizer.json" in findings[1]
+    )
     (good / "config.json").unlink()
     assert "model.path: found no config.json in" in model_findings(good)[0]
 
@@ -122,27 +148,42 @@ def test_broken_model_config(tmp_path: Path, text: str) -> None:
     path = model_directory(tmp_path / "model")
     (path / "config.json").write_text(text, encoding="latin-1")
     findings = model_findings(path)
-    assert len(findings) == 1 and findings[0].startswith("model.path: ") and "config.json" in findings[0]
+    assert (
+        len(findings) == 1
+        and findings[0].startswith("model.path: ")
+        and "config.json" in findings[0]
+    )
 
 
 def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
     path = model_directory(tmp_path / "model")
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    (path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-2.safetensors"}}'
+    )
     assert "no model-2.safetensors" in model_findings(path)[0]
 
 
 def test_models_that_cannot_be_trained_are_named_with_every_reason(tmp_path: Path) -> None:
     path = model_directory(tmp_path / "model", rope_scaling={"type": "yarn"}, logit_scale=0.5)
     findings = model_findings(path)
-    assert len(findings) == 2 and all(f"model.path: {path}/config.json: " in finding for finding in findings)
-    assert "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
+    assert len(findings) == 2 and all(
+        f"model.path: {path}/config.json: " in finding for finding in findings
+    )
+    assert (
+        "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
+    )
     assert model_findings(path, **{"model.ignore_keys": ["rope_scaling", "logit_scale"]}) == []
     other = model_directory(tmp_path / "other", model_type="llama")
-    assert "architectures is ['Qwen3ForCausalLM'], supported is ['LlamaForCausalLM']" in model_findings(other)[0]
+    assert (
+        "architectures is ['Qwen3ForCausalLM'], supported is ['LlamaForCausalLM']"
+        in model_findings(other)[0]
+    )
 
 
 def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path) -> None:
-    llama = model_directory(tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"], head_dim=None)
+    llama = model_directory(
+        tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"], head_dim=None
+    )
     assert model_findings(llama, **{"actor.parallel.tensor": 4, "actor.parallel.pipeline": 2}) == []
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     settings = {
@@ -160,14 +201,25 @@ def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path
 
 def test_experts_that_sglang_cannot_read_are_named(tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    shape = {key.removeprefix("model.tiny."): value for key, value in SEEING_EXPERTS.items() if "tiny" in key}
+    shape = {
+        key.removeprefix("model.tiny."): value
+        for key, value in SEEING_EXPERTS.items()
+        if "tiny" in key
+    }
     make_tiny_model(directory, TinyModelConfig(**shape), 0)
     assert model_findings(directory) == []
     tensors = load_file(directory / "model.safetensors")
-    straight = {name: tensor.transpose(0, 2, 1).copy() for name, tensor in tensors.items() if ".experts." in name}
+    straight = {
+        name: tensor.transpose(0, 2, 1).copy()
+        for name, tensor in tensors.items()
+        if ".experts." in name
+    }
     save_file(tensors | straight, directory / "model.safetensors")
     (finding,) = model_findings(directory)
-    assert finding.startswith("model.path: found model.language_model.layers.0.mlp.experts.") and "turned" in finding
+    assert (
+        finding.startswith("model.path: found model.language_model.layers.0.mlp.experts.")
+        and "turned" in finding
+    )
 
 
 def weight_findings(directory: Path, **over: Any) -> list[str]:
@@ -181,7 +233,11 @@ def weight_findings(directory: Path, **over: Any) -> list[str]:
             **over,
         },
     )
-    return [line.partition(": ")[2] for line in files.check_files(config) if line.startswith("model.path")]
+    return [
+        line.partition(": ")[2]
+        for line in files.check_files(config)
+        if line.startswith("model.path")
+    ]
 
 
 def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
@@ -189,7 +245,11 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_
     weights = load_file(tmp_path / "m" / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     for other, count in ((embedding.copy(), 0), (embedding + 1, 1), (embedding[:8], 1)):
-        save_file(weights | {"lm_head.weight": other}, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            weights | {"lm_head.weight": other},
+            tmp_path / "m" / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         findings = weight_findings(tmp_path / "m")
         assert len(findings) == count and all("lm_head.weight" in line for line in findings)
         spec = spec_of(json.loads((tmp_path / "m" / "config.json").read_text()))
@@ -210,8 +270,11 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_
         ("consolidated.safetensors", ""),
     ],
 )
-def test_a_file_of_weights_that_the_index_does_not_name_is_refused(name: str, says: str, tmp_path: Path) -> None:
-    """Programs differ in which of them they read. Those of a publisher's own format are read by none."""
+def test_a_file_of_weights_that_the_index_does_not_name_is_refused(
+    name: str, says: str, tmp_path: Path
+) -> None:
+    """Programs differ in which of them they read. Those of a publisher's own format are read by
+    none."""
     make_tiny_model(directory := tmp_path / "m", TinyModelConfig(), 0)
     weights = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
@@ -220,7 +283,9 @@ def test_a_file_of_weights_that_the_index_does_not_name_is_refused(name: str, sa
     assert weight_findings(directory) == []
     save_file(weights, directory / name, metadata={"format": "pt"})
     findings = weight_findings(directory)
-    assert [line.startswith(says.format(directory)) for line in findings] == ([True] if says else [])
+    assert [line.startswith(says.format(directory)) for line in findings] == (
+        [True] if says else []
+    )
     if says:
         with pytest.raises(ConfigError, match="which its index does not name"):
             SafetensorFiles(directory)
@@ -229,7 +294,9 @@ def test_a_file_of_weights_that_the_index_does_not_name_is_refused(name: str, sa
 
 
 @pytest.mark.parametrize("field", ["reference_path", "teacher_path", "critic_path"])
-def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(field: str, tmp_path: Path) -> None:
+def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(
+    field: str, tmp_path: Path
+) -> None:
     for name in ("policy", "other"):
         make_tiny_model(tmp_path / name, TinyModelConfig(), 0)
     path = tmp_path / "other" / "tokenizer.json"
@@ -243,6 +310,7 @@ def test_every_model_that_scores_the_policys_tokens_has_its_tokenizer(field: str
         "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
     }
     findings = list(files.check_files(load([], over)))
-    assert any(f"model.{field}: found" in line and "whose tokenizer gives other ids" in line for line in findings), (
-        findings
-    )
+    assert any(
+        f"model.{field}: found" in line and "whose tokenizer gives other ids" in line
+        for line in findings
+    ), findings

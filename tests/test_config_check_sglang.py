@@ -20,11 +20,19 @@ from tests.run_helpers import QUICKSTART
 
 
 def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
-    over = {"run_dir": str(tmp_path / "run"), "rollout.engine.flags": {"nonsense": 1, "max_total_token": 5}}
+    over = {
+        "run_dir": str(tmp_path / "run"),
+        "rollout.engine.flags": {"nonsense": 1, "max_total_token": 5},
+    }
     findings = check(load([QUICKSTART], over))
-    assert len(findings) == 2 and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
+    assert (
+        len(findings) == 2
+        and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
+    )
     assert "did you mean max_total_tokens?" in findings[1]
-    assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], "another environment's SGLang"
+    assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], (
+        "another environment's SGLang"
+    )
 
 
 @pytest.mark.parametrize(

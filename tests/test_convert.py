@@ -1,4 +1,5 @@
-"""Conversion there and back gives the same bytes, in every form that a model has; an interruption costs one part."""
+"""Conversion there and back gives the same bytes, in every form that a model has; an interruption
+costs one part."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from tests.convert_helpers import DENSE, MIXED, bounded_data, content, in_child,
 FORMS: dict[str, tuple[dict, dict[str, Any]]] = {
     "dense": (DENSE, {}),
     "tied": (DENSE | {"tie_word_embeddings": True}, {}),
-    "tied, embedding stored twice": (DENSE | {"tie_word_embeddings": True}, {"head": True, "files": 2}),
+    "tied, embedding stored twice": (
+        DENSE | {"tie_word_embeddings": True},
+        {"head": True, "files": 2},
+    ),
     "bfloat16 in three files": (DENSE, {"dtype": torch.bfloat16, "files": 3}),
     "a tensor an expert": (MIXED, {"files": 2}),
     "a tensor for all experts": (MIXED | {"tie_word_embeddings": True}, {"packed": True}),
@@ -45,7 +49,10 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path, form: str):
     there = to(source, run.checkpoints / "megatron", shard_bytes=20_000, verify="digests")
     back = to(run.checkpoints / "megatron", tmp_path / "again", verify="digests")
     assert content(tmp_path / "again") == content(source)
-    assert there["digests"] == back["digests"] and (there["direction"], back["direction"]) == ("megatron", "hf")
+    assert there["digests"] == back["digests"] and (there["direction"], back["direction"]) == (
+        "megatron",
+        "hf",
+    )
 
 
 def test_all_files_are_in_the_marker_and_none_is_left_beside(dense: Path, tmp_path: Path):
@@ -94,7 +101,12 @@ def test_new_shards_have_an_index(dense: Path, tmp_path: Path):
 @pytest.mark.parametrize("way", ["there", "back"])
 def test_the_type_can_be_changed(dense: Path, tmp_path: Path, way: str):
     to(dense, tmp_path / "megatron", dtype="bfloat16" if way == "there" else "", verify="digests")
-    to(tmp_path / "megatron", tmp_path / "again", dtype="bfloat16" if way == "back" else "", verify="digests")
+    to(
+        tmp_path / "megatron",
+        tmp_path / "again",
+        dtype="bfloat16" if way == "back" else "",
+        verify="digests",
+    )
     expected = load_file(dense / "model.safetensors")
     for name, value in load_file(tmp_path / "again/model.safetensors").items():
         assert torch.equal(value, expected[name].bfloat16())
@@ -111,9 +123,14 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_killed_conversion_goes_on(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str):
+def test_a_killed_conversion_goes_on(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+):
     to(dense, tmp_path / "expected", shard_bytes=20_000)
-    expected, parts = content(tmp_path / "expected"), len(list((tmp_path / "expected").glob("*.distcp")))
+    expected, parts = (
+        content(tmp_path / "expected"),
+        len(list((tmp_path / "expected").glob("*.distcp"))),
+    )
     place, name, number = POINTS[point]
     kill, original = kill_at(number if number > 0 else parts + 2), getattr(place, name)
     with monkeypatch.context() as patch:
@@ -142,7 +159,9 @@ def test_the_way_back_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert content(tmp_path / "again") == content(source)
 
 
-def test_a_part_that_was_damaged_meanwhile_is_written_again(dense: Path, tmp_path: Path, monkeypatch):
+def test_a_part_that_was_damaged_meanwhile_is_written_again(
+    dense: Path, tmp_path: Path, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(workspace.Workspace, "finish", lambda *_: None)
         to(dense, tmp_path / "megatron", shard_bytes=20_000)
@@ -151,10 +170,15 @@ def test_a_part_that_was_damaged_meanwhile_is_written_again(dense: Path, tmp_pat
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     parts = len(list(part.parent.glob("*.distcp")))
-    assert to(dense, tmp_path / "megatron", shard_bytes=20_000, verify="digests")["files_kept"] == parts - 1
+    assert (
+        to(dense, tmp_path / "megatron", shard_bytes=20_000, verify="digests")["files_kept"]
+        == parts - 1
+    )
 
 
-def test_another_source_is_not_gone_on_with(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_source_is_not_gone_on_with(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(workspace.Workspace, "finish", lambda *_: None)
         to(dense, tmp_path / "megatron")
@@ -173,7 +197,9 @@ def test_a_full_disk_is_said_and_gone_on_from(dense: Path, tmp_path: Path, way: 
 
     def with_little_room() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, resource.RLIM_INFINITY))
-        with pytest.raises(RelaxError, match=r"cannot be written: File too large; what is finished is kept") as error:
+        with pytest.raises(
+            RelaxError, match=r"cannot be written: File too large; what is finished is kept"
+        ) as error:
             to(source, target, shard_bytes=size)
         assert error.value.exit_code == 75 and not target.exists()
 
@@ -182,12 +208,24 @@ def test_a_full_disk_is_said_and_gone_on_from(dense: Path, tmp_path: Path, way: 
     to(source, target, shard_bytes=size, verify="digests")
 
 
-LARGE = DENSE | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-MANY = MIXED | {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_experts": 24}
+LARGE = DENSE | {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
+MANY = MIXED | {
+    "hidden_size": 512,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 1,
+    "num_experts": 24,
+}
 
 
 @pytest.mark.parametrize(("about", "packed"), [(LARGE, False), (MANY, False), (MANY, True)])
-def test_memory_is_bounded_by_the_largest_tensors_not_by_the_model(tmp_path: Path, about: dict, packed: bool):
+def test_memory_is_bounded_by_the_largest_tensors_not_by_the_model(
+    tmp_path: Path, about: dict, packed: bool
+):
     """Nor by the number of experts, also where all of a layer are one tensor."""
     source = model(tmp_path / "large", about, files=2, packed=packed)
     whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -205,7 +243,20 @@ def test_memory_is_bounded_by_the_largest_tensors_not_by_the_model(tmp_path: Pat
 
 
 def test_the_command_says_what_it_did(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert main(["convert", str(dense), str(tmp_path / "megatron"), "--shard-size", "1MB", "--verify", "digests"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(dense),
+                str(tmp_path / "megatron"),
+                "--shard-size",
+                "1MB",
+                "--verify",
+                "digests",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "a megatron-core checkpoint" in said.out and "verified: 25 tensors" in said.out
     assert "part 1 of 1" in said.err

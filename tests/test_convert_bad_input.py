@@ -1,4 +1,5 @@
-"""Whatever is wrong with the source of a conversion is said in one line that names it, and leaves no target."""
+"""Whatever is wrong with the source of a conversion is said in one line that names it, and leaves
+no target."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
     return act
 
 
-def with_bytes(change: Callable[[bytearray], bytes | bytearray], name: str = WEIGHTS) -> Callable[[Path], None]:
+def with_bytes(
+    change: Callable[[bytearray], bytes | bytearray], name: str = WEIGHTS
+) -> Callable[[Path], None]:
     def act(directory: Path) -> None:
         data = bytearray((directory / name).read_bytes())
         (directory / name).write_bytes(change(data))
@@ -60,7 +63,10 @@ def flipped(at: int) -> Callable[[bytearray], bytearray]:
 
 
 HF = {
-    "truncated": (with_bytes(lambda data: data[:-1]), r"model\.safetensors: not a whole .* bytes, expected"),
+    "truncated": (
+        with_bytes(lambda data: data[:-1]),
+        r"model\.safetensors: not a whole .* bytes, expected",
+    ),
     "in its header": (with_bytes(lambda data: data[:100]), r"model\.safetensors: not a whole"),
     "empty": (with_bytes(lambda data: b""), r"a header of 0 bytes in a file of 0"),
     "longer": (with_bytes(lambda data: data + b"x"), r"not a whole"),
@@ -68,26 +74,57 @@ HF = {
     "flipped header length": (with_bytes(flipped(0)), r"not a whole"),
     "flipped name": (with_bytes(flipped(60)), r"tensor .* is missing|unknown tensor|not a whole"),
     "header no JSON": (with_bytes(flipped(8)), r"not a whole"),
-    "deep header": (with_bytes(lambda data: (9000).to_bytes(8, "little") + b"[" * 9000), r"not a whole"),
-    "missing": (with_tensors(lambda found: found.pop(NORM)), rf"tensor {NORM} is missing, expected shape \[32\]"),
-    "unknown": (with_tensors(lambda found: found.update(extra=torch.zeros(1))), r"unknown tensor extra"),
-    "mis-shaped": (with_tensors(lambda found: found.update({NORM: torch.zeros(31)})), r"has shape \[31\], expected"),
+    "deep header": (
+        with_bytes(lambda data: (9000).to_bytes(8, "little") + b"[" * 9000),
+        r"not a whole",
+    ),
+    "missing": (
+        with_tensors(lambda found: found.pop(NORM)),
+        rf"tensor {NORM} is missing, expected shape \[32\]",
+    ),
+    "unknown": (
+        with_tensors(lambda found: found.update(extra=torch.zeros(1))),
+        r"unknown tensor extra",
+    ),
+    "mis-shaped": (
+        with_tensors(lambda found: found.update({NORM: torch.zeros(31)})),
+        r"has shape \[31\], expected",
+    ),
     "of another type": (
         with_tensors(lambda found: found.update({NORM: torch.zeros(32, dtype=torch.int64)})),
         rf"tensor {NORM} is of type I64, allowed: F32, BF16, F16",
     ),
     "of mixed types": (
-        with_tensors(lambda found: found.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 32).bfloat16()})),
+        with_tensors(
+            lambda found: found.update(
+                {"model.layers.1.mlp.up_proj.weight": torch.zeros(48, 32).bfloat16()}
+            )
+        ),
         r"up_proj\.weight is torch\.bfloat16, .* give all one type with --dtype",
     ),
-    "twice": (lambda at: shutil.copyfile(at / WEIGHTS, at / "more.safetensors"), r"lies in another file"),
-    "other head": (with_config(tie_word_embeddings=True), r"lm_head\.weight differs from model\.embed_tokens\.weight"),
+    "twice": (
+        lambda at: shutil.copyfile(at / WEIGHTS, at / "more.safetensors"),
+        r"lies in another file",
+    ),
+    "other head": (
+        with_config(tie_word_embeddings=True),
+        r"lm_head\.weight differs from model\.embed_tokens\.weight",
+    ),
     "no config": (lambda at: (at / "config.json").unlink(), r"config\.json"),
     "config no JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json"),
     "config no object": (lambda at: (at / "config.json").write_text("[]"), r"config\.json"),
-    "config without sizes": (lambda at: (at / "config.json").write_text("{}"), r"config\.json: model_type is missing"),
-    "config with a wrong size": (with_config(hidden_size="32"), r"hidden_size is '32', supported is a positive"),
-    "config with odd heads": (with_config(num_key_value_heads=3), r"num_key_value_heads is 3, .* divisor of 4 heads"),
+    "config without sizes": (
+        lambda at: (at / "config.json").write_text("{}"),
+        r"config\.json: model_type is missing",
+    ),
+    "config with a wrong size": (
+        with_config(hidden_size="32"),
+        r"hidden_size is '32', supported is a positive",
+    ),
+    "config with odd heads": (
+        with_config(num_key_value_heads=3),
+        r"num_key_value_heads is 3, .* divisor of 4 heads",
+    ),
     "another family": (with_config(model_type="gemma"), r"model_type is 'gemma'"),
     "some layers dense": (
         with_config(**(MIXED | {"mlp_only_layers": [0]})),
@@ -97,7 +134,9 @@ HF = {
 }
 
 
-def refused(source: Path, target: Path, says: str, capsys: pytest.CaptureFixture, *options: str) -> None:
+def refused(
+    source: Path, target: Path, says: str, capsys: pytest.CaptureFixture, *options: str
+) -> None:
     """The command ends in one line, and neither a target nor anything beside it is there."""
     with pytest.raises(ConfigError, match=says):
         to(source, target)
@@ -109,7 +148,9 @@ def refused(source: Path, target: Path, says: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", HF)
-def test_what_is_wrong_with_a_model_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture):
+def test_what_is_wrong_with_a_model_is_named(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+):
     damage, says = HF[name]
     source = model(tmp_path / "hf", DENSE)
     damage(source)
@@ -134,16 +175,31 @@ MEGATRON = {
     "part missing": (lambda at: (at / PART).unlink(), rf"{PART}: missing"),
     "part truncated": (with_bytes(lambda data: data[:-2000], PART), rf"{PART}: shard .* damaged"),
     "part empty": (with_bytes(lambda data: b"", PART), rf"{PART}: shard .* damaged"),
-    "no metadata": (lambda at: (at / METADATA).unlink(), r"\.metadata: missing, so saving did not come to its end"),
-    "metadata flipped": (with_bytes(flipped(700), METADATA), r"\.metadata: damaged.*checksum differs from the marker"),
+    "no metadata": (
+        lambda at: (at / METADATA).unlink(),
+        r"\.metadata: missing, so saving did not come to its end",
+    ),
+    "metadata flipped": (
+        with_bytes(flipped(700), METADATA),
+        r"\.metadata: damaged.*checksum differs from the marker",
+    ),
     "marker no JSON": (lambda at: (at / MARKER).write_text("{"), rf"{MARKER}: not JSON: .*damaged"),
-    "headers no JSON": (lambda at: (at / "huggingface/headers.json").write_text("{"), r"headers\.json: .*--shard-size"),
-    "no config": (lambda at: shutil.rmtree(at / "huggingface"), r"--model: found no config\.json in .*model"),
+    "headers no JSON": (
+        lambda at: (at / "huggingface/headers.json").write_text("{"),
+        r"headers\.json: .*--shard-size",
+    ),
+    "no config": (
+        lambda at: shutil.rmtree(at / "huggingface"),
+        r"--model: found no config\.json in .*model",
+    ),
     "more layers": (
         lambda at: with_config(num_hidden_layers=3)(at / "huggingface"),
         r"tensor decoder\.layers\.\S+ has shape \[2, .*expected \[3, ",
     ),
-    "tied": (lambda at: with_config(tie_word_embeddings=True)(at / "huggingface"), r"unknown tensor output_layer"),
+    "tied": (
+        lambda at: with_config(tie_word_embeddings=True)(at / "huggingface"),
+        r"unknown tensor output_layer",
+    ),
     "experts": (
         lambda at: with_config(**MIXED)(at / "huggingface"),
         r"tensor decoder\.layers\.mlp\.router\.weight is missing, expected shape \[2, 4, 32\]",
@@ -180,13 +236,17 @@ def test_no_flipped_bit_of_a_part_passes(copy: Path, converted: Path, tmp_path: 
     assert refusals > 30
 
 
-def test_a_difference_found_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_difference_found_at_the_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from relax_hpc.convert import to_megatron
 
     source = model(tmp_path / "hf", DENSE)
     original = to_megatron.fuse
     monkeypatch.setattr(to_megatron, "fuse", lambda *given: original(*given).flip(0))
-    with pytest.raises(ConfigError, match=r"verify: \d+ of 25 tensors differ: model\.embed_tokens\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"verify: \d+ of 25 tensors differ: model\.embed_tokens\.weight"
+    ):
         to(source, tmp_path / "megatron", verify="digests")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -198,12 +258,17 @@ def test_a_difference_found_at_the_end_leaves_nothing(tmp_path: Path, monkeypatc
         (["--verify", "some"], "--verify: found 'some', allowed: digests, all"),
         (["--shard-size", "5"], "--shard-size: found '5', allowed: a number with KB, MB or GB"),
         (["--prompt", "hello"], "--prompt: found without --verify"),
-        (["--verify", "--prompt", "1,900"], "--prompt: found token ids [1, 900], allowed: at least one, each below 61"),
+        (
+            ["--verify", "--prompt", "1,900"],
+            "--prompt: found token ids [1, 900], allowed: at least one, each below 61",
+        ),
         (["--verify", "--prompt", "hello"], "give token ids with commas between"),
         (["--partition", "gpu"], "--partition: found without --slurm"),
     ],
 )
-def test_wrong_options_are_explained(tmp_path: Path, options: list[str], says: str, capsys: pytest.CaptureFixture):
+def test_wrong_options_are_explained(
+    tmp_path: Path, options: list[str], says: str, capsys: pytest.CaptureFixture
+):
     source = model(tmp_path / "hf", DENSE)
     assert main(["convert", str(source), str(tmp_path / "megatron"), *options]) == 78
     assert says in capsys.readouterr().err

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs start from another directory, with this checkout."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    )
 
 
 def test_a_job_converts_and_its_files_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -54,7 +56,9 @@ def test_a_job_that_is_preempted_is_submitted_again_as_it_is(tmp_path: Path):
     assert job.checkpoint().function is job
 
 
-def test_without_submitit_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_without_submitit_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
     monkeypatch.setitem(sys.modules, "submitit", None)
     source = model(tmp_path / "hf", DENSE)
     assert main(["convert", str(source), str(tmp_path / "megatron"), "--slurm"]) == 78
@@ -74,7 +78,9 @@ def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("brief_waits")
-def test_a_job_that_squeue_does_not_know_any_more_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_squeue_does_not_know_any_more_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A squeue that fails says nothing about the job."""
     slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
     slurm.answer("sbatch", "Submitted batch job 7\n")
@@ -100,7 +106,9 @@ def kill_itself(_: object) -> partial[None]:
 
 
 @pytest.mark.usefixtures("brief_waits")
-def test_a_job_that_was_killed_is_lost(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_that_was_killed_is_lost(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name, value in sandbox.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(conversion_job, "ConversionJob", kill_itself)
@@ -113,9 +121,18 @@ def test_slurm_runs_it(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in sandbox.environment().items():
         monkeypatch.setenv(name, value)
     source = model(tmp_path / "hf", DENSE)
-    # submitit 1.5 asks for USR2 90 s before the limit, and Slurm may send it a minute early: a process that has not
-    # installed its handler by then dies.
-    words = ["convert", str(source), str(tmp_path / "megatron"), "--slurm", "--wait", "--json", "--time", "30"]
+    # submitit 1.5 asks for USR2 90 s before the limit, and Slurm may send it a minute early: a
+    # process that has not installed its handler by then dies.
+    words = [
+        "convert",
+        str(source),
+        str(tmp_path / "megatron"),
+        "--slurm",
+        "--wait",
+        "--json",
+        "--time",
+        "30",
+    ]
     assert main([*words, "--cpus", "1", "--verify", "digests"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 25
     (source / "model.safetensors").write_bytes(b"")

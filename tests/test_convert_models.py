@@ -1,4 +1,5 @@
-"""Converted checkpoints in real models: the logits of transformers, under every split, and what runs have saved."""
+"""Converted checkpoints in real models: the logits of transformers, under every split, and what
+runs have saved."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from tests.biased_family import BIASED, Qwen2
 from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES
 from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
-from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
+from tests.training_helpers import (  # noqa: F401
+    batch,
+    launch,
+    load,
+    one_rank_fixture,
+    rows,
+    save,
+    tiny_model,
+    trainer,
+)
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
@@ -44,15 +54,24 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
     source = model(tmp_path / "hf", config, packed=packed)
     found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
-    assert found["tokens"] == 8 and found["largest"] > 1.0 and found["largest_difference"] < 1e-4 * found["largest"]
-    back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    assert (
+        found["tokens"] == 8
+        and found["largest"] > 1.0
+        and found["largest_difference"] < 1e-4 * found["largest"]
+    )
+    back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")[
+        "logits"
+    ]
     assert back == found
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        source / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL_MOE, SPEAKING], ids=lambda one: one["model_type"])
 def test_what_transformers_saves_goes_there_and_back(tmp_path: Path, config: dict):
-    """Experts in one tensor that are not turned around, and a talker: in several files, and again by transformers."""
+    """Experts in one tensor that are not turned around, and a talker: in several files, and again
+    by transformers."""
     theirs, source = saved(tmp_path / "hf", config), tmp_path / "hf"
     assert len(list(source.glob("*.safetensors"))) > 2
     found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
@@ -67,7 +86,9 @@ def test_what_transformers_saves_goes_there_and_back(tmp_path: Path, config: dic
     assert all(torch.equal(published[name], value) for name, value in theirs.state_dict().items())
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     with SafetensorFiles(tmp_path / "published") as files:
-        assert files.shapes().get(experts) in (None, (4, 32, 48)) and (experts in files) == (config is QWEN3_VL_MOE)
+        assert files.shapes().get(experts) in (None, (4, 32, 48)) and (experts in files) == (
+            config is QWEN3_VL_MOE
+        )
 
 
 def saved(directory: Path, config: dict) -> torch.nn.Module:
@@ -77,17 +98,28 @@ def saved(directory: Path, config: dict) -> torch.nn.Module:
 
     kind = getattr(transformers, config["architectures"][0])
     torch.manual_seed(3)
-    model = kind(kind.config_class(**deepcopy({key: one for key, one in config.items() if key != "model_type"})))
+    model = kind(
+        kind.config_class(
+            **deepcopy({key: one for key, one in config.items() if key != "model_type"})
+        )
+    )
     for value in model.parameters():
         value.data.normal_(std=0.1)
     model.save_pretrained(directory, max_shard_size="100KB")
     return model
 
 
-def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_any_split_loads_it_and_any_split_can_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(FAMILIES, "qwen2", Qwen2)
     tokens = torch.arange(8)[None]
-    configs = {"dense": DENSE, "tied": DENSE | {"tie_word_embeddings": True}, "mixed": MIXED, "biased": BIASED}
+    configs = {
+        "dense": DENSE,
+        "tied": DENSE | {"tie_word_embeddings": True},
+        "mixed": MIXED,
+        "biased": BIASED,
+    }
     for name, config in configs.items():
         source = model(tmp_path / name, config)
         to(source, tmp_path / f"{name}-megatron", shard_bytes=20_000)
@@ -95,7 +127,12 @@ def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path, monke
         save_file({"tokens": tokens, "logits": logits}, tmp_path / f"{name}.logits")
     launch(2, tmp_path, module="tests.convert_rank")
     for name, split in CASES:
-        to(tmp_path / f"{name}-{split}", tmp_path / f"{name}-{split}-hf", model=tmp_path / name, verify="digests")
+        to(
+            tmp_path / f"{name}-{split}",
+            tmp_path / f"{name}-{split}-hf",
+            model=tmp_path / name,
+            verify="digests",
+        )
         assert content(tmp_path / f"{name}-{split}-hf") == content(tmp_path / name)
     padded = StoredState(tmp_path / "dense-tensor").tensors["output_layer.weight"].size
     assert tuple(padded) == (62, 32)
@@ -123,7 +160,9 @@ def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dty
     assert sorted(found) == sorted(expected)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     assert read_config(tmp_path / "hf")["torch_dtype"] == dtype
-    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (run / "model/tokenizer.json").read_bytes()
+    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (
+        run / "model/tokenizer.json"
+    ).read_bytes()
     saved.joinpath(store.MARKER).unlink()
     assert main(["convert", str(saved), str(tmp_path / "other")]) == 78
     assert "COMPLETE.json: missing" in capsys.readouterr().err
@@ -143,7 +182,9 @@ def test_a_policy_takes_it_in_its_own_type(tmp_path: Path):
     verify.load_module(policy.module, tmp_path / "megatron")
     expected = load_file(source / "model.safetensors")
     for name, value in policy.export_hf().items():
-        assert value.dtype == torch.float32 and torch.equal(value, expected[name].bfloat16().float())
+        assert value.dtype == torch.float32 and torch.equal(
+            value, expected[name].bfloat16().float()
+        )
 
 
 def test_a_difference_is_found(tmp_path: Path):
@@ -154,8 +195,15 @@ def test_a_difference_is_found(tmp_path: Path):
     model(other, DENSE)
     save_file(tensors, other / "model.safetensors")
     spec = spec_of(DENSE)
-    with pytest.raises(ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"):
-        verify.compare(MegatronTensors(StoredState(tmp_path / "megatron"), spec), HfTensors(other, spec), spec)
+    with pytest.raises(
+        ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"
+    ):
+        verify.compare(
+            MegatronTensors(StoredState(tmp_path / "megatron"), spec), HfTensors(other, spec), spec
+        )
     ids = verify.prompt_ids("", source, DENSE["vocab_size"])
-    theirs, ours = verify.hf_logits(other, ids), verify.megatron_logits(tmp_path / "megatron", spec, ids)
+    theirs, ours = (
+        verify.hf_logits(other, ids),
+        verify.megatron_logits(tmp_path / "megatron", spec, ids),
+    )
     assert (theirs - ours).abs().max() > 1e-5

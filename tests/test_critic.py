@@ -1,4 +1,5 @@
-"""The critic of a run: it scores rows before it trains on them, and goes back to a cut like any trainer."""
+"""The critic of a run: it scores rows before it trains on them, and goes back to a cut like any
+trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from tests.convert_helpers import to
 from tests.engine_helpers import reference_model
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, merged, running, trained_steps
-from tests.training_helpers import DEVICE, LR, batch, critic, one_rank_fixture, rows, tiny_fixture, valued  # noqa: F401
+from tests.training_helpers import (  # noqa: F401
+    DEVICE,
+    LR,
+    batch,
+    critic,
+    one_rank_fixture,
+    rows,
+    tiny_fixture,
+    valued,
+)
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -46,12 +56,16 @@ def test_values_are_hidden_states_times_the_head(one_rank: None, tiny: Path) -> 
     """Against transformers; the value of a token is of the state before it."""
     samples, trainer = valued(rows(3)), critic(tiny)
     model = reference_model(tiny).model
-    assert not any(line.any() for line in trainer.model.forward_values([batch(samples)])), "it begins by saying 0"
+    assert not any(line.any() for line in trainer.model.forward_values([batch(samples)])), (
+        "it begins by saying 0"
+    )
     head = torch.linspace(-1, 1, model.config.hidden_size)
     trainer.model.module.output_layer.weight.data.copy_(head)
     for row, line in zip(samples, trainer.model.forward_values([batch(samples)]), strict=True):
         with torch.no_grad():
-            states = model(torch.tensor(row["token_ids"][None].astype(np.int64))).last_hidden_state[0]
+            states = model(torch.tensor(row["token_ids"][None].astype(np.int64))).last_hidden_state[
+                0
+            ]
         expected = torch.cat([torch.zeros(1), (states @ head)[:-1]]).numpy() * row["loss_mask"]
         assert line == pytest.approx(expected, abs=1e-4)
 
@@ -78,7 +92,10 @@ def test_at_staleness_0_rows_of_a_later_step_wait_for_the_update_before_it(
 
 
 def test_a_critic_learns_what_it_is_told(one_rank: None, tiny: Path) -> None:
-    samples, trainer = [row | {"values": 0 * row["values"]} for row in valued(rows(8))], critic(tiny)
+    samples, trainer = (
+        [row | {"values": 0 * row["values"]} for row in valued(rows(8))],
+        critic(tiny),
+    )
     trainer.algorithm.value_clip, losses = 0.0, []
     for _ in range(30):
         trainer.accumulate([batch(samples)])
@@ -87,10 +104,14 @@ def test_a_critic_learns_what_it_is_told(one_rank: None, tiny: Path) -> None:
 
 
 def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
-    """Rows have values before they have advantages; while the critic, of another size here, warms up, the policy's
-    weights stay."""
-    make_tiny_model(tmp_path / "critic", TinyModelConfig(hidden_size=48, num_layers=1, head_dim=16), seed=5)
-    with running(tmp_path, merged(OVER, {"model": {"critic_path": str(tmp_path / "critic")}})) as live:
+    """Rows have values before they have advantages; while the critic, of another size here, warms
+    up, the policy's weights stay."""
+    make_tiny_model(
+        tmp_path / "critic", TinyModelConfig(hidden_size=48, num_layers=1, head_dim=16), seed=5
+    )
+    with running(
+        tmp_path, merged(OVER, {"model": {"critic_path": str(tmp_path / "critic")}})
+    ) as live:
         live.wait_until(lambda: len(trained_steps(live.run)) >= 3, "steps are trained", WAIT_S)
         live.kill("critic")
         live.finish(WAIT_S)
@@ -101,7 +122,9 @@ def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
     assert any("trainer/critic_value_explained_variance" in row for row in steps)
     assert [row["loss/lr"] > 0 for row in steps] == [False] * 2 + [True] * (STEPS - 2)
     claims = [record for record in journal_records(live.run) if record["op"] == "claim"]
-    assert {"critic_values", "critic", "actor", "advantages"} <= {record["task"] for record in claims}
+    assert {"critic_values", "critic", "actor", "advantages"} <= {
+        record["task"] for record in claims
+    }
     parts: dict[int, set[str]] = {}
     for record in journal_records(live.run):
         if record["op"] == "checkpoint":
@@ -109,5 +132,7 @@ def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
     whole = {step for step, trainers in parts.items() if trainers == {"actor", "critic"}}
     assert STEPS in whole and whole - {STEPS}, "both have saved steps that are due by time"
     saved = dict(live.run.saved("critic"))
-    with pytest.raises(ConfigError, match="found a critic, which says a value of a text and is no language model"):
+    with pytest.raises(
+        ConfigError, match="found a critic, which says a value of a text and is no language model"
+    ):
         to(max(saved.items())[1], tmp_path / "hf", model=tmp_path / "critic")

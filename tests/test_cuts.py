@@ -1,4 +1,5 @@
-"""One to three trainers that die, save and come back in any order: every checkpoint is one cut over all of them."""
+"""One to three trainers that die, save and come back in any order: every checkpoint is one cut over
+all of them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class TrainersWorld(World):
         self.incarnations[role] += 1
         self.others[role] = Learner()
 
-    def put(self, role: str, rows: dict, fields: tuple[str, ...], *about: Any, **more: Any) -> dict[int, str]:
+    def put(
+        self, role: str, rows: dict, fields: tuple[str, ...], *about: Any, **more: Any
+    ) -> dict[int, str]:
         """Rows that are drawn again are others."""
         if fields == GENERATED:
             for row in rows.values():
@@ -70,13 +73,15 @@ class TrainersWorld(World):
     def act(self, role: str, choice: int = 0) -> bool:
         """Whoever is refused anything starts again."""
         try:
-            return self.act_other(role, choice) if role in self.others else super().act(role, choice)
+            return (
+                self.act_other(role, choice) if role in self.others else super().act(role, choice)
+            )
         except Refused as refused:
             assert self.others and "malformed" not in str(refused), refused
             self.kill(role, choice % 2 == 0)
             return True
 
-    # -- what each has learned -----------------------------------------------------------------------------------
+    # -- what each has learned ---------------------------------------------------------------------
 
     def act_actor(self, choice: int) -> bool:
         before, leases = self.step, list(self.leases)
@@ -112,7 +117,11 @@ class TrainersWorld(World):
 
     def from_checkpoint(self, role: str, older: int) -> int:
         """Go on where the newest whole one ends that this role's part of can be read."""
-        points = [point for point in self.ask(role, "checkpoints", task=role)["checkpoints"] if point["whole"]]
+        points = [
+            point
+            for point in self.ask(role, "checkpoints", task=role)["checkpoints"]
+            if point["whole"]
+        ]
         steps = [0, *(point["step"] for point in points)]
         step = steps[max(0, len(steps) - 1 - older)]
         names = {point["step"]: point["name"] for point in points}
@@ -129,7 +138,7 @@ class TrainersWorld(World):
                 assert len({self.saved[name] for name in names}) == 1, point
                 assert {len(self.saved[name]) for name in names} == {point["step"]}
 
-    # -- trainers beside the actor ---------------------------------------------------------------------------------
+    # -- trainers beside the actor -----------------------------------------------------------------
 
     def act_other(self, role: str, choice: int) -> bool:
         it = self.others[role]
@@ -171,7 +180,13 @@ class TrainersWorld(World):
             return False
         if choice == 11:
             try:
-                self.ask(role, "quarantine", lease=claim["lease"], tickets=claim["tickets"][:1], reason="bad")
+                self.ask(
+                    role,
+                    "quarantine",
+                    lease=claim["lease"],
+                    tickets=claim["tickets"][:1],
+                    reason="bad",
+                )
             except Refused:
                 """Somebody has trained on it."""
             self.ask(role, "release", lease=claim["lease"])
@@ -184,8 +199,11 @@ class TrainersWorld(World):
         return True
 
     def settle_batch(self, role: str, it: Learner) -> bool:
-        """Change the weights, if all rows of the last mini-batch are sure to stay; else gather them again."""
-        done = [lease for lease in it.leases if lease in self.rows_of][len(it.leases) - self.fresh(it) :]
+        """Change the weights, if all rows of the last mini-batch are sure to stay; else gather them
+        again."""
+        done = [lease for lease in it.leases if lease in self.rows_of][
+            len(it.leases) - self.fresh(it) :
+        ]
         held = self.ask(role, "settled", leases=done)
         if held is None:
             return False
@@ -210,7 +228,11 @@ class TrainersWorld(World):
     def go_to_the_end(self, rounds: int = 900) -> None:
         """No more faults: the run must finish, and all have learned the same."""
         for round_ in range(rounds):
-            moved = [self.act(role, choice) for role in (*GROUPS, *self.others) for choice in (0, 1, 2, 3)]
+            moved = [
+                self.act(role, choice)
+                for role in (*GROUPS, *self.others)
+                for choice in (0, 1, 2, 3)
+            ]
             if self.service.state.progress.finished() and not any(moved):
                 break
             assert any(moved), f"deadlock in round {round_}: {contents(self.service.state)}"
@@ -224,7 +246,10 @@ def trainers_plan(others: tuple[str, ...], **about: Any) -> Plan:
     plan = Plan.of(small(**about))
     tasks, trainers = dict.fromkeys(others, plan.tasks["actor"]), {role: role for role in others}
     return replace(
-        plan, tasks=plan.tasks | tasks, trainers=plan.trainers | trainers, groups=plan.groups | trainers.keys()
+        plan,
+        tasks=plan.tasks | tasks,
+        trainers=plan.trainers | trainers,
+        groups=plan.groups | trainers.keys(),
     )
 
 
@@ -244,8 +269,15 @@ class CutsMachine(WorldMachine):
         slow_disk=st.booleans(),
     )
     def start(self, others, staleness, shape, budget, keep, save_every, max_rows, slow_disk):
-        plan = trainers_plan(others, groups=shape[0], samples=2, steps=4, staleness=staleness, keep_steps=keep)
-        about = {"budget": budget, "minis": shape[1], "save_every": save_every, "slow_disk": slow_disk}
+        plan = trainers_plan(
+            others, groups=shape[0], samples=2, steps=4, staleness=staleness, keep_steps=keep
+        )
+        about = {
+            "budget": budget,
+            "minis": shape[1],
+            "save_every": save_every,
+            "slow_disk": slow_disk,
+        }
         self.world = TrainersWorld(replace(plan, max_rows=max_rows), others, **about)
 
     @rule(choice=st.integers(0, 20), times=st.integers(1, 6), data=st.data())

@@ -1,4 +1,5 @@
-"""Writers on a disk that takes nothing for a while: each of them waits, says so, and loses nothing."""
+"""Writers on a disk that takes nothing for a while: each of them waits, says so, and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,17 @@ from relax_hpc.transfer_queue.controller.journal import _read as journal_frames
 from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.versions import Version
 from tests.effort import effort
-from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
+from tests.queue_helpers import (
+    BUDGET,
+    GIVES,
+    HubProcess,
+    Roles,
+    in_thread,
+    learned,
+    make_run,
+    rows_of,
+    small,
+)
 from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.run
@@ -47,9 +58,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing:
-    """Calls of some functions of `os` fail with ``number`` while it is `on`, where they concern files in ``folder``."""
+    """Calls of some functions of `os` fail with ``number`` while it is `on`, where they concern
+    files in ``folder``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, names: tuple[str, ...]
+    ) -> None:
         self.folder, self.number = folder, number
         self.on, self.times = True, 0
         for name in names:
@@ -57,7 +71,9 @@ class Failing:
 
     def _wrapped(self, real: Callable) -> Callable:
         def call(descriptor: int, *rest: Any) -> Any:
-            if self.on and Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(self.folder):
+            if self.on and Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(
+                self.folder
+            ):
                 self.times += 1
                 raise OSError(self.number, os.strerror(self.number))
             return real(descriptor, *rest)
@@ -80,7 +96,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     return value
 
 
-# -- the mechanism -----------------------------------------------------------------------------------------------------
+# -- the mechanism ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", ERRORS)
@@ -95,12 +111,18 @@ def test_a_write_is_tried_again_until_it_succeeds(tmp_path: Path, number: int) -
         return "done"
 
     assert patiently(tmp_path / "file", write) == "done"
-    assert told[0]["path"] == str(tmp_path / "file") and told[0]["errno"] == number and told[0]["seconds"] > 0
+    assert (
+        told[0]["path"] == str(tmp_path / "file")
+        and told[0]["errno"] == number
+        and told[0]["seconds"] > 0
+    )
     assert os.strerror(number) in in_words(told[0]) and CURES[number] in in_words(told[0])
     assert not WAITS
 
 
-def test_other_errors_are_raised_at_once_and_nothing_waits_for_ever(tmp_path: Path, monkeypatch) -> None:
+def test_other_errors_are_raised_at_once_and_nothing_waits_for_ever(
+    tmp_path: Path, monkeypatch
+) -> None:
     def write(number: int) -> Callable:
         return lambda: (_ for _ in ()).throw(OSError(number, "no"))
 
@@ -138,7 +160,8 @@ def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monke
 
 
 def test_a_wait_that_nobody_tries_again_is_over(tmp_path: Path, monkeypatch) -> None:
-    """The owner of a file of spans may write nothing for a long time after the disk has room again."""
+    """The owner of a file of spans may write nothing for a long time after the disk has room
+    again."""
     WAITS.begin(tmp_path / "spans", OSError(errno.ENOSPC, "full"), loose=True)
     WAITS.begin(tmp_path / "queue", OSError(errno.ENOSPC, "full"))
     monkeypatch.setattr(disk, "_LOOSE_S", 0.0)
@@ -150,12 +173,20 @@ def test_a_wait_that_nobody_tries_again_is_over(tmp_path: Path, monkeypatch) -> 
     WAITS.end(tmp_path / "spans")
 
 
-def test_a_warning_about_a_file_that_nobody_waits_for_is_withdrawn(tmp_path: Path, monkeypatch) -> None:
+def test_a_warning_about_a_file_that_nobody_waits_for_is_withdrawn(
+    tmp_path: Path, monkeypatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(disk_watch, "_SILENT_S", 1e-9)
     watch = DiskWatch(make_run(tmp_path / "run"), 60.0, lines.append)
     with small_disk(tmp_path / "other") as other:
-        wait = {"who": "a", "path": str(other.folder / "x"), "errno": errno.ENOSPC, "seconds": 1.0, "loose": True}
+        wait = {
+            "who": "a",
+            "path": str(other.folder / "x"),
+            "errno": errno.ENOSPC,
+            "seconds": 1.0,
+            "loose": True,
+        }
         now = time.monotonic() + 60.0
         watch.look([wait], now)
         assert lines == [], "there is room: the wait is an old one"
@@ -180,7 +211,16 @@ def test_a_submission_to_a_full_disk_names_the_file_and_can_be_repeated(
     with small_disk(tmp_path / "disk", "32m") as full:
         root = full.folder / "run"
         full.fill(left)
-        argv = ["submit", "--dry-run", "--config", str(config), "--run_dir", str(root), "--layout", "het"]
+        argv = [
+            "submit",
+            "--dry-run",
+            "--config",
+            str(config),
+            "--run_dir",
+            str(root),
+            "--layout",
+            "het",
+        ]
         argv += ["--site.python", sys.executable]
         assert main(argv) == EXIT_RETRY
         error = capsys.readouterr().err
@@ -208,10 +248,18 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
 @pytest.mark.parametrize("block", ["if True:", "with harmless_output():"])
 def test_what_is_printed_ends_nothing(block: str) -> None:
     """On a real device that is always full; commands neutralise what they print."""
-    program = "from relax_hpc.disk import keep_printing; from relax_hpc.terminal_text import harmless_output\n"
+    program = (
+        "from relax_hpc.disk import keep_printing; from relax_hpc.terminal_text import "
+        "harmless_output\n"
+    )
     program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"
     with Path("/dev/full").open("wb") as full:
-        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60).returncode == 0
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", program], stdout=full, stderr=full, timeout=60
+            ).returncode
+            == 0
+        )
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
@@ -225,9 +273,17 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
 def test_a_disk_is_said_once_and_when_it_is_well_again(tmp_path: Path) -> None:
     lines: list[str] = []
     watch = DiskWatch(make_run(tmp_path / "run"), 0.05, lines.append)
-    one = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.ENOSPC, "seconds": 1.0, "loose": False}
+    one = {
+        "who": "a",
+        "path": "/r/queue/1.h5",
+        "errno": errno.ENOSPC,
+        "seconds": 1.0,
+        "loose": False,
+    }
     answered = time.monotonic()
-    watch.look([one, one | {"path": "/r/queue/2.h5"}, one | {"path": "/r/logs/x", "loose": True}], answered)
+    watch.look(
+        [one, one | {"path": "/r/queue/2.h5"}, one | {"path": "/r/logs/x", "loose": True}], answered
+    )
     watch.look([one | {"path": "/r/queue/3.h5"}], answered)
     assert [line.partition(":")[0] for line in lines] == ["/r/queue/1.h5", "/r/logs/x"]
     wait_for(watch.too_long)
@@ -246,7 +302,13 @@ def test_a_hub_that_is_silent_or_new_ends_no_wait(tmp_path: Path, monkeypatch) -
     watch = DiskWatch(make_run(tmp_path / "run"), 0.05, lines.append, sure_s=60.0)
     with small_disk(tmp_path / "other") as other:
         other.fill()
-        one = {"who": "a", "path": str(other.folder / "x"), "errno": errno.ENOSPC, "seconds": 1.0, "loose": False}
+        one = {
+            "who": "a",
+            "path": str(other.folder / "x"),
+            "errno": errno.ENOSPC,
+            "seconds": 1.0,
+            "loose": False,
+        }
         watch.look([one], time.monotonic())
         watch.look([], time.monotonic())
         monkeypatch.setattr(disk_watch, "_SILENT_S", 0.0)
@@ -258,7 +320,9 @@ def test_a_hub_that_is_silent_or_new_ends_no_wait(tmp_path: Path, monkeypatch) -
         assert lines[-1].startswith("the disk is written again") and not watch.too_long()
 
 
-def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(tmp_path: Path, monkeypatch) -> None:
+def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(
+    tmp_path: Path, monkeypatch
+) -> None:
     """And says why."""
     fails, lines = [True] * 3, list[str]()
 
@@ -270,7 +334,9 @@ def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(tmp_path: Path,
     monkeypatch.setattr("relax_hpc.supervise.supervisor.latest_incarnation", incarnations)
     run = make_run(tmp_path / "run")
     watch = DiskWatch(run, 60.0, lines.append)
-    supervisor = SimpleNamespace(run=run, name="supervisor", incarnation=1, interrupted=0, disk=watch)
+    supervisor = SimpleNamespace(
+        run=run, name="supervisor", incarnation=1, interrupted=0, disk=watch
+    )
     supervisor._latest = lambda: Supervisor._latest(supervisor)
     with pytest.raises(FencedError, match="supervisor 2 has taken over"):
         Supervisor.check_fenced(supervisor)
@@ -278,23 +344,34 @@ def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(tmp_path: Path,
 
 
 def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: Path) -> None:
-    told = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.EDQUOT, "seconds": 1.0, "loose": False}
+    told = {
+        "who": "a",
+        "path": "/r/queue/1.h5",
+        "errno": errno.EDQUOT,
+        "seconds": 1.0,
+        "loose": False,
+    }
     stopped: list[bool] = []
     watch = DiskWatch(make_run(tmp_path / "run"), 0.2, lambda _: None)
     liveness = SimpleNamespace(disk=[told], answered_at=time.monotonic())
     supervisor = SimpleNamespace(disk=watch, liveness=liveness, stop=lambda: stopped.append(True))
-    with pytest.raises(RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2") as ended:
+    with pytest.raises(
+        RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2"
+    ) as ended:
         wait_for(lambda: Supervisor.look_at_disk(supervisor))
     assert ended.value.exit_code == EXIT_RETRY and stopped == [True]
 
 
-# -- writers -----------------------------------------------------------------------------------------------------------
+# -- writers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", ERRORS)
 @pytest.mark.parametrize("names", [("pwrite",), SYNCS], ids=["write", "sync"])
-def test_a_journal_writes_all_again_after_a_failure(tmp_path: Path, monkeypatch, number: int, names) -> None:
-    """A sync that failed once is believed no more: the kernel takes what it could not write for written."""
+def test_a_journal_writes_all_again_after_a_failure(
+    tmp_path: Path, monkeypatch, number: int, names
+) -> None:
+    """A sync that failed once is believed no more: the kernel takes what it could not write for
+    written."""
     journal = Journal(tmp_path, 1)
     assert list(journal.replay()) == []
     journal.append({"op": "a"})
@@ -315,12 +392,17 @@ def test_a_journal_writes_all_again_after_a_failure(tmp_path: Path, monkeypatch,
 
 @pytest.mark.parametrize(
     ("durability", "call", "number"),
-    [("commit", "pwrite", errno.EDQUOT), ("commit", "fdatasync", errno.EIO), ("flush", "pwrite", errno.EROFS)],
+    [
+        ("commit", "pwrite", errno.EDQUOT),
+        ("commit", "fdatasync", errno.EIO),
+        ("flush", "pwrite", errno.EROFS),
+    ],
 )
 def test_nobody_is_told_of_what_the_journal_does_not_have(
     tmp_path: Path, monkeypatch, durability: str, call: str, number: int
 ) -> None:
-    """But everybody of why; and everything goes on by itself, though it took longer than any wait may."""
+    """But everybody of why; and everything goes on by itself, though it took longer than any wait
+    may."""
     config = small()
     config.queue.wait_timeout_s = 0.6
     run = make_run(tmp_path / "run")
@@ -334,18 +416,25 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
             wait_for(lambda: roles["actor"].beat.waits)
             assert roles["actor"].beat.waits["path"].startswith(str(run.journal))
             found = roles["actor"].connection.call("status", timeout=5.0)["disk"]
-            assert {one["errno"] for one in found} == {number} and found[0]["who"] == "hub/controller"
+            assert {one["errno"] for one in found} == {number} and found[0][
+                "who"
+            ] == "hub/controller"
             wait_for(lambda: roles["rollout"].beat.stood_s > 2 * config.queue.wait_timeout_s)
             assert not late.done() and not later.done()
-            written = [record["op"] for _, record in journal_frames(controller.journal.path, 0, None)]
+            written = [
+                record["op"] for _, record in journal_frames(controller.journal.path, 0, None)
+            ]
             assert call == "fdatasync" or "note" not in written
         assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
         assert controller.state.counts.noted["w/r"] == 1
         wait_for(lambda: not roles["actor"].beat.waits)
 
 
-def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(tmp_path: Path, monkeypatch) -> None:
-    """It cannot see whether it has a successor, so that it tells nobody of anything until it can."""
+def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """It cannot see whether it has a successor, so that it tells nobody of anything until it
+    can."""
     run, out, real = make_run(tmp_path / "run"), [True], Journal.superseded
 
     def superseded(journal: Journal) -> int:
@@ -390,7 +479,9 @@ def test_shards_are_written_when_there_is_room(tmp_path: Path, monkeypatch, numb
 def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int) -> None:
     failing = Failing(monkeypatch, tmp_path, number, SYNCS)
     ids: list[str] = []
-    thread = threading.Thread(target=lambda: ids.append(MediaStore(tmp_path / "media").put(b"blob")))
+    thread = threading.Thread(
+        target=lambda: ids.append(MediaStore(tmp_path / "media").put(b"blob"))
+    )
     with failing.while_failing():
         thread.start()
     thread.join(60)
@@ -410,14 +501,16 @@ def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int)
     assert not (tmp_path / "failed").exists()
 
 
-# -- a journal that has lost its end -----------------------------------------------------------------------------------
+# -- a journal that has lost its end ---------------------------------------------------------------
 
 
 def cut_before_last(folder: Path, op: str) -> None:
     """Cut the journal off before its last record of ``op``, and all that was acknowledged since."""
     path = max(folder.glob("*.journal"))
     ends = list(journal_frames(path, 0, None))
-    start = max(before for (before, _), (_, record) in pairwise([(0, {}), *ends]) if record["op"] == op)
+    start = max(
+        before for (before, _), (_, record) in pairwise([(0, {}), *ends]) if record["op"] == op
+    )
     os.truncate(path, start)
 
 
@@ -436,7 +529,9 @@ def test_an_acknowledgement_that_was_lost_stops_nothing(tmp_path: Path, number: 
             if not number:
                 roles.learn(version)
             claim = roles["actor"].claim("actor", BUDGET)
-            settled = roles["actor"].connection.submit("settled", timeout=10.0, leases=[claim.lease])
+            settled = roles["actor"].connection.submit(
+                "settled", timeout=10.0, leases=[claim.lease]
+            )
             assert settled.result()["tickets"] == list(claim.tickets)
             roles["actor"].connection.call("publish", version=str(Version(1, 1)), digest="d")
             roles["actor"].connection.call("trained", step=0, leases=[claim.lease])

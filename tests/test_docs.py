@@ -18,11 +18,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "env" 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _LINES = 130
 _RIDDLE = re.compile(
-    r"(after|as|at|before|beside|between|by|for|from|how|if|in|it|its|of|on|once|see(?! `)|since|that|their|these|they|"
+    r"(after|as|at|before|beside|between|by|for|from|how|if|in|it|its|of|on|once|see(?! "
+    r"`)|since|that|their|these|they|"
     r"this|those|to|under|until|what|where|which|who|why|with|within|without)\b(?!-)",
     re.IGNORECASE,
 )
-"""Beginning of a docstring that does not say what it is about to somebody whom an editor shows it alone."""
+"""Beginning of a docstring that does not say what it is about to somebody whom an editor shows it
+alone."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,42 +40,65 @@ def test_links_lead_somewhere(page: Path) -> None:
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{link}: no such file"
-            assert not anchor or anchor in anchors(target), f"{link}: allowed {sorted(anchors(target))}"
+            assert not anchor or anchor in anchors(target), (
+                f"{link}: allowed {sorted(anchors(target))}"
+            )
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= _LINES
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(_LINK.findall(text))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(
+        _LINK.findall(text)
+    )
 
 
 def test_what_follows_from_the_code_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, "tools/docs", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "tools/docs", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def words(heading: str) -> list[tuple[str, str]]:
     """The rows of the glossary's table under a heading."""
-    section = (ROOT / "docs" / "glossary.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "glossary.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    )
     return re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
 
 
 def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
     own = [word for cell, _ in words("# Words") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
     assert len(own) == len(set(own)) < 25
-    text = " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py"))).replace("_", " ").lower()
+    text = (
+        " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py")))
+        .replace("_", " ")
+        .lower()
+    )
     assert not [word for word in own if not re.search(rf"\b{word}", text)]
 
 
 def test_words_that_were_given_up_do_not_come_back() -> None:
-    gone = {name for cell, _ in words("## Words that were given up") for name in re.findall(r"`(\w+)`", cell)}
+    gone = {
+        name
+        for cell, _ in words("## Words that were given up")
+        for name in re.findall(r"`(\w+)`", cell)
+    }
     found = []
     for path in sorted((ROOT / "relax_hpc").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
-        found += [f"{path.name}: {name}" for name in names if gone.intersection(parts_of_name(name))]
+        names = [
+            path.stem,
+            *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)),
+        ]
+        found += [
+            f"{path.name}: {name}" for name in names if gone.intersection(parts_of_name(name))
+        ]
     schema = {option.key.rpartition(".")[2] for option in options()}
     assert not found and not gone & schema
 
@@ -89,7 +114,11 @@ def parts_of_name(name: str) -> set[str]:
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of everything that documents a module, class, function, constant or field."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value.strip()
 
 

@@ -1,4 +1,5 @@
-"""The engine in this process: its draws, keyed and by the distribution that is left, and its device."""
+"""The engine in this process: its draws, keyed and by the distribution that is left, and its
+device."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests.engine_helpers import error_against, make_config, make_model  # noqa:
 
 
 def test_uniforms_are_keyed_and_uniform() -> None:
-    values = [keyed_uniform(0, "p", sample, position) for sample in range(50) for position in range(40)]
+    values = [
+        keyed_uniform(0, "p", sample, position) for sample in range(50) for position in range(40)
+    ]
     assert len(set(values)) == 2000
     assert keyed_uniform(0, "p", 1, 2) == values[42]
     assert np.histogram(values, bins=10, range=(0, 1))[0].min() > 150
@@ -41,19 +44,27 @@ def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
         drawn = [sample_token(logits, sampling(**how), u) for u in points]
         found = np.bincount([token for token, _ in drawn], minlength=4)
         share = found / 1000
-        assert all(logprob == pytest.approx(np.log(share[token]), abs=2e-3) for token, logprob in drawn), "of its own"
+        assert all(
+            logprob == pytest.approx(np.log(share[token]), abs=2e-3) for token, logprob in drawn
+        ), "of its own"
         return found.tolist()
 
     assert counts() == [500, 50, 300, 150]
     assert counts(top_p=0.79) == counts(top_k=2) == counts(min_p=0.5) == [625, 0, 375, 0]
     assert counts(top_p=0.9, top_k=3, min_p=0.05) == counts(top_p=0.81) == [526, 0, 316, 158]
     assert counts(top_p=0.1) == counts(top_k=1) == counts(min_p=1.0) == [1000, 0, 0, 0]
-    assert sample_token(logits, sampling(temperature=0.0, top_k=2), 0.99) == (0, pytest.approx(np.log(0.5), abs=1e-6))
+    assert sample_token(logits, sampling(temperature=0.0, top_k=2), 0.99) == (
+        0,
+        pytest.approx(np.log(0.5), abs=1e-6),
+    )
 
 
 def test_the_engine_runs_on_its_device_or_refuses(tmp_path: Path) -> None:
     """It ran on a CPU in silence, whatever it was given."""
-    models, prompt = [make_model(tmp_path / f"model-{seed}", seed) for seed in range(2)], (1, 3, 9, 2, 7)
+    models, prompt = (
+        [make_model(tmp_path / f"model-{seed}", seed) for seed in range(2)],
+        (1, 3, 9, 2, 7),
+    )
     request = GenerateRequest(prompt, "p", 0, sampling(), 8)
     config = make_config("transformers")
     config.model.device = "cuda"
@@ -73,5 +84,9 @@ def test_the_engine_runs_on_its_device_or_refuses(tmp_path: Path) -> None:
         return found
 
     said = asyncio.run(scene())
-    here = "cuda:0" if torch.cuda.is_available() else "model.device: the transformers engine cannot run on cuda:0: "
+    here = (
+        "cuda:0"
+        if torch.cuda.is_available()
+        else "model.device: the transformers engine cannot run on cuda:0: "
+    )
     assert said.startswith(here)

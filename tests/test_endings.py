@@ -1,4 +1,5 @@
-"""Who ended a job, by what Slurm 22.05.8 said of jobs that ended in every way, while they did and afterwards."""
+"""Who ended a job, by what Slurm 22.05.8 said of jobs that ended in every way, while they did and
+afterwards."""
 
 from __future__ import annotations
 
@@ -26,12 +27,21 @@ SAID = {
     "scontrol requeue": ("JobState=COMPLETING Reason=None Restarts=1 ExitCode=0:0", False),
     "preemption": (f"{ENDING} PreemptTime=2026-11-23T08:26:00", False),
     "preemption, afterwards": ("JobState=PREEMPTED Reason=None Restarts=0 ExitCode=0:9", False),
-    "time limit": ("JobState=COMPLETING Reason=TimeLimit Restarts=0 ExitCode=0:0 PreemptTime=None", False),
+    "time limit": (
+        "JobState=COMPLETING Reason=TimeLimit Restarts=0 ExitCode=0:0 PreemptTime=None",
+        False,
+    ),
     "time limit, afterwards": ("JobState=TIMEOUT Reason=TimeLimit Restarts=0 ExitCode=0:9", False),
     "loss of a node": ("JobState=COMPLETING Reason=NodeDown Restarts=0 ExitCode=0:0", False),
-    "loss of a node, afterwards": ("JobState=NODE_FAIL Reason=NodeDown Restarts=0 ExitCode=0:9", False),
+    "loss of a node, afterwards": (
+        "JobState=NODE_FAIL Reason=NodeDown Restarts=0 ExitCode=0:9",
+        False,
+    ),
     "exit 75": ("JobState=COMPLETING Reason=NonZeroExitCode Restarts=0 ExitCode=75:0", False),
-    "exit 75, afterwards": ("JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=75:0", False),
+    "exit 75, afterwards": (
+        "JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=75:0",
+        False,
+    ),
     "nothing": ("JobState=RUNNING Reason=None Restarts=0 ExitCode=0:0", False),
     "it is forgotten": ("", False),
 }
@@ -47,7 +57,9 @@ def test_scancel_leaves_no_trace_and_everything_else_does(said: str, cancelled: 
     assert is_cancelled(dict(word.split("=") for word in said.split()), restarts=0) == cancelled
 
 
-def test_the_user_is_heeded_and_what_we_cancel_ourselves_is_not(run_dir: Path, slurm: FakeSlurm) -> None:
+def test_the_user_is_heeded_and_what_we_cancel_ourselves_is_not(
+    run_dir: Path, slurm: FakeSlurm
+) -> None:
     run = RunDir(run_dir)
     comment = "Comment=JobState=RUNNING JobId=9"
     lines = [f"JobId={job} HetJobId=7 {ENDING} {comment}" for job in ("7", "8")]
@@ -66,19 +78,28 @@ def test_slurm_that_does_not_answer_says_nothing(run_dir: Path, slurm: FakeSlurm
 
 def test_a_successor_knows_whom_it_follows(run_dir: Path) -> None:
     ledger = Ledger(RunDir(run_dir))
-    for entry in (Entry("7", "run"), Entry("8", "successor", after="7"), Entry("9", "successor", after="8")):
+    for entry in (
+        Entry("7", "run"),
+        Entry("8", "successor", after="7"),
+        Entry("9", "successor", after="8"),
+    ):
         ledger.add(entry)
     assert [ledger.predecessor(job) for job in ("7", "8", "9")] == ["", "7", "8"]
 
 
-# -- components that nobody needs any more -----------------------------------------------------------------------------
+# -- components that nobody needs any more ---------------------------------------------------------
 
 
 @pytest.fixture
 def orphan(run_dir: Path) -> Orphan:
     """Component 9 of job 7, whose head beat at 0 s; the lease is 30 s."""
     run = RunDir(run_dir)
-    record(run, "actor", claim_incarnation(run, "actor"), Launch(1, (0, 0, 0), job="9", allocation="7-0"))
+    record(
+        run,
+        "actor",
+        claim_incarnation(run, "actor"),
+        Launch(1, (0, 0, 0), job="9", allocation="7-0"),
+    )
     beats(run, 0)
     return Orphan(run, Config(), Slurm(), "actor", 1)
 
@@ -105,7 +126,9 @@ def test_an_orphan_gives_its_nodes_back(orphan: Orphan, slurm: FakeSlurm) -> Non
     assert Ledger(orphan.run).gave_way("9")
 
 
-def test_headless_groups_live_on_as_long_as_their_job_does(orphan: Orphan, slurm: FakeSlurm) -> None:
+def test_headless_groups_live_on_as_long_as_their_job_does(
+    orphan: Orphan, slurm: FakeSlurm
+) -> None:
     slurm.set(jobs={"7": {"state": "RUNNING"}, "9": {"state": "RUNNING", "het": "7+2"}})
     assert not any(looked(orphan, 1.0, 63.0, 64.0, 70.0, 200.0)) and not given_back(slurm)
     assert len(slurm.calls("squeue")) == 2, "not at every look"
@@ -123,18 +146,25 @@ def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: Fak
 
 def test_what_cannot_outlive_its_job_is_none(run_dir: Path) -> None:
     run = RunDir(run_dir)
-    record(run, "actor", claim_incarnation(run, "actor"), Launch(1, (0, 0, 0), job="7", allocation="7-0"))
+    record(
+        run,
+        "actor",
+        claim_incarnation(run, "actor"),
+        Launch(1, (0, 0, 0), job="7", allocation="7-0"),
+    )
     assert not Orphan(run, Config(), Slurm(), "actor", 1).possible()
 
 
-# -- jobs that one group has to itself, when nobody leads the run any more ---------------------------------------------
+# -- jobs that one group has to itself, when nobody leads the run any more -------------------------
 
 
 def bereft(run_dir: Path, layout: str, group: str = "actor") -> Bereft:
     """Of job 9; the hub's, 7, beat at 0 s; the lease is 30 s."""
     run, ledger = RunDir(run_dir), Ledger(RunDir(run_dir))
     entries = (
-        [Entry("7", "run"), Entry("8", "successor", after="7")] if layout == "het" else [Entry("7", "group", "hub")]
+        [Entry("7", "run"), Entry("8", "successor", after="7")]
+        if layout == "het"
+        else [Entry("7", "group", "hub")]
     )
     for entry in (*entries, Entry("9", "group", group)):
         ledger.add(entry)
@@ -159,10 +189,17 @@ def test_a_head_that_was_killed_before_it_could_say_so_was_cancelled(
     assert asked_to_stop(found.run) == {"code": 0, "reason": "job 7 was cancelled"}
 
 
-def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(run_dir: Path, slurm: FakeSlurm) -> None:
+def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(
+    run_dir: Path, slurm: FakeSlurm
+) -> None:
     found = bereft(run_dir, "het")
     said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
-    for state, leaves in (("RUNNING", False), ("SUSPENDED", False), ("COMPLETING", True), ("NODE_FAIL", True)):
+    for state, leaves in (
+        ("RUNNING", False),
+        ("SUSPENDED", False),
+        ("COMPLETING", True),
+        ("NODE_FAIL", True),
+    ):
         slurm.set(jobs={"7": {"state": state}, "8": {"state": "PENDING"}})
         found.head.seen, found.head._ask_at = (found.head.seen[0], found.head.seen[1] - 63.0), 0.0
         assert looked(found, 63.0) == [leaves], state

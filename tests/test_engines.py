@@ -61,7 +61,8 @@ TOLERANCE = {"sglang": 1e-3, "transformers": 1e-4}
 
 @dataclass
 class Served:
-    """An engine that runs, the loop it runs in, and what it serves: version n has the weights of models[n % 2]."""
+    """An engine that runs, the loop it runs in, and what it serves: version n has the weights of
+    models[n % 2]."""
 
     engine: Engine
     runner: asyncio.Runner
@@ -94,7 +95,12 @@ async def together(engine: Engine, requests: Sequence[GenerateRequest]) -> list[
 
 
 def ask(
-    prompt: tuple[int, ...], key: str = "p", sample: int = 0, budget: int = 8, draft: Draft | None = None, **how: object
+    prompt: tuple[int, ...],
+    key: str = "p",
+    sample: int = 0,
+    budget: int = 8,
+    draft: Draft | None = None,
+    **how: object,
 ) -> GenerateRequest:
     sampling = {"temperature": 1.0, "top_p": 1.0, "stop_token_ids": (), "seed": 5} | how
     return GenerateRequest(prompt, key, sample, Sampling(**sampling), budget, draft=draft)
@@ -102,7 +108,11 @@ def ask(
 
 def requests(**how: object) -> list[GenerateRequest]:
     """Two samples of each prompt."""
-    return [ask(prompt, f"p{k}", sample, **how) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
+    return [
+        ask(prompt, f"p{k}", sample, **how)
+        for k, prompt in enumerate(PROMPTS)
+        for sample in range(2)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +123,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> Iterator[Served]:
     with asyncio.Runner() as runner:
-        engine = make_engine(make_config(kind, **settings), 0, models[0], Version(3, 0), folder / "logs")
+        engine = make_engine(
+            make_config(kind, **settings), 0, models[0], Version(3, 0), folder / "logs"
+        )
         runner.run(engine.start())
         try:
             yield Served(engine, runner, models, folder / "logs", Version(3, 0))
@@ -123,16 +135,21 @@ def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> It
 
 @pytest.fixture(scope="module")
 def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With its radix cache, which is off by default, so that reuse of keys and values can be seen; and it tells of
-    every fourth token."""
+    """With its radix cache, which is off by default, so that reuse of keys and values can be seen;
+    and it tells of every fourth token."""
     folder = tmp_path_factory.mktemp("sglang")
-    (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "chat.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     flags = {"disable_radix_cache": False, "enable_cache_report": True, "stream_interval": 4}
-    yield from serve("sglang", models, folder, flags=flags | {"chat_template": str(folder / "chat.jinja")})
+    yield from serve(
+        "sglang", models, folder, flags=flags | {"chat_template": str(folder / "chat.jinja")}
+    )
 
 
 def stub_nccl(folder: Path) -> Path:
-    """A libnccl.so.2 that SGLang can load on a CPU, as it can load the one of torch's CUDA build; it does nothing."""
+    """A libnccl.so.2 that SGLang can load on a CPU, as it can load the one of torch's CUDA build;
+    it does nothing."""
     (package,) = find_spec("sglang").submodule_search_locations
     wrapper = Path(package) / "srt/distributed/device_communicators/pynccl_wrapper.py"
     names = sorted(set(re.findall(r'"(nccl[A-Z]\w+)"', wrapper.read_text())))
@@ -145,7 +162,9 @@ def stub_nccl(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sglang_of_two_ranks(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def sglang_of_two_ranks(
+    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """Without its radix cache, as by default; each rank takes its slices from the same mapped file.
 
     It finds a libnccl, as with the CUDA build of torch that package indexes have.
@@ -156,7 +175,9 @@ def sglang_of_two_ranks(models: list[Path], tmp_path_factory: pytest.TempPathFac
         # On CPUs it wants to be told where ranks run, unless each has a NUMA domain.
         cpus = sorted(os.sched_getaffinity(0))
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cpus[0]}|{cpus[-1]}")
-        yield from serve("sglang", models, tmp_path_factory.mktemp("sglang-two"), flags={"tp_size": 2})
+        yield from serve(
+            "sglang", models, tmp_path_factory.mktemp("sglang-two"), flags={"tp_size": 2}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -175,15 +196,22 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(served: Served) -> 
     for request, answer in zip(asked, answers, strict=True):
         assert len(answer.token_ids) == len(answer.logprobs) == len(answer.token_versions) == 8
         assert answer.finish_reason == "length"
-        assert error_against(served.model, request.prompt_ids, answer, 0.7) < TOLERANCE[served.engine.name]
+        assert (
+            error_against(served.model, request.prompt_ids, answer, 0.7)
+            < TOLERANCE[served.engine.name]
+        )
     assert len({tuple(answer.token_ids) for answer in answers}) > len(PROMPTS)
 
 
 def test_temperature_zero_takes_the_most_probable_token(served: Served) -> None:
-    for prompt, answer in zip(PROMPTS, served.generate(*requests(temperature=0.0))[::2], strict=True):
+    for prompt, answer in zip(
+        PROMPTS, served.generate(*requests(temperature=0.0))[::2], strict=True
+    ):
         ids = list(prompt)
         for token in answer.token_ids:
-            assert token == int(reference_model(served.model)(input_ids(ids)).logits[0, -1].argmax())
+            assert token == int(
+                reference_model(served.model)(input_ids(ids)).logits[0, -1].argmax()
+            )
             ids.append(token)
         assert error_against(served.model, prompt, answer) < TOLERANCE[served.engine.name]
 
@@ -226,12 +254,14 @@ def test_an_update_from_nowhere_is_a_fault_and_the_next_update_works(served: Ser
         served.runner.run(served.engine.update_weights(Path("/nonexistent"), Version(9, 9)))
     assert caught.value.reason == "update_failed"
     served.update()
-    assert {version for answer in served.generate(*requests()) for version in answer.token_versions} == {
-        served.version.encode()
-    }
+    assert {
+        version for answer in served.generate(*requests()) for version in answer.token_versions
+    } == {served.version.encode()}
 
 
-def test_weights_are_taken_from_the_mapped_memory_of_the_node_or_else_from_a_directory(sglang: Served) -> None:
+def test_weights_are_taken_from_the_mapped_memory_of_the_node_or_else_from_a_directory(
+    sglang: Served,
+) -> None:
     """By a loader in the server's process, which a request names by a word and a path."""
     log = sglang.logs / "engine-0.log"
     for folder, word in ((None, "private"), (sglang.models[0], "auto"), (None, "private")):
@@ -243,7 +273,9 @@ def test_weights_are_taken_from_the_mapped_memory_of_the_node_or_else_from_a_dir
 
 
 @pytest.mark.parametrize("harm", ["cut", "renamed", "shared", "header", "manifest"])
-def test_memory_that_is_not_what_was_verified_gets_into_no_engine(sglang: Served, harm: str) -> None:
+def test_memory_that_is_not_what_was_verified_gets_into_no_engine(
+    sglang: Served, harm: str
+) -> None:
     sglang.version = Version(3, sglang.version.number + 1)
     slab = sglang.slab
     file, mark = slab / "model.safetensors", slab / MARK
@@ -271,17 +303,23 @@ def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     for count in (5, limit):
         drafted = np.full(count, Version(1, 7).encode(), np.int32)
-        draft = Draft.of(Generation(whole.token_ids[:count], whole.logprobs[:count], drafted, "partial"))
+        draft = Draft.of(
+            Generation(whole.token_ids[:count], whole.logprobs[:count], drafted, "partial")
+        )
         [answer] = served.generate(ask(prompt, temperature=0.0, budget=limit, draft=draft))
         assert answer.token_ids == whole.token_ids and answer.finish_reason == "length"
         assert answer.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE[served.engine.name])
-        assert answer.token_versions.tolist() == [*drafted, *[served.version.encode()] * (limit - count)]
+        assert answer.token_versions.tolist() == [
+            *drafted,
+            *[served.version.encode()] * (limit - count),
+        ]
         assert draft.ended is answer
 
 
 def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Served) -> None:
-    """Also of a response that is whole while another one of the request is not. Each change is seen as it happens: who
-    looks now and then sees none where the machine is slow, and all of an answer comes at once."""
+    """Also of a response that is whole while another one of the request is not. Each change is seen
+    as it happens: who looks now and then sees none where the machine is slow, and all of an answer
+    comes at once."""
     seen: list[tuple[Draft, Generation]] = []
 
     class Watched(Draft):
@@ -296,7 +334,9 @@ def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Serv
 
     prompt, limit = PROMPTS[0], 200
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
-    last = Generation(whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial")
+    last = Generation(
+        whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial"
+    )
     drafts = [Watched.of(last), Watched()]
     asked = [ask(prompt, "p", k, limit, draft, temperature=0.0) for k, draft in enumerate(drafts)]
     assert [answer.token_ids for answer in served.generate(*asked)] == [whole.token_ids] * 2
@@ -309,13 +349,20 @@ def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Serv
 
 @pytest.mark.parametrize("moment", ["asked", "drawing"])
 def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(sglang: Served, moment: str) -> None:
-    """The server would refuse to flush its cache, and to give memory back, while it is at something."""
+    """The server would refuse to flush its cache, and to give memory back, while it is at
+    something."""
     drafts = [Draft() for _ in PROMPTS]
-    asked = [ask(prompt, draft=draft, budget=240) for prompt, draft in zip(PROMPTS, drafts, strict=True)]
+    asked = [
+        ask(prompt, draft=draft, budget=240) for prompt, draft in zip(PROMPTS, drafts, strict=True)
+    ]
 
     async def cancelled() -> None:
         task = asyncio.create_task(together(sglang.engine, asked))
-        while not (sglang.engine._client.gate.inside if moment == "asked" else any(d.token_ids for d in drafts)):
+        while not (
+            sglang.engine._client.gate.inside
+            if moment == "asked"
+            else any(d.token_ids for d in drafts)
+        ):
             assert not task.done()
             await asyncio.sleep(0)
         task.cancel()
@@ -337,7 +384,9 @@ def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) 
         return raw["meta_info"]["cached_tokens"], sglang.generate(ask(prompt, "long"))[0]
 
     look()
-    assert look()[0] > 30, "the cache works within a version, so the rest of this test says something"
+    assert look()[0] > 30, (
+        "the cache works within a version, so the rest of this test says something"
+    )
     new = sglang.update()
     cached, answer = look()
     assert cached == 0
@@ -351,7 +400,9 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
     async def scene() -> tuple[int, Generation]:
         engine = sglang.engine
         await engine.generate(ask(prompt, "first", budget=4))
-        running = asyncio.create_task(engine.generate(ask(PROMPTS[0], "runs", budget=200, temperature=0.0)))
+        running = asyncio.create_task(
+            engine.generate(ask(PROMPTS[0], "runs", budget=200, temperature=0.0))
+        )
         while not engine._client.gate.inside:
             await asyncio.sleep(0)
         sglang.version = Version(3, sglang.version.number + 1)
@@ -367,11 +418,16 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
     assert error_against(sglang.model, prompt, answer) < 1e-3
 
 
-def test_a_server_that_becomes_busy_between_the_question_and_the_update_lives_on(sglang: Served) -> None:
+def test_a_server_that_becomes_busy_between_the_question_and_the_update_lives_on(
+    sglang: Served,
+) -> None:
     """Asked to flush its cache with the update, its scheduler would end itself."""
     client = sglang.engine._client
     sampling = {"max_new_tokens": 200, "ignore_eos": True}
-    call, body = client._call, {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True}
+    call, body = (
+        client._call,
+        {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True},
+    )
     running = client._stream("/generate", body)
 
     async def crossed(path: str, body: dict | None, timeout_s: float) -> object:
@@ -431,7 +487,10 @@ def test_memory_that_was_given_back_is_there_again_after_an_update(sglang: Serve
     ],
 )
 def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(
-    request: pytest.FixtureRequest, engine: str, partial: PartialRollout, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    engine: str,
+    partial: PartialRollout,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = request.getfixturevalue(engine)
     served.update()
@@ -443,17 +502,28 @@ def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_
         if several := len(set(answer.token_versions)) > 1:
             break
     assert several, "no version came while a response was drawn"
-    drawn_by = [served.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()]
-    reference = {"keep": reference_logprobs_in_place, "recompute": reference_logprobs_recomputed}[partial]
+    drawn_by = [
+        served.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()
+    ]
+    reference = {"keep": reference_logprobs_in_place, "recompute": reference_logprobs_recomputed}[
+        partial
+    ]
     expected = reference(drawn_by, PROMPTS[0], answer.token_ids)
     assert np.abs(np.array(answer.logprobs) - expected).max() < 1e-3
     told = len(draft.token_versions)
-    assert draft.token_versions == answer.token_versions[:told].tolist() and draft.token_ids == answer.token_ids[:told]
+    assert (
+        draft.token_versions == answer.token_versions[:told].tolist()
+        and draft.token_ids == answer.token_ids[:told]
+    )
     if served.engine.name == "sglang":
-        assert len(set(draft.token_versions)) < 2, "before the end nobody says which of the later weights drew what"
+        assert len(set(draft.token_versions)) < 2, (
+            "before the end nobody says which of the later weights drew what"
+        )
 
 
-def test_an_update_may_wait_for_the_end_of_what_is_drawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_may_wait_for_the_end_of_what_is_drawn(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served.update()
     monkeypatch.setattr(getattr(served.engine, "_client", served.engine), "_partial", "off")
     before = served.version
@@ -473,7 +543,13 @@ def test_the_key_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> N
             await stranger.close()
         return caught.value
 
-    for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/freeze_gc", "/v1/completions"):
+    for path in (
+        "/generate",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/freeze_gc",
+        "/v1/completions",
+    ):
         assert "401" in str(sglang.runner.run(refused(path)))
     key = sglang.engine.server.key_file.read_text()
     for process in session_of(sglang.engine.server.session.leader.pid):
@@ -490,14 +566,18 @@ def test_the_server_listens_on_the_loopback_interface_alone(sglang: Served) -> N
     assert listening == {"127.0.0.1"}
 
 
-def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_them(transformers: Served) -> None:
+def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_them(
+    transformers: Served,
+) -> None:
     crowd = transformers.generate(*requests())
     alone = [transformers.generate(request)[0] for request in reversed(requests())][::-1]
     assert [answer.token_ids for answer in crowd] == [answer.token_ids for answer in alone]
     assert [answer.logprobs for answer in crowd] == [answer.logprobs for answer in alone]
 
 
-def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list[Path], tmp_path: Path) -> None:
+def test_the_seeded_engine_keeps_its_deadline(
+    transformers: Served, models: list[Path], tmp_path: Path
+) -> None:
     hurried = serve("transformers", models, tmp_path, request_timeout_s=1e-6)
     with pytest.raises(EngineFault) as caught:
         next(hurried).generate(*requests())
@@ -505,7 +585,9 @@ def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list
     assert caught.value.reason == "timeout"
 
 
-def test_weights_that_do_not_fit_are_refused_whole(transformers: Served, models: list[Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused_whole(
+    transformers: Served, models: list[Path], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(models[0] / "model.safetensors")
@@ -515,7 +597,9 @@ def test_weights_that_do_not_fit_are_refused_whole(transformers: Served, models:
         load_weights(reference_model(models[0]), tmp_path, spec_of(read_config(models[0])))
 
 
-@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6, "top_k": 8}, {"min_p": 0.6, "top_k": 8}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"top_k": 3}, {"top_p": 0.6, "top_k": 8}, {"min_p": 0.6, "top_k": 8}], ids=str
+)
 def test_log_probs_are_those_of_what_was_drawn_from(served: Served, how: dict) -> None:
     """At another temperature, for requests beside which others draw from all."""
 
@@ -523,10 +607,14 @@ def test_log_probs_are_those_of_what_was_drawn_from(served: Served, how: dict) -
     answers = served.generate(*asked)
     cut_short = 0
     for request, answer in zip(asked, answers, strict=True):
-        logits = reference_model(served.model)(input_ids([*request.prompt_ids, *answer.token_ids])).logits[0]
+        logits = reference_model(served.model)(
+            input_ids([*request.prompt_ids, *answer.token_ids])
+        ).logits[0]
         sampling = request.sampling
         for place, token in enumerate(answer.token_ids, start=len(request.prompt_ids) - 1):
-            whole = (logits[place].float() / sampling.temperature).softmax(-1).double().detach().numpy()
+            whole = (
+                (logits[place].float() / sampling.temperature).softmax(-1).double().detach().numpy()
+            )
             left = cut(whole, sampling)
             assert left[token] > 0
             cut_short += left.sum() < 0.999
@@ -546,7 +634,9 @@ def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
     """A model of random weights writes as much as it may: it is cut off, which is no score."""
     url = str(sglang.engine._client._session._base_url).rstrip("/") + "/v1/chat/completions"
     key_file = str(sglang.engine.server.key_file)
-    judge_settings = JudgeSettings(url=url, token_file=key_file, retries=0, max_new_tokens=8, question="{response}")
+    judge_settings = JudgeSettings(
+        url=url, token_file=key_file, retries=0, max_new_tokens=8, question="{response}"
+    )
 
     async def asked() -> Scores:
         judge = get_reward("judge", RewardSettings(judge=judge_settings))
@@ -557,7 +647,9 @@ def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
 
     error = sglang.runner.run(asked())
     assert isinstance(error, RewardError)
-    assert re.match(r"ValueError: the judge was cut off \(finish_reason length\) after .+; raise", error.detail)
+    assert re.match(
+        r"ValueError: the judge was cut off \(finish_reason length\) after .+; raise", error.detail
+    )
 
 
 def test_what_the_server_keeps_is_its_users_alone(sglang: Served) -> None:
@@ -575,7 +667,9 @@ async def in_time(call: Awaitable[str]) -> str:
         return await call
 
 
-@pytest.mark.parametrize(("fixture", "ends"), [("sglang", "close"), ("sglang_of_two_ranks", "detokenizer")])
+@pytest.mark.parametrize(
+    ("fixture", "ends"), [("sglang", "close"), ("sglang_of_two_ranks", "detokenizer")]
+)
 def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     fixture: str, ends: str, request: pytest.FixtureRequest
 ) -> None:
@@ -585,7 +679,9 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     members, memory = session_of(session.leader.pid), session.shared_memory()
     assert len(members) >= 3 and memory and scratch.exists()
     if ends == "detokenizer":
-        [part] = [member for member in members if "sglang::detokenizer" in " ".join(member.cmdline())]
+        [part] = [
+            member for member in members if "sglang::detokenizer" in " ".join(member.cmdline())
+        ]
         part.kill()
         said = served.runner.run(in_time(served.engine.wait_dead()))
         assert "sglang::detokenizer" in said

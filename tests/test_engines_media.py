@@ -1,4 +1,5 @@
-"""Engines that see, and hear: what they say of tokens is what transformers says, by the media that they were given."""
+"""Engines that see, and hear: what they say of tokens is what transformers says, by the media that
+they were given."""
 
 from __future__ import annotations
 
@@ -49,14 +50,19 @@ NEW = Version(1, 1)
 
 
 @pytest.fixture(scope="module", params=["transformers", "sglang"])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaEngine]:
-    with MediaEngine.started(request.param, tmp_path_factory.mktemp(request.param), caches=True) as found:
+def seeing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MediaEngine]:
+    with MediaEngine.started(
+        request.param, tmp_path_factory.mktemp(request.param), caches=True
+    ) as found:
         yield found
 
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
 def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_path: Path) -> None:
-    """A sound alone is the same beside longer ones; two of them beside an image have SGLang's own positions fail."""
+    """A sound alone is the same beside longer ones; two of them beside an image have SGLang's own
+    positions fail."""
     with MediaEngine.started(kind, tmp_path, HEARING) as hearing:
         named = [
             (),
@@ -70,10 +76,15 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
         ]
         asked = [hearing.asked(*media, sample=number) for number, media in enumerate(named)]
         answers = hearing.answers(*asked)
-        assert [error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)] == [True] * 8
+        assert [
+            error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)
+        ] == [True] * 8
         # A video that is heard as well: its frames and its sound are there by turns.
         talking = Kind.VIDEO, (VIDEOS / "h264.mp4").read_bytes()
-        heard = [hearing.asked(*media, heard=True) for media in ((talking,), (png(seed=2), talking, noise(1.2, 6)))]
+        heard = [
+            hearing.asked(*media, heard=True)
+            for media in ((talking,), (png(seed=2), talking, noise(1.2, 6)))
+        ]
         answers_heard = hearing.answers(*heard, asked[6])
         for request, answer in zip(heard, answers_heard, strict=False):
             kinds = [medium.kind for medium in request.media]
@@ -81,16 +92,22 @@ def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_pat
             assert error(hearing.models[0], request, answer, heard=True) < CLOSE
         other = replace(asked[2], media=hearing.asked(noise(2.3, 7)).media)
         assert error(hearing.models[0], other, answers[2]) > 1000 * CLOSE
-        hearing.runner.run(hearing.engine.update_weights(speaking(hearing.models[1]), Version(1, 1)))
+        hearing.runner.run(
+            hearing.engine.update_weights(speaking(hearing.models[1]), Version(1, 1))
+        )
         again = hearing.answers(*asked)
-        assert max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
+        assert (
+            max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
+        )
 
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
 def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
-    """Started and updated from files as published, experts turned around, and by memory, where they lie one by one.
-    Tokens of images have routes like those of text."""
-    shape = RouteShape(SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok)
+    """Started and updated from files as published, experts turned around, and by memory, where they
+    lie one by one. Tokens of images have routes like those of text."""
+    shape = RouteShape(
+        SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok
+    )
     with MediaEngine.started(kind, tmp_path, SEEING_EXPERTS, routes=kind == "sglang") as seeing:
         named = [(), (png(64, 96),), (png(96, 64, 1), png(32, 32, 2)), (film(3), png(seed=4)), ()]
         asked = [seeing.asked(*media, sample=number) for number, media in enumerate(named)]
@@ -98,7 +115,9 @@ def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
         versions = [None, seeing.models[1], slab]
         for number, directory in enumerate(versions):
             if directory:
-                seeing.runner.run(seeing.engine.update_weights(directory, replace(NEW, number=number)))
+                seeing.runner.run(
+                    seeing.engine.update_weights(directory, replace(NEW, number=number))
+                )
             model = seeing.models[min(number, 1)]
             for request, answer in zip(asked, seeing.answers(*asked), strict=True):
                 assert error(model, request, answer) < CLOSE
@@ -110,10 +129,15 @@ def test_experts_see_and_say_who_they_were(kind: str, tmp_path: Path) -> None:
 
 def speaking(model: Path) -> Path:
     """``model`` with a file of what is not trained, as versions have it."""
-    talker = {"talker.model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 3), "code2wav.bias": torch.ones(5)}
+    talker = {
+        "talker.model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 3),
+        "code2wav.bias": torch.ones(5),
+    }
     save_file(talker, model / "model-00002-of-00002.safetensors")
     trained = (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    owner = dict.fromkeys(load_file(trained), trained.name) | dict.fromkeys(talker, "model-00002-of-00002.safetensors")
+    owner = dict.fromkeys(load_file(trained), trained.name) | dict.fromkeys(
+        talker, "model-00002-of-00002.safetensors"
+    )
     index = {"metadata": {}, "weight_map": owner}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     return model
@@ -124,21 +148,38 @@ def in_pieces(model: Path, folder: Path) -> Path:
     folder.mkdir()
     copy_small(model, folder)
     spec, tensors = spec_of(read_config(model)), load_file(model / "model.safetensors")
-    pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    save_file({name: piece[:].contiguous() for name, piece in pieces.items()}, folder / "model.safetensors")
+    pieces, _ = by_piece(
+        spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    )
+    save_file(
+        {name: piece[:].contiguous() for name, piece in pieces.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
-def test_what_engines_see_in_each_turn_is_what_the_row_has(seeing: MediaEngine, tmp_path: Path) -> None:
+def test_what_engines_see_in_each_turn_is_what_the_row_has(
+    seeing: MediaEngine, tmp_path: Path
+) -> None:
     """Also by the keys and values of the turns before; half of an image costs its episode."""
     prompt, made = shown(seeing, tmp_path, Showing)
     assert isinstance(made, Episode) and made.finish_reason == "env_done", made
     (row,) = made.rows
-    assert len(row.turns) == 4 and len(row.media) == 5 and error_of_turns(seeing.models[0], row) < CLOSE
+    assert (
+        len(row.turns) == 4
+        and len(row.media) == 5
+        and error_of_turns(seeing.models[0], row) < CLOSE
+    )
     (stored,) = rows_of(prompt, 7, {0: made})
-    assert check_media(stored, placeholders_of(seeing.models[0])) == sum(medium.tokens for medium in row.media)
+    assert check_media(stored, placeholders_of(seeing.models[0])) == sum(
+        medium.tokens for medium in row.media
+    )
     _, torn = shown(seeing, tmp_path, Torn)
-    assert isinstance(torn, BadAnswer) and torn.reason == "environment_answer" and "truncated" in str(torn)
+    assert (
+        isinstance(torn, BadAnswer)
+        and torn.reason == "environment_answer"
+        and "truncated" in str(torn)
+    )
 
 
 def test_rows_with_images_and_without_are_in_flight_at_once(seeing: MediaEngine) -> None:
@@ -163,7 +204,9 @@ def test_a_response_goes_on_from_its_draft(seeing: MediaEngine) -> None:
     (whole,) = seeing.answers(request)
     draft = Draft(whole.token_ids[:3], whole.logprobs[:3], whole.token_versions[:3].tolist())
     (rest,) = seeing.answers(replace(request, draft=draft))
-    assert rest.token_ids[:3] == whole.token_ids[:3] and error(seeing.models[0], request, rest) < CLOSE
+    assert (
+        rest.token_ids[:3] == whole.token_ids[:3] and error(seeing.models[0], request, rest) < CLOSE
+    )
 
 
 def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: MediaEngine) -> None:
@@ -176,10 +219,15 @@ def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: MediaEngin
 
 
 def moved(media: Sequence[PromptMedium], by: int) -> tuple[PromptMedium, ...]:
-    return tuple(replace(one, spans=tuple((start + by, length) for start, length in one.spans)) for one in media)
+    return tuple(
+        replace(one, spans=tuple((start + by, length) for start, length in one.spans))
+        for one in media
+    )
 
 
-def test_places_that_media_do_not_fit_are_refused_before_anything_is_asked(seeing: MediaEngine) -> None:
+def test_places_that_media_do_not_fit_are_refused_before_anything_is_asked(
+    seeing: MediaEngine,
+) -> None:
     """SGLang answers the first of these without a word, by wrong tokens."""
     two, one = seeing.asked(png(), png(seed=1)), seeing.asked(png())
     wrong = [

@@ -16,7 +16,14 @@ import psutil
 import pytest
 
 from relax_hpc.environments import process as process_module
-from relax_hpc.environments.base import Context, EnvironmentFault, Message, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Context,
+    EnvironmentFault,
+    Message,
+    Observation,
+    Response,
+    Step,
+)
 from relax_hpc.environments.host import Environments, Session
 from relax_hpc.environments.wire import checked_step, step_to_wire
 from relax_hpc.errors import ConfigError
@@ -51,9 +58,16 @@ def test_what_an_environment_is_told_and_says_comes_over_whole() -> None:
 
     opening, (step, messages) = with_host(work, options={"word": "opens"})
     [observation, _] = WELL.observations
-    assert opening == (Message("tool", ("begun 7 {'id': 1000000000000000000000000000000, 'name': 'é'}",)),)
+    assert opening == (
+        Message("tool", ("begun 7 {'id': 1000000000000000000000000000000, 'name': 'é'}",)),
+    )
     assert messages == (Message("tool", (*observation.media, observation.text)),) * 2
-    assert (step.done, step.info, step.reward, step.context) == (WELL.done, WELL.info, WELL.reward, WELL.context)
+    assert (step.done, step.info, step.reward, step.context) == (
+        WELL.done,
+        WELL.info,
+        WELL.reward,
+        WELL.context,
+    )
 
 
 def test_a_bad_answer_ends_its_own_episode_and_nothing_beside_it() -> None:
@@ -65,14 +79,17 @@ def test_a_bad_answer_ends_its_own_episode_and_nothing_beside_it() -> None:
         is_same, turns = first == await pid_of(beside, 1), itertools.count(2)
         # Nobody waits for that, but all of them are closed.
         while (
-            text_of(await beside.step(Response("closed", "stop", turn := next(turns)))) != f"{turn + 1} {all_of_them} 0"
+            text_of(await beside.step(Response("closed", "stop", turn := next(turns))))
+            != f"{turn + 1} {all_of_them} 0"
         ):
             assert turn < 10_000
         return ended, raised, is_same
 
     all_of_them = [0] * (len(BAD_STEPS) + 3)
     ended, raised, is_same = with_host(work, memory_mb=1024)
-    assert all(heard[0] == "1 a 0" and heard[1].startswith("environment_answer: ") for heard in ended), ended
+    assert all(
+        heard[0] == "1 a 0" and heard[1].startswith("environment_answer: ") for heard in ended
+    ), ended
     assert raised == [
         ["environment_raised: SystemExit: 3"],
         ["environment_raised: MemoryError: "],
@@ -111,8 +128,12 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
         before = await pid_of(idle)
         await whim.step(Response("whim", "stop", 0))
         words = ("a", "sleep 0.2", "b"), (bad,), ("sleep 0.3", "b")
-        heard = await together(*(play(host, *said, seed=seed) for seed, said in enumerate(words, 1)))
-        with pytest.raises(EnvironmentFault, match="environment_differs: it said something else after response 1"):
+        heard = await together(
+            *(play(host, *said, seed=seed) for seed, said in enumerate(words, 1))
+        )
+        with pytest.raises(
+            EnvironmentFault, match="environment_differs: it said something else after response 1"
+        ):
             await whim.step(Response("b", "stop", 1))
         return heard, before == await pid_of(idle, 1)
 
@@ -125,7 +146,12 @@ def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fau
     ("number", "deaths", "calls", "answer"),
     [
         (signal.SIGKILL, 2, 3, "1 call 3 0"),
-        (signal.SIGKILL, 9, 3, "environment_died: its process was ended by SIGKILL, perhaps for want of memory"),
+        (
+            signal.SIGKILL,
+            9,
+            3,
+            "environment_died: its process was ended by SIGKILL, perhaps for want of memory",
+        ),
         (signal.SIGSTOP, 1, 2, "1 call 2 0"),
     ],
 )
@@ -133,16 +159,22 @@ def test_an_episode_whose_process_dies_or_is_suspended_is_played_again(
     number: int, deaths: int, calls: int, answer: str, tmp_path: Path
 ) -> None:
     async def work(host: Environments) -> Any:
-        return await play(host, f"signal {int(number)} {deaths} {tmp_path / 'log'}"), await play(host, "a")
+        return await play(host, f"signal {int(number)} {deaths} {tmp_path / 'log'}"), await play(
+            host, "a"
+        )
 
-    answers, following = with_host(work, step_timeout_s=0.5 if number == signal.SIGSTOP else LIMIT_S)
+    answers, following = with_host(
+        work, step_timeout_s=0.5 if number == signal.SIGSTOP else LIMIT_S
+    )
     assert answers == [answer] and count_calls(str(tmp_path / "log")) == calls
     assert following == ["1 a 0"]
 
 
 def test_calls_of_an_event_loop_are_many_at_a_time_and_end_in_time() -> None:
     async def work(host: Environments) -> Any:
-        return await together(*(play(host, "await 0.2") for _ in range(50)), play(host, "await 1000"))
+        return await together(
+            *(play(host, "await 0.2") for _ in range(50)), play(host, "await 1000")
+        )
 
     *heard, late = with_host(work, "tests.hostile_environments:Soon", step_timeout_s=3.0)
     assert heard == [["awaited"]] * 50
@@ -157,7 +189,8 @@ def test_places_are_kept_and_given_back() -> None:
         step = asyncio.create_task(second.step(Response("sleep 0.3", "stop", 1)))
         await asyncio.wait([waits], timeout=0.1)
         assert not waits.done()
-        # Its rollout has no use for it any more, and waits for nothing: the place is free once the call is over.
+        # Its rollout has no use for it any more, and waits for nothing: the place is free once the
+        # call is over.
         step.cancel()
         await second.close()
         await second.close()
@@ -192,13 +225,19 @@ def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration()
     ("kind", "options", "error"),
     [
         (HOSTILE, {"word": "refuses"}, "environment.options.word: found refuses"),
-        (HOSTILE, {"words": ""}, "environment.options: Hostile is not made with them: .*unexpected keyword"),
+        (
+            HOSTILE,
+            {"words": ""},
+            "environment.options: Hostile is not made with them: .*unexpected keyword",
+        ),
         ("tool", {}, "environment.kind: found 'tool', allowed .*did you mean 'tools'"),
         ("relax_hpc.errors:ConfigError", {}, "found no class derived from"),
         ("relax_hpc.environments.base:Environment", {}, "found a class without step; give it that"),
     ],
 )
-def test_an_environment_that_cannot_be_had_is_said_at_once(kind: str, options: dict, error: str) -> None:
+def test_an_environment_that_cannot_be_had_is_said_at_once(
+    kind: str, options: dict, error: str
+) -> None:
     async def work(host: Environments) -> None:
         with pytest.raises(ConfigError, match=error):
             await host.start()
@@ -261,7 +300,9 @@ def test_a_value_that_is_no_number_is_still_refused_by_name(step: Step) -> None:
     ("response", "reason", "function"),
     [("sleep x", "environment_raised", "sleep"), (SLEEPS, "environment_timeout", "sleep")],
 )
-def test_a_fault_says_where_in_the_environment_it_was(response: str, reason: str, function: str) -> None:
+def test_a_fault_says_where_in_the_environment_it_was(
+    response: str, reason: str, function: str
+) -> None:
     async def work(host: Environments) -> EnvironmentFault:
         session = await host.open(beginning())
         with pytest.raises(EnvironmentFault) as caught:

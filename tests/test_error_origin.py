@@ -14,7 +14,12 @@ import pytest
 
 from relax_hpc.error_origin import NO_ORIGIN, describe_with_location, locate, shorten
 from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.first_failures import FAILURES_FILE, FailureWriter, FirstFailure, read_failures
+from relax_hpc.metrics.first_failures import (
+    FAILURES_FILE,
+    FailureWriter,
+    FirstFailure,
+    read_failures,
+)
 from relax_hpc.named import named
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.ask import scores

@@ -24,15 +24,22 @@ from tests.run_helpers import LIGHT, SMALL, merged, running, trained_steps
 WAIT_S = 120.0
 
 
-@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_right_one(drawn: tuple[int, int, int]) -> None:
+@given(
+    st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_right_one(
+    drawn: tuple[int, int, int],
+) -> None:
     count, right, k = drawn
     chosen = list(itertools.combinations(range(count), k))
-    assert pass_at(k, count, right) == pytest.approx(sum(min(one) < right for one in chosen) / len(chosen))
+    assert pass_at(k, count, right) == pytest.approx(
+        sum(min(one) < right for one in chosen) / len(chosen)
+    )
 
 
 def test_pass_at_k_of_the_paper() -> None:
-    """n = 200 as there, in exact integers: a product of floats, as its listing has, gives the same."""
+    """n = 200 as there, in exact integers: a product of floats, as its listing has, gives the
+    same."""
     product = 1.0
     for i in range(200 - 13 + 1, 200 + 1):
         product *= 1 - 100 / i
@@ -40,20 +47,28 @@ def test_pass_at_k_of_the_paper() -> None:
 
 
 def test_what_has_no_reward_counts_for_nothing() -> None:
-    tally = Tally(EvalConfig(responses=3, temperature=1.0, pass_at=[1, 2, 3], pass_reward=0.5, reward="f1"))
+    tally = Tally(
+        EvalConfig(responses=3, temperature=1.0, pass_at=[1, 2, 3], pass_reward=0.5, reward="f1")
+    )
     tally.add([Score(1.0), Score(0.5), Score(0.0)])
     tally.add([Score(0.0), RewardError("reward_timeout", ""), Score(0.0)])
     tally.add([RewardError("http_error", "")] * 3)
     values = dict(tally.values("set"))
     assert values == pytest.approx(
-        {"eval/set/f1": 0.3, "eval/set/pass@1": 1 / 3, "eval/set/pass@2": 0.5, "eval/set/pass@3": 1.0}
+        {
+            "eval/set/f1": 0.3,
+            "eval/set/pass@1": 1 / 3,
+            "eval/set/pass@2": 0.5,
+            "eval/set/pass@3": 1.0,
+        }
     )
     assert tally.failed == {"reward_timeout": 1, "http_error": 3}
     assert dict(Tally(EvalConfig()).values("set")) == {}, "nobody can say"
 
 
 def test_a_run_with_composed_rewards_and_evaluations_of_several_responses(tmp_path: Path) -> None:
-    """A prompt whose line names no reward is drawn again under its ticket in training, and left out of evaluations."""
+    """A prompt whose line names no reward is drawn again under its ticket in training, and left out
+    of evaluations."""
     requires("mpi", "torch", "megatron", "transformers")
     names = ["quiz", "words", "law", *["words"] * 13]
     rows = [
@@ -66,15 +81,28 @@ def test_a_run_with_composed_rewards_and_evaluations_of_several_responses(tmp_pa
     over = {
         "steps": 2,
         "model": {"path": str(tmp_path / "model")},
-        "data": {"task": "", "train": str(tmp_path / "train.jsonl"), "eval": {"held": str(tmp_path / "held.jsonl")}},
+        "data": {
+            "task": "",
+            "train": str(tmp_path / "train.jsonl"),
+            "eval": {"held": str(tmp_path / "held.jsonl")},
+        },
         "rollout": {"reward": "weighted", "max_new_tokens": 4},
         "reward": {
             "weighted": {"by_row": 1.0, "format": 0.5},
-            "by_row": {"column": "kind", "rewards": {"quiz": "answer_exact", "words": "answer_partial"}},
+            "by_row": {
+                "column": "kind",
+                "rewards": {"quiz": "answer_exact", "words": "answer_partial"},
+            },
             "format": {"pattern": r"[0-9]+"},
         },
         "eval": {
-            **{"every": 2, "reward": "by_row", "responses": 3, "temperature": 1.0, "max_new_tokens": 8},
+            **{
+                "every": 2,
+                "reward": "by_row",
+                "responses": 3,
+                "temperature": 1.0,
+                "max_new_tokens": 8,
+            },
             **{"pass_at": [1, 3], "pass_reward": 0.05},
         },
     }
@@ -84,7 +112,9 @@ def test_a_run_with_composed_rewards_and_evaluations_of_several_responses(tmp_pa
     last = trained_steps(live.run)[-1]
     assert {"reward/component_by_row", "reward/component_format"} <= last.keys()
     failed = [event for event in read_events(live.run) if event["what"] == "eval_failed"]
-    assert len(failed) == 6 and {event["reason"] for event in failed} == {"reward_exception"}, "of two evaluations"
+    assert len(failed) == 6 and {event["reason"] for event in failed} == {"reward_exception"}, (
+        "of two evaluations"
+    )
     result = audit(live.run)
     assert result.problems == [] and set(result.failed) == {"reward_exception"}
 
@@ -93,11 +123,20 @@ def test_a_run_with_composed_rewards_and_evaluations_of_several_responses(tmp_pa
         if sample.get("eval") == "held" and sample["step"] == 2:
             rewards[sample["prompt_id"]].append(None if "failed" in sample else sample["reward"])
             assert sample["tokens"] <= 8
-    assert {name: len(found) for name, found in rewards.items()} == {"p1": 3, "p2": 3, "p3": 3, "p4": 3}
+    assert {name: len(found) for name, found in rewards.items()} == {
+        "p1": 3,
+        "p2": 3,
+        "p3": 3,
+        "p4": 3,
+    }
     assert rewards.pop("p2") == [None] * 3
-    [row] = [row for row in read_metrics(live.run.root) if row["step"] == 2 and "eval/held/by_row" in row]
+    [row] = [
+        row for row in read_metrics(live.run.root) if row["step"] == 2 and "eval/held/by_row" in row
+    ]
     means = [sum(found) / 3 for found in rewards.values()]
     assert row["eval/held/by_row"] == pytest.approx(sum(means) / 3)
     for k in (1, 3):
-        passes = [pass_at(k, 3, sum(value >= 0.05 for value in found)) for found in rewards.values()]
+        passes = [
+            pass_at(k, 3, sum(value >= 0.05 for value in found)) for found in rewards.values()
+        ]
         assert row[f"eval/held/pass@{k}"] == pytest.approx(sum(passes) / 3)

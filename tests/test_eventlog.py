@@ -1,4 +1,5 @@
-"""events.jsonl is cut into compressed parts: whoever writes it, dies or begins anew, its lines are those of the run."""
+"""events.jsonl is cut into compressed parts: whoever writes it, dies or begins anew, its lines are
+those of the run."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monk
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("call", ["replace", "unlink"])
-def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(tmp_path, monkeypatch, call, number):
+def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(
+    tmp_path, monkeypatch, call, number
+):
     monkeypatch.setattr(eventlog, "_AGAIN_S", 0.0)
     path, real, fails = tmp_path / "events.jsonl", getattr(Path, call), [True] * 3
     log = EventLog(path, 1)
@@ -116,11 +119,13 @@ def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(tmp_path, monke
 @settings(deadline=None, max_examples=effort(15, 500))
 @given(
     batches=st.lists(
-        st.tuples(st.integers(0, 30), st.sampled_from(["", "settle", "extent", "crash", "replay"])), max_size=12
+        st.tuples(st.integers(0, 30), st.sampled_from(["", "settle", "extent", "crash", "replay"])),
+        max_size=12,
     )
 )
 def test_whoever_writes_it_the_lines_are_those_of_the_run(tmp_path_factory, batches):
-    """Controllers take over what a snapshot covers, or tell everything anew, with more or less of it cut off."""
+    """Controllers take over what a snapshot covers, or tell everything anew, with more or less of
+    it cut off."""
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
     incarnation, count, known = 1, 0, (0, Extent(0, 0))
     log = EventLog(path, incarnation)
@@ -147,7 +152,9 @@ def test_whoever_writes_it_the_lines_are_those_of_the_run(tmp_path_factory, batc
     assert lines(path) == told(0, count)
 
 
-@pytest.mark.parametrize("damage", ["a part is gone", "a part is another", "the file", "a part is torn"])
+@pytest.mark.parametrize(
+    "damage", ["a part is gone", "a part is another", "the file", "a part is torn"]
+)
 def test_a_beginning_that_is_not_as_it_was_is_told_again(tmp_path, damage):
     path = tmp_path / "events.jsonl"
     log = EventLog(path, 1)
@@ -201,7 +208,9 @@ def test_where_there_is_no_room_for_a_part_the_file_grows(tmp_path, monkeypatch)
     log = EventLog(path, 1)
     log.publish()
     real = gzip.GzipFile.write
-    monkeypatch.setattr(gzip.GzipFile, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        gzip.GzipFile, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     for number in range(40):
         log.write(told(number, number + 1))
         log.flush()

@@ -21,34 +21,61 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 SHARDED = {"optimizer": {"distributed": True}}
 OF_TWO: Layouts = {
     "over data ranks": {"parallel": {"data": 2, "expert": 2}},
-    "over data ranks, sharded": {"parallel": {"data": 2, "expert": 2}, "recompute": "full", **SHARDED},
+    "over data ranks, sharded": {
+        "parallel": {"data": 2, "expert": 2},
+        "recompute": "full",
+        **SHARDED,
+    },
     "over tensor ranks": {"parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True}},
     "over context ranks": {"parallel": {"context": 2, "expert": 2}, "recompute": "selective"},
-    "cut by tensor ranks": {"parallel": {"tensor": 2, "sequence_parallel": True}, "experts": "grouped", **SHARDED},
+    "cut by tensor ranks": {
+        "parallel": {"tensor": 2, "sequence_parallel": True},
+        "experts": "grouped",
+        **SHARDED,
+    },
     "of two stages": {"parallel": {"pipeline": 2}, "recompute": "full"},
 }
 OF_FOUR: Layouts = {
-    "over half of the data ranks": {"parallel": {"data": 4, "expert": 2}, "experts": "grouped", **SHARDED},
+    "over half of the data ranks": {
+        "parallel": {"data": 4, "expert": 2},
+        "experts": "grouped",
+        **SHARDED,
+    },
     "one each": {"parallel": {"data": 4, "expert": 4}, "optimizer": {"offload": True}},
-    "over tensor and data ranks": {"parallel": {"tensor": 2, "data": 2, "expert": 4, "sequence_parallel": True}},
+    "over tensor and data ranks": {
+        "parallel": {"tensor": 2, "data": 2, "expert": 4, "sequence_parallel": True}
+    },
     "over tensor ranks of two replicas": {
         "parallel": {"tensor": 2, "data": 2, "expert": 2, "sequence_parallel": True},
         **SHARDED,
     },
-    "over half of the tensor ranks": {"parallel": {"tensor": 4, "expert": 2, "sequence_parallel": True}},
-    "of two stages, over data ranks": {"parallel": {"pipeline": 2, "data": 2, "expert": 2}, "recompute": "selective"},
+    "over half of the tensor ranks": {
+        "parallel": {"tensor": 4, "expert": 2, "sequence_parallel": True}
+    },
+    "of two stages, over data ranks": {
+        "parallel": {"pipeline": 2, "data": 2, "expert": 2},
+        "recompute": "selective",
+    },
     "of two stages, over tensor ranks": {
         "parallel": {"pipeline": 2, "tensor": 2, "expert": 2, "sequence_parallel": True},
         "recompute": "full",
     },
-    "of two stages, over context ranks": {"parallel": {"pipeline": 2, "context": 2, "expert": 2}, **SHARDED},
-    "over tensor and context ranks": {"parallel": {"tensor": 2, "context": 2, "expert": 4, "sequence_parallel": True}},
+    "of two stages, over context ranks": {
+        "parallel": {"pipeline": 2, "context": 2, "expert": 2},
+        **SHARDED,
+    },
+    "over tensor and context ranks": {
+        "parallel": {"tensor": 2, "context": 2, "expert": 4, "sequence_parallel": True}
+    },
     "over context and data ranks": {"parallel": {"context": 2, "data": 2, "expert": 4}},
-    "cut by tensor ranks of two replicas": {"parallel": {"tensor": 2, "data": 2, "sequence_parallel": True}},
+    "cut by tensor ranks of two replicas": {
+        "parallel": {"tensor": 2, "data": 2, "sequence_parallel": True}
+    },
 }
 WORLDS = ((2, OF_TWO), (4, OF_FOUR))
 WHOLE = [*OF_TWO, *OF_FOUR] if effort(0, 1) else ["over data ranks, sharded"]
-"""What differs from one layout of experts to the next is in the steps of all; the rest is as without experts."""
+"""What differs from one layout of experts to the next is in the steps of all; the rest is as
+without experts."""
 
 
 @pytest.fixture(scope="module", name="mixed")
@@ -61,7 +88,10 @@ def mixed_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(one_rank: None, mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By case, the folder in which the processes left what a step of theirs made."""
     root = tmp_path_factory.mktemp("steps")
-    outs = [launched(root, world, cases, lambda _: mixed, module="tests.expert_rank") for world, cases in WORLDS]
+    outs = [
+        launched(root, world, cases, lambda _: mixed, module="tests.expert_rank")
+        for world, cases in WORLDS
+    ]
     return outs[0] | outs[1]
 
 
@@ -75,13 +105,16 @@ def of_one_rank(one_rank: None, mixed: Path) -> tuple[dict[str, float], dict[str
 
 @pytest.mark.parametrize("name", OF_TWO | OF_FOUR)
 def test_a_step_is_that_of_one_rank_however_experts_are_dealt_out(steps, of_one_rank, name: str):
-    """With uneven micro-batches, idle ones and padded packs, none of which takes part in the balance of experts."""
+    """With uneven micro-batches, idle ones and padded packs, none of which takes part in the
+    balance of experts."""
     metrics, weights = of_one_rank
     found = load_file(steps[name] / "weights.safetensors")
     assert found.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(found[key], value, atol=1e-5, rtol=0)
-    assert json.loads((steps[name] / "metrics.json").read_text()) == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert json.loads((steps[name] / "metrics.json").read_text()) == pytest.approx(
+        metrics, rel=1e-4, abs=1e-5
+    )
     assert metrics["loss/balance"] > 0.1 and 1.0 < metrics["experts/load_max"] < 4.0
 
 
@@ -101,9 +134,13 @@ def test_experts_of_several_ranks_are_published_scored_and_saved(runs, mixed: Pa
     check_learned_from_files_agrees((OF_TWO | OF_FOUR)[name], mixed, runs[name])
 
 
-def test_a_rank_that_goes_missing_ends_the_others_with_what_is_the_matter(mixed: Path, tmp_path: Path) -> None:
+def test_a_rank_that_goes_missing_ends_the_others_with_what_is_the_matter(
+    mixed: Path, tmp_path: Path
+) -> None:
     """It is killed in the midst of a layer, while others wait for its tokens."""
     layout = json.dumps({"parallel": {"data": 2, "expert": 2}})
-    codes, outputs = ends(2, layout, mixed, tmp_path, "lost", timeout_s=120.0, module="tests.expert_rank")
+    codes, outputs = ends(
+        2, layout, mixed, tmp_path, "lost", timeout_s=120.0, module="tests.expert_rank"
+    )
     assert codes == [1, -signal.SIGKILL], outputs
     assert "LostRankError: a rank of this group is gone" in outputs[0]

@@ -32,17 +32,34 @@ PRINTED
 """
 
 
-@pytest.mark.parametrize(("printed", "code", "holds"), [("4", "0", True), ("5", "0", False), ("4", "1", False)])
-def test_an_example_that_says_something_wrong_is_found(printed: str, code: str, holds: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("printed", "code", "holds"), [("4", "0", True), ("5", "0", False), ("4", "1", False)]
+)
+def test_an_example_that_says_something_wrong_is_found(
+    printed: str, code: str, holds: bool, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.replace("CODE", code).replace("PRINTED", printed))
     [example] = examples(page)
-    with contextlib.nullcontext() if holds else pytest.raises(AssertionError, match=r"One: \$ python a\.py"):
+    with (
+        contextlib.nullcontext()
+        if holds
+        else pytest.raises(AssertionError, match=r"One: \$ python a\.py")
+    ):
         example.run(tmp_path)
 
 
 def test_every_example_is_in_the_page() -> None:
-    """With the content of its file: tools/docs includes it, and tests/test_docs.py compares both."""
-    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py", "one_process.py"}
-    shown = {name: text for example in EXAMPLES for name, text in example.files.items() if name.startswith("examples/")}
+    """With the content of its file: tools/docs includes it, and tests/test_docs.py compares
+    both."""
+    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {
+        "__init__.py",
+        "one_process.py",
+    }
+    shown = {
+        name: text
+        for example in EXAMPLES
+        for name, text in example.files.items()
+        if name.startswith("examples/")
+    }
     assert shown == {f"examples/{name}": (ROOT / "examples" / name).read_text() for name in names}

@@ -1,4 +1,5 @@
-"""What is known of model families: real config.json are taken, and whatever may change the arithmetic is refused."""
+"""What is known of model families: real config.json are taken, and whatever may change the
+arithmetic is refused."""
 
 from __future__ import annotations
 
@@ -147,7 +148,11 @@ def test_published_models_are_understood(size: str):
     config = published(size)
     written = Qwen3Config(**config).to_dict()
     assert written["transformers_version"].startswith("5.") and "rope_theta" not in written
-    for found in (config, written, config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"}):
+    for found in (
+        config,
+        written,
+        config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"},
+    ):
         assert list(problems(found)) == list(problems(found, use="convert")) == []
     assert spec_of(config) == spec_of(written) and spec_of(config).rope_base == 1e6
 
@@ -164,7 +169,8 @@ def test_published_mixtures_are_understood():
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe", "Llama"])
 def test_what_a_config_does_not_say_is_what_transformers_takes(kind: str):
-    """Of every key that may be missing; what the engine and the trainer would take differently is refused."""
+    """Of every key that may be missing; what the engine and the trainer would take differently is
+    refused."""
     install_transformers_hook()
     import transformers
 
@@ -200,7 +206,9 @@ def test_a_base_of_null_is_no_default(change: dict[str, Any], place: str):
     taken = Qwen3Config(**deepcopy(QWEN3_8B | change)).rope_parameters["rope_theta"]
     assert (taken is None) == bool(place)
     found = list(problems(QWEN3_8B | change))
-    assert [line.partition(" is null, with which no engine starts")[0] for line in found] == ([place] if place else [])
+    assert [line.partition(" is null, with which no engine starts")[0] for line in found] == (
+        [place] if place else []
+    )
     assert not place or list(problems(QWEN3_8B | change, [place])) == []
 
 
@@ -222,34 +230,69 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
             {"rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "low_freq_factor": 2.0}},
             "factor is 2.0, supported",
         ),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing beside the rope_type"),
-        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "rope_scaling.factor is 8.0 beside the rope_type"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "is 'linear', supported is 'default' or 'llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor is missing beside the rope_type",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "factor": 8.0}},
+            "rope_scaling.factor is 8.0 beside the rope_type",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "is 'linear', supported is 'default' or 'llama3'",
+        ),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"head_dim": None, "num_attention_heads": 24, "num_key_value_heads": 8}, "twice the 24 heads"),
+        (
+            {"head_dim": None, "num_attention_heads": 24, "num_key_value_heads": 8},
+            "twice the 24 heads",
+        ),
         ({"qk_norm": True}, "qk_norm is True, which is not known here"),
     ],
 )
 def test_other_llamas_are_refused(change: dict[str, Any], says: str):
-    assert any(says in line for line in problems(LLAMA_3_2_1B | change)), list(problems(LLAMA_3_2_1B | change))
+    assert any(says in line for line in problems(LLAMA_3_2_1B | change)), list(
+        problems(LLAMA_3_2_1B | change)
+    )
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 REFUSED = [
-    ({"rope_scaling": {"type": "yarn", **YARN}}, "rope_scaling.type is 'yarn', supported is 'default'"),
+    (
+        {"rope_scaling": {"type": "yarn", **YARN}},
+        "rope_scaling.type is 'yarn', supported is 'default'",
+    ),
     ({"rope_scaling": {"rope_type": "yarn", **YARN}}, "rope_scaling.rope_type is 'yarn'"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.factor is 2.0, which is not known here"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_parameters.rope_type is 'llama3'"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention is"),
-    ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling.factor is 2.0, which is not known here",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}},
+        "rope_parameters.rope_type is 'llama3'",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "rope_parameters.full_attention is",
+    ),
+    (
+        {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5",
+    ),
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 1000000, and 500000.0 in a mapping"),
-    ({"rope_scaling": {"rope_theta": 1e6}, "rope_parameters": {"rope_type": "default"}}, "beside another"),
+    (
+        {"rope_scaling": {"rope_theta": 1e6}, "rope_parameters": {"rope_type": "default"}},
+        "beside another",
+    ),
     ({"rope_scaling": ["yarn"]}, "rope_scaling is ['yarn'], supported is a mapping"),
     ({"rope_theta": "big"}, "rope_theta is 'big', supported is a positive number"),
     ({"rope_theta": True}, "rope_theta is True"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, supported is 1.0"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not known here"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config is {'quant_method': 'fp8'}",
+    ),
     ({"auto_map": {"AutoModel": "x.Model"}}, "auto_map is"),
     ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layer_types is"),
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, supported is one for each"),
@@ -262,16 +305,26 @@ REFUSED = [
     ({"head_dim": None}, "head_dim is missing"),
     ({"hidden_size": 4096.0}, "hidden_size is 4096.0, supported is a positive integer"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-    ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is ['Qwen3ForSequenceClassification']"),
+    (
+        {"architectures": ["Qwen3ForSequenceClassification"]},
+        "architectures is ['Qwen3ForSequenceClassification']",
+    ),
     ({"model_type": "qwen2"}, "model_type is 'qwen2', supported to train: qwen3, qwen3_moe, llama"),
     ({"model_type": None}, "model_type is missing"),
     ({"vocab_size": 10**400}, "supported is a positive integer, at most 2147483647"),
-    ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, supported is a positive integer, at most 1024"),
+    (
+        {"num_hidden_layers": 10**6},
+        "num_hidden_layers is 1000000, supported is a positive integer, at most 1024",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "says"), REFUSED, ids=[str(change)[:60] for change, _ in REFUSED])
-def test_what_may_change_the_arithmetic_is_refused_by_name(change: dict[str, Any], says: str | None):
+@pytest.mark.parametrize(
+    ("change", "says"), REFUSED, ids=[str(change)[:60] for change, _ in REFUSED]
+)
+def test_what_may_change_the_arithmetic_is_refused_by_name(
+    change: dict[str, Any], says: str | None
+):
     found = list(problems(QWEN3_8B | change))
     if says is None:
         assert found == []
@@ -281,7 +334,12 @@ def test_what_may_change_the_arithmetic_is_refused_by_name(change: dict[str, Any
 
 
 def test_all_problems_are_said_at_once():
-    wrong = QWEN3_8B | {"hidden_act": "gelu", "attention_bias": True, "logit_scale": 0.5, "rms_norm_eps": None}
+    wrong = QWEN3_8B | {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "logit_scale": 0.5,
+        "rms_norm_eps": None,
+    }
     with pytest.raises(ConfigError) as caught:
         understood(wrong)
     for part in ("hidden_act", "attention_bias", "logit_scale is 0.5", "rms_norm_eps is missing"):
@@ -289,10 +347,16 @@ def test_all_problems_are_said_at_once():
 
 
 def test_keys_to_ignore_are_left_out_of_account():
-    wrong = QWEN3_8B | {"logit_scale": 1.0, "rope_scaling": {"type": "default", "factor": 1.0, "rope_theta": 1e6}}
+    wrong = QWEN3_8B | {
+        "logit_scale": 1.0,
+        "rope_scaling": {"type": "default", "factor": 1.0, "rope_theta": 1e6},
+    }
     assert len(list(problems(wrong))) == 2
     known = understood(wrong, ["logit_scale", "rope_scaling.factor"])
-    assert "logit_scale" not in known and known["rope_scaling"] == {"type": "default", "rope_theta": 1e6}
+    assert "logit_scale" not in known and known["rope_scaling"] == {
+        "type": "default",
+        "rope_theta": 1e6,
+    }
     assert list(problems(wrong, ["hidden_size", "logit_scale", "rope_scaling"])) == [
         "hidden_size is missing; is this a qwen3 model?"
     ]
@@ -314,7 +378,9 @@ def test_every_rule_is_of_a_key_that_is_used():
 
 
 @pytest.mark.parametrize("number", range(effort(2, 6)))
-def test_a_null_that_transformers_does_not_load_is_refused_by_name(number: int, tmp_path: Path) -> None:
+def test_a_null_that_transformers_does_not_load_is_refused_by_name(
+    number: int, tmp_path: Path
+) -> None:
     """Of every key that its sections know, also where the published file has no such key."""
     install_transformers_hook()
     from transformers import AutoConfig

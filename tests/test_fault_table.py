@@ -14,7 +14,12 @@ def test_lines_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     fault_table.add("not kept", "het", "sglang")
     path = tmp_path / "faults"
     monkeypatch.setenv("RELAX_FAULT_TABLE", str(path))
-    for fault, layout in (("scancel", "jobs"), ("kill -9", "het"), ("scancel", "het"), ("scancel", "het")):
+    for fault, layout in (
+        ("scancel", "jobs"),
+        ("kill -9", "het"),
+        ("scancel", "het"),
+        ("scancel", "het"),
+    ):
         monkeypatch.setattr("os.getuid", lambda layout=layout: 0 if layout == "het" else 1000)
         fault_table.add(fault, layout, "sglang" if fault == "scancel" else "transformers")
     assert fault_table.table(path.read_text().splitlines()).splitlines() == [

@@ -1,4 +1,5 @@
-"""Whole runs in which processes are killed: one group comes back, the others go on, and no sample is lost."""
+"""Whole runs in which processes are killed: one group comes back, the others go on, and no sample
+is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import LIGHT, Running, merged, open_to_others, rollbacks, running, trained_steps, with_engine
+from tests.run_helpers import (
+    LIGHT,
+    Running,
+    merged,
+    open_to_others,
+    rollbacks,
+    running,
+    trained_steps,
+    with_engine,
+)
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -30,7 +40,10 @@ STEP_S = 120.0
 
 def pids(live: Running) -> dict[str, list[int]]:
     """Living processes by group."""
-    return {group: [p.pid for role in roles for p in live.processes(role)] for group, roles in GROUPS.items()}
+    return {
+        group: [p.pid for role in roles for p in live.processes(role)]
+        for group, roles in GROUPS.items()
+    }
 
 
 def newest_step(live: Running) -> int:
@@ -49,22 +62,33 @@ def kill_and_recover(live: Running, role: str, rank: int = 0) -> None:
     step = newest_step(live)
     victim = live.processes(role)[rank]
     victim.kill()
-    live.wait_until(lambda: live.incarnations(group) == incarnations[group] + 1, f"{group} has a new incarnation", 30.0)
+    live.wait_until(
+        lambda: live.incarnations(group) == incarnations[group] + 1,
+        f"{group} has a new incarnation",
+        30.0,
+    )
     live.wait_for_step(step + 2, START_S)
     after = pids(live)
     for name in GROUPS:
         if name == group:
             assert len(after[name]) == len(before[name]) and not {*after[name]} & {*before[name]}
         else:
-            assert after[name] == before[name], f"{name} was touched by the death of {role}\n{live.story()}"
+            assert after[name] == before[name], (
+                f"{name} was touched by the death of {role}\n{live.story()}"
+            )
             assert live.incarnations(name) == incarnations[name]
 
 
 def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
-    """The run succeeded and left no process, no staged weights, and nothing that others could read or write."""
+    """The run succeeded and left no process, no staged weights, and nothing that others could read
+    or write."""
     live.finish(START_S)
     assert not open_to_others(live.run.root)
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process
+        for process in family
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
     assert not staging_root(live.run).exists()
 
 
@@ -72,7 +96,10 @@ def test_every_role_can_die(tmp_path: Path) -> None:
     """Of an asynchronous run, whose actor has two tensor-parallel ranks."""
     steps, parallel = 60, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": steps, "max_staleness": 2, "checkpoint": {"every": 4}, "actor": parallel}
-    over |= {"model": {"tiny": {"num_key_value_heads": 2}}, "groups": {"reference": {"roles": ["reference"]}}}
+    over |= {
+        "model": {"tiny": {"num_key_value_heads": 2}},
+        "groups": {"reference": {"roles": ["reference"]}},
+    }
     over |= with_engine("simulated")
     with running(tmp_path, over) as live:
         live.wait_for_step(1, START_S)
@@ -87,13 +114,19 @@ def test_every_role_can_die(tmp_path: Path) -> None:
     assert 0 < max(row["staleness/max"] for row in rows) <= 2
     result = audit(live.run)
     # What a killed role had put and not yet written is lost, and made again.
-    assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"} and not result.failed
+    assert (
+        result.problems == []
+        and set(result.dropped) <= {"rolled_back", "lost"}
+        and not result.failed
+    )
 
 
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(7)\n")
     groups = {"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}}
-    with running(tmp_path, merged(LIGHT, {"groups": groups, "liveness": {"max_restarts": 2}})) as live:
+    with running(
+        tmp_path, merged(LIGHT, {"groups": groups, "liveness": {"max_restarts": 2}})
+    ) as live:
         assert live.wait(START_S) == EXIT_NO_PROGRESS, live.story()
     last = live.output.read_text().splitlines()[-1]
     assert last.startswith("relax-hpc: error: rollout: ") and "ended with code 7" in last
@@ -108,9 +141,13 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     """Ranks, whose parent is not ours, included."""
-    over = merged(LIGHT, {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}})
+    over = merged(
+        LIGHT, {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}}
+    )
     with running(tmp_path, over) as live:
-        live.wait_until(lambda: len(live.processes("actor")) == 2, "both ranks have started", START_S)
+        live.wait_until(
+            lambda: len(live.processes("actor")) == 2, "both ranks have started", START_S
+        )
         family = psutil.Process(live.process.pid).children(recursive=True)
         live.process.kill()
         gone, left = psutil.wait_procs(family, timeout=10.0)

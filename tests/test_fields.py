@@ -1,4 +1,5 @@
-"""Fields are declared once: one line more in the table, and the values come from the rollout's put to the loss."""
+"""Fields are declared once: one line more in the table, and the values come from the rollout's put
+to the loss."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def test_every_field_is_explained_in_the_docs() -> None:
     told = (ROOT / "docs/reference/fields.md").read_text()
     table = "\n".join(as_markdown())
     assert table in told, (
-        f"the table in docs/reference/fields.md is not that of relax_hpc/fields.py, which is now\n{table}"
+        "the table in docs/reference/fields.md is not that of relax_hpc/fields.py, which is "
+        f"now\n{table}"
     )
 
 
@@ -81,7 +83,8 @@ make_engine(load([], {"rollout.engine.kind": "derived"}), 0, None, None, None)
 def test_inherited_fields_of_a_built_in_engine_are_refused(tmp_path: Path) -> None:
     """The search in the source does not find them: they would be missing in the queue."""
     (tmp_path / "derived_engine.py").write_text(
-        "from tests.routes_engine import RoutesEngine\n\n\nclass DerivedEngine(RoutesEngine):\n    pass\n"
+        "from tests.routes_engine import RoutesEngine\n\n\nclass DerivedEngine(RoutesEngine):\n    "
+        "pass\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
     command = [sys.executable, "-c", INHERITED]
@@ -93,7 +96,9 @@ def test_inherited_fields_of_a_built_in_engine_are_refused(tmp_path: Path) -> No
 @pytest.fixture(name="routes")
 def routes_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """What a row has where the table has a field with a tail of any length."""
-    monkeypatch.setitem(fields.FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", tail=(None, 2)))
+    monkeypatch.setitem(
+        fields.FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", tail=(None, 2))
+    )
     return (*GENERATED, "routes")
 
 
@@ -103,12 +108,17 @@ def routes_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         ([(5, 3, 2), (5, 3, 2)], ""),
         ([(5, 3), (5, 3)], r"routes: found uint8 \[5, 3\], expected uint8 \[tokens, \*, 2\]"),
         ([(5, 3, 4), (5, 3, 4)], r"routes: found uint8 \[5, 3, 4\], expected"),
-        ([(5, 3, 2), (5, 4, 2)], r"routes: found entries of \(3, 2\) and of \(4, 2\), expected one shape"),
+        (
+            [(5, 3, 2), (5, 4, 2)],
+            r"routes: found entries of \(3, 2\) and of \(4, 2\), expected one shape",
+        ),
         ([(5, 0, 2), (5, 0, 2)], r"routes: found uint8 \[5, 0, 2\], expected"),
         ([(4, 3, 2), (5, 3, 2)], r"routes: 4 entries for 5 tokens in 000000000\.00"),
     ],
 )
-def test_entries_of_tokens_have_one_shape(tmp_path: Path, routes: tuple[str, ...], shapes: list, says: str) -> None:
+def test_entries_of_tokens_have_one_shape(
+    tmp_path: Path, routes: tuple[str, ...], shapes: list, says: str
+) -> None:
     rows = [
         {**row, "routes": np.full(shape, k, np.uint8)}
         for k, (row, shape) in enumerate(zip(rows_of([0], Version(1, 0)), shapes, strict=True))

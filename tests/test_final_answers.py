@@ -278,7 +278,8 @@ def test_the_expression_that_a_response_ends_at(right: str, text: str, wrong: st
 
 
 @pytest.mark.parametrize(
-    "answer", ["5.", "**5**", "Answer: 5", "The answer is $5$.", "$2+3=5$, so $\\boxed{5}$.", "0.5e1"]
+    "answer",
+    ["5.", "**5**", "Answer: 5", "The answer is $5$.", "$2+3=5$, so $\\boxed{5}$.", "0.5e1"],
 )
 def test_forms_of_a_right_answer(answer: str) -> None:
     requires("math_verify")
@@ -290,7 +291,9 @@ def test_forms_of_a_right_answer(answer: str) -> None:
     ("name", "answer", "allowed"),
     [("math", "^5C_2", "a mathematical expression"), ("math_answer", "16π", "one number")],
 )
-def test_a_right_answer_that_is_read_in_part_is_an_error(name: str, answer: str, allowed: str) -> None:
+def test_a_right_answer_that_is_read_in_part_is_an_error(
+    name: str, answer: str, allowed: str
+) -> None:
     requires("math_verify")
     error = scores(get_reward(name), [RewardInput("?", answer, r"\boxed{5}", "stop")])
     assert isinstance(error, RewardError)
@@ -411,4 +414,6 @@ def test_a_right_answer_that_takes_too_long_is_an_error(monkeypatch: pytest.Monk
 def test_a_limit_of_a_group_below_that_of_its_expressions_is_refused() -> None:
     values = {"rollout.reward": "math", "rollout.reward_timeout_s": 20.0}
     [finding] = check_rewards(load([], values))
-    assert finding.startswith("rollout.reward_timeout_s: found 20, allowed with reward math: at least")
+    assert finding.startswith(
+        "rollout.reward_timeout_s: found 20, allowed with reward math: at least"
+    )

@@ -1,4 +1,5 @@
-"""The letter that a response chooses, and the part of a response that is read: no thoughts, and the last box."""
+"""The letter that a response chooses, and the part of a response that is read: no thoughts, and the
+last box."""
 
 from __future__ import annotations
 
@@ -143,7 +144,9 @@ HEDGES += [
 ]
 
 
-@pytest.mark.parametrize("form", ["answer: {}", "The answer is {}.", "The correct option is ({}) red."])
+@pytest.mark.parametrize(
+    "form", ["answer: {}", "The answer is {}.", "The correct option is ({}) red."]
+)
 def test_a_small_letter_is_a_choice(form: str) -> None:
     assert total("multiple_choice", form.format("b"), "B") == 1.0
     assert total("multiple_choice", form.format("b"), "A") == 0.0

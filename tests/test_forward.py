@@ -28,7 +28,8 @@ def done(value) -> Future:
 
 
 class Reader:
-    """A subscriber to whom one version after the other is announced; the last but one is gone when it is read."""
+    """A subscriber to whom one version after the other is announced; the last but one is gone when
+    it is read."""
 
     def __init__(self, *_, **__) -> None:
         self.serving = NOTHING
@@ -46,10 +47,13 @@ class Reader:
 
 
 class Queue:
-    """A client whose first claim is of step 1, from before the actor resumed at step 0; the second comes twice."""
+    """A client whose first claim is of step 1, from before the actor resumed at step 0; the second
+    comes twice."""
 
     def __init__(self) -> None:
-        claims = [Claim(lease, step, (2 * step,), (), step) for lease, step in ((7, 1), (8, 0), (8, 0))]
+        claims = [
+            Claim(lease, step, (2 * step,), (), step) for lease, step in ((7, 1), (8, 0), (8, 0))
+        ]
         self.claims = iter([*claims, None])
         self.given_back: list[int] = []
         self.put_rows: list[tuple[int, int]] = []
@@ -65,14 +69,17 @@ class Queue:
 
 
 def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monkeypatch):
-    """Version 1 of the new actor comes only after step 0 was trained again, which needs these scores."""
+    """Version 1 of the new actor comes only after step 0 was trained again, which needs these
+    scores."""
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
     rows, reader = [{"row_id": "000000000.00.00"}], SimpleNamespace(ways=Ways(), planes=[])
     # The first time that they are read, their maker has just died.
     found = {8: iter([None, rows])}
     rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}
-    ranks = SimpleNamespace(size=2, tell=told.append, control=Channel(10.0), reader=reader, **rows_of)
+    ranks = SimpleNamespace(
+        size=2, tell=told.append, control=Channel(10.0), reader=reader, **rows_of
+    )
     context = SimpleNamespace(
         client=client,
         role="actor_fwd",
@@ -84,12 +91,16 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     )
     parallel = SimpleNamespace(pack_tokens=9, parallel=SimpleNamespace(data=1))
     about = {"forward": parallel, "placeholders": {}, "routes": None}
-    scorer = SimpleNamespace(**about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
+    scorer = SimpleNamespace(
+        **about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)]
+    )
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
     news = asdict(News(version="i000002-v000000", digest="new"))
-    assert told[0] == {"do": "load", "news": news, "relays": ["here"]}, "what the leader read, and passes on"
+    assert told[0] == {"do": "load", "news": news, "relays": ["here"]}, (
+        "what the leader read, and passes on"
+    )
     assert [message["do"] for message in told] == ["load", "score", "score", "end"]
 
 
@@ -123,7 +134,9 @@ def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
     weights = forward._Weights(context, ranks, SimpleNamespace(load=loaded.append), every=10)
     assert weights.reader.every == 10, "it is told of multiples alone"
     assert weights.fit(Claim(1, 9, (), (), 9)) and not weights.fit(Claim(1, 10, (), (), 10))
-    weights.reader.told = iter([done(News(version=str(Version(1, number)), digest="d")) for number in (10, 30)])
+    weights.reader.told = iter(
+        [done(News(version=str(Version(1, number)), digest="d")) for number in (10, 30)]
+    )
     weights.news = weights.reader.newer()
     weights.pull()
     assert weights.reader.serving == Version(1, 10) and loaded == ["staged"]

@@ -1,4 +1,5 @@
-"""sft and dpo: losses against independent ones, what is refused, and whole runs whose rows are those of files."""
+"""sft and dpo: losses against independent ones, what is refused, and whole runs whose rows are
+those of files."""
 
 from __future__ import annotations
 
@@ -49,22 +50,29 @@ BETA = 0.3
 
 
 def token_batch(lengths: Sequence[int], seed: int = 0) -> TokenBatch:
-    """Rows of so many trained tokens after two of the prompt, in float64, their log-probabilities with gradient."""
+    """Rows of so many trained tokens after two of the prompt, in float64, their log-probabilities
+    with gradient."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(lengths), max(lengths) + 2
-    logprobs, reference = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    logprobs, reference = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     place = torch.arange(shape[1])
     mask = ((place >= 2) & (place < 2 + torch.tensor(lengths)[:, None])).double()
     return TokenBatch(logprobs=logprobs.requires_grad_(), mask=mask, ref_logprobs=reference)
 
 
 def expected_dpo(batch: TokenBatch, smoothing: float = 0.0, ipo: bool = False) -> list[float]:
-    """Loss of each pair in numpy, of rows chosen, rejected, chosen, ...: the formulas of TRL 1.16's DPOTrainer for
-    `sigmoid` and `ipo`, and of the note on noisy labels."""
-    logprobs, reference, mask = (np.array(x.detach()) for x in (batch.logprobs, batch.ref_logprobs, batch.mask))
+    """Loss of each pair in numpy, of rows chosen, rejected, chosen, ...: the formulas of TRL 1.16's
+    DPOTrainer for `sigmoid` and `ipo`, and of the note on noisy labels."""
+    logprobs, reference, mask = (
+        np.array(x.detach()) for x in (batch.logprobs, batch.ref_logprobs, batch.mask)
+    )
     found = []
     for first in range(0, len(mask), 2):
-        scores = [(mask[row] * (logprobs[row] - reference[row])).sum() for row in (first, first + 1)]
+        scores = [
+            (mask[row] * (logprobs[row] - reference[row])).sum() for row in (first, first + 1)
+        ]
         if ipo:
             chosen, rejected = (score / mask[first + k].sum() for k, score in enumerate(scores))
             found.append((chosen - rejected - 1 / (2 * BETA)) ** 2)
@@ -75,7 +83,9 @@ def expected_dpo(batch: TokenBatch, smoothing: float = 0.0, ipo: bool = False) -
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"preference": "ipo"}])
-def test_the_loss_of_pairs_and_its_gradient_are_those_of_the_formulas(settings: dict[str, Any]) -> None:
+def test_the_loss_of_pairs_and_its_gradient_are_those_of_the_formulas(
+    settings: dict[str, Any],
+) -> None:
     batch, algorithm = token_batch([3, 5, 4, 1, 2, 2]), Dpo(beta=BETA, **settings)
     loss, metrics = algorithm.loss(batch)
     each = expected_dpo(batch, settings.get("label_smoothing", 0.0), "preference" in settings)
@@ -90,7 +100,9 @@ def test_the_loss_of_pairs_and_its_gradient_are_those_of_the_formulas(settings: 
         assert slope[row, column].item() == pytest.approx((up - down) / (2 * step), abs=1e-8)
     means = mean_metrics({name: float(value) for name, value in metrics.items()})
     assert means["loss/policy"] == pytest.approx(np.mean(each))
-    assert means["preference/margin"] == pytest.approx(means["preference/chosen"] - means["preference/rejected"])
+    assert means["preference/margin"] == pytest.approx(
+        means["preference/chosen"] - means["preference/rejected"]
+    )
     lines = zip(np.array(batch.mask), np.array(batch.ref_logprobs), strict=True)
     rows = [{"loss_mask": mask, "ref_logprobs": reference} for mask, reference in lines]
     held_out = algorithm.held_out(rows, [*np.array(batch.logprobs.detach())])
@@ -121,23 +133,34 @@ def test_the_loss_of_demonstrations_is_torchs_cross_entropy() -> None:
     for algorithm, expected in ((Sft(), by_token), (Sft(reduction="sequence_mean"), by_row)):
         loss, metrics = algorithm.loss(batch)
         mean = loss / metrics["weight"]
-        found, wanted = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, expected))
+        found, wanted = (
+            torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, expected)
+        )
         assert mean.item() == pytest.approx(expected.item()) and torch.allclose(found, wanted)
     rows, known = [{"loss_mask": np.array(line)} for line in mask], np.array(logprobs.detach())
     assert Sft().held_out(rows, [*known])["loss"] == pytest.approx(by_token.item())
 
 
 def settings(algorithm: str, **more: Any) -> dict[str, Any]:
-    task = "relax_hpc.examples.tasks.sort_digits:SortDigit" + ("Pairs" if algorithm == "dpo" else "s")
+    task = "relax_hpc.examples.tasks.sort_digits:SortDigit" + (
+        "Pairs" if algorithm == "dpo" else "s"
+    )
     return {"data.task": task, "data.max_row_tokens": 64, "algorithm.name": algorithm, **more}
 
 
 def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_path: Path) -> None:
     cluster = Path("configs/clusters/2-nodes.yaml")
     sft, dpo = (load([cluster], settings(name, layout="local")) for name in ("sft", "dpo"))
-    assert {name: group.roles for name, group in sft.groups.items()} == {"hub": ["data"], "actor": ["actor"]}
+    assert {name: group.roles for name, group in sft.groups.items()} == {
+        "hub": ["data"],
+        "actor": ["actor"],
+    }
     assert sft.actor.forward == dpo.actor.forward == [], "there are no old log-probabilities"
-    assert dpo.groups["reference"].roles == ["reference"] and dpo.groups.keys() == {"hub", "actor", "reference"}
+    assert dpo.groups["reference"].roles == ["reference"] and dpo.groups.keys() == {
+        "hub",
+        "actor",
+        "reference",
+    }
     assert (sft.samples_per_prompt, dpo.samples_per_prompt, sft.weights.file_every) == (1, 2, 0)
     inside = load([], settings("dpo") | {"actor.forward": ["reference"]})
     assert inside.groups.keys() == {"hub", "actor"} and not check(inside)
@@ -146,7 +169,9 @@ def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_
         ("token_ids", "reward"),
         ("token_ids", "reward", "ref_logprobs"),
     ]
-    assert [plan.compares for plan in plans] == [False, True] and all(plan.tasks["actor"].in_order for plan in plans)
+    assert [plan.compares for plan in plans] == [False, True] and all(
+        plan.tasks["actor"].in_order for plan in plans
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,19 +179,57 @@ def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_
     [
         ("sft", {"rollout.reward": "math"}, "rollout.reward: found 'math', allowed with sft: ''"),
         ("sft", {"max_staleness": 1}, "max_staleness: found 1, allowed with sft: 0"),
-        ("sft", {"algorithm.kl.coefficient": 0.1}, "algorithm.kl.coefficient: found 0.1, allowed with sft: 0.0"),
+        (
+            "sft",
+            {"algorithm.kl.coefficient": 0.1},
+            "algorithm.kl.coefficient: found 0.1, allowed with sft: 0.0",
+        ),
         ("sft", {"samples_per_prompt": 4}, "samples_per_prompt: found 4, allowed with sft: 1"),
-        ("sft", {"groups.critic.roles": ["critic"]}, "groups: found role critic with algorithm sft"),
-        ("sft", {"data.max_row_tokens": 512}, "data.max_row_tokens: found 512, allowed: max_position_embeddings"),
-        ("dpo", {"algorithm.reduction": "sequence_mean"}, "algorithm.reduction: found sequence_mean, allowed with dpo"),
-        ("dpo", {"groups.reference": None}, "algorithm.name: found dpo, but role reference is in no group"),
-        ("dpo", {"prompts_per_step": 2, "actor.parallel.data": 4}, "actor.parallel.data: found 4, allowed: at most 2"),
-        ("grpo", {"samples_per_prompt": 1}, "samples_per_prompt: found 1, allowed with grpo: at least 2"),
-        ("grpo", {"groups.hub.roles": ["advantages", "data"]}, "groups: found role data with algorithm grpo"),
+        (
+            "sft",
+            {"groups.critic.roles": ["critic"]},
+            "groups: found role critic with algorithm sft",
+        ),
+        (
+            "sft",
+            {"data.max_row_tokens": 512},
+            "data.max_row_tokens: found 512, allowed: max_position_embeddings",
+        ),
+        (
+            "dpo",
+            {"algorithm.reduction": "sequence_mean"},
+            "algorithm.reduction: found sequence_mean, allowed with dpo",
+        ),
+        (
+            "dpo",
+            {"groups.reference": None},
+            "algorithm.name: found dpo, but role reference is in no group",
+        ),
+        (
+            "dpo",
+            {"prompts_per_step": 2, "actor.parallel.data": 4},
+            "actor.parallel.data: found 4, allowed: at most 2",
+        ),
+        (
+            "grpo",
+            {"samples_per_prompt": 1},
+            "samples_per_prompt: found 1, allowed with grpo: at least 2",
+        ),
+        (
+            "grpo",
+            {"groups.hub.roles": ["advantages", "data"]},
+            "groups: found role data with algorithm grpo",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(algorithm: str, over: dict[str, Any], says: str, tmp_path: Path) -> None:
-    small = {"run_dir": str(tmp_path / "run"), "data.max_prompt_tokens": 32, "rollout.max_new_tokens": 8}
+def test_what_does_not_fit_is_refused_by_name(
+    algorithm: str, over: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    small = {
+        "run_dir": str(tmp_path / "run"),
+        "data.max_prompt_tokens": 32,
+        "rollout.max_new_tokens": 8,
+    }
     found = check(load([], settings(algorithm) | small | over))
     assert any(finding.startswith(says) for finding in found), found
 
@@ -174,7 +237,17 @@ def test_what_does_not_fit_is_refused_by_name(algorithm: str, over: dict[str, An
 def test_the_commands_name_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dpo", "--algorithm.name", "sft"]) == 78
     assert "algorithm.name: found 'sft' with relax-hpc dpo" in capsys.readouterr().err
-    assert main(["sft", "--data.task", "relax_hpc.examples.tasks.sort_digits:SortDigits", "--print_config"]) == 0
+    assert (
+        main(
+            [
+                "sft",
+                "--data.task",
+                "relax_hpc.examples.tasks.sort_digits:SortDigits",
+                "--print_config",
+            ]
+        )
+        == 0
+    )
     assert "name: sft" in capsys.readouterr().out
 
 
@@ -197,12 +270,20 @@ def test_a_run_that_is_killed_learns_the_same_as_a_plain_loop_over_the_file(tmp_
     """Bit for bit: its losses, and its last weights."""
     over = BASE | {
         "algorithm": {"name": "sft"},
-        "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_row_tokens": 16},
+        "data": {
+            "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+            "digits": 3,
+            "max_row_tokens": 16,
+        },
     }
     with running(tmp_path, over, {}) as live:
-        live.wait_until(lambda: evaluations(live.run, "loss").keys() >= {4}, "step 4 evaluated", RUN_S)
+        live.wait_until(
+            lambda: evaluations(live.run, "loss").keys() >= {4}, "step 4 evaluated", RUN_S
+        )
         live.kill("actor")
-        live.wait_until(lambda: live.incarnations("actor") == 2, "the actor is started again", RUN_S)
+        live.wait_until(
+            lambda: live.incarnations("actor") == 2, "the actor is started again", RUN_S
+        )
         live.kill("data")
         live.finish(RUN_S)
     held_out = evaluations(live.run, "loss")
@@ -210,27 +291,42 @@ def test_a_run_that_is_killed_learns_the_same_as_a_plain_loop_over_the_file(tmp_
     found = audit(live.run)
     assert not found.problems, found.problems
     losses, weights = plain_loop(live)
-    assert [row["loss/policy"] for row in read_metrics(live.run.root) if "loss/policy" in row] == losses
+    assert [
+        row["loss/policy"] for row in read_metrics(live.run.root) if "loss/policy" in row
+    ] == losses
     from safetensors.torch import load_file
 
     (last,) = live.run.weights.glob("*-v000012")
     kept = load_file(last / "model" / "model.safetensors")
-    assert kept.keys() == weights.keys() and all(torch.equal(value, weights[name]) for name, value in kept.items())
+    assert kept.keys() == weights.keys() and all(
+        torch.equal(value, weights[name]) for name, value in kept.items()
+    )
 
 
 def plain_loop(live: Running) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of all steps and last weights of the run's configuration, in this process without queue or roles."""
+    """Losses of all steps and last weights of the run's configuration, in this process without
+    queue or roles."""
     config, run = load([live.run.config]), live.run
     source = PromptSource(open_train(run, config, load_tokenizer(run.model)), config)
     torch.set_num_threads(config.threads)
     parallel.initialize_alone("cpu", config.seed, 60.0)
     try:
-        model = PolicyModel(read_config(run.model), config.model, config.actor.parallel, config.actor)
+        model = PolicyModel(
+            read_config(run.model), config.model, config.actor.parallel, config.actor
+        )
         model.load_hf(run.model)
-        trainer, losses, size = Trainer.of(model, config.algorithm, config.actor, 1.0), [], config.prompts_per_step
+        trainer, losses, size = (
+            Trainer.of(model, config.algorithm, config.actor, 1.0),
+            [],
+            config.prompts_per_step,
+        )
         for step in range(config.steps):
             tickets = range(step * size, (step + 1) * size)
-            rows = [row for ticket in tickets for row in rows_of(source.prompt(ticket, 0), ticket, Version(1, 0))]
+            rows = [
+                row
+                for ticket in tickets
+                for row in rows_of(source.prompt(ticket, 0), ticket, Version(1, 0))
+            ]
             trainer.accumulate([collate(rows, PAD, "cpu")], last=True)
             metrics = trainer.step(learning_rate(config.actor.optimizer, step, config.steps))
             losses.append(metrics["loss/policy"])
@@ -245,10 +341,16 @@ def test_a_run_of_pairs_comes_to_prefer_what_is_chosen(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", TinyModelConfig(**SMALL["model"]["tiny"]), seed=3)
     files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "heldout_prompts")}
     for split, path in files.items():
-        rows = [*SortDigitPairs().rows(split, DataConfig(digits=3)), {"id": "none", "prompt": "1?", "chosen": "1"}]
+        rows = [
+            *SortDigitPairs().rows(split, DataConfig(digits=3)),
+            {"id": "none", "prompt": "1?", "chosen": "1"},
+        ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluated = {"heldout_prompts": str(files["heldout_prompts"])}
-    over = BASE | {"algorithm": {"name": "dpo", "beta": 0.5}, "model": {"path": str(tmp_path / "model")}}
+    over = BASE | {
+        "algorithm": {"name": "dpo", "beta": 0.5},
+        "model": {"path": str(tmp_path / "model")},
+    }
     over["data"] = {"train": str(files["train"]), "eval": evaluated, "max_row_tokens": 16}
     with running(tmp_path, over, {}) as live:
         live.finish(RUN_S)
@@ -283,8 +385,11 @@ def picture_rows(folder: Path, numbers: range) -> list[dict[str, Any]]:
 
 
 @pytest.mark.run
-def test_demonstrations_with_pictures_are_learned_from_what_the_pictures_show(tmp_path: Path) -> None:
-    """Without them the loss of an answer, one of two colours and its end, cannot fall below ln(2) / 2."""
+def test_demonstrations_with_pictures_are_learned_from_what_the_pictures_show(
+    tmp_path: Path,
+) -> None:
+    """Without them the loss of an answer, one of two colours and its end, cannot fall below ln(2) /
+    2."""
     make_tiny_model(tmp_path / "model", TinyModelConfig(vision_layers=2, chat=True), seed=3)
     sets = {"train": range(8), "heldout_prompts": range(8, 11)}
     for split, numbers in sets.items():

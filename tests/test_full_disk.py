@@ -1,4 +1,5 @@
-"""Whole runs on a disk that has no room for a while: it is said, nobody is restarted, nothing is lost."""
+"""Whole runs on a disk that has no room for a while: it is said, nobody is restarted, nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def said(live: Running, what: str) -> list[str]:
 
 
 def waits_said(live: Running) -> list[str]:
-    """Lines of the supervisor's that the run waits for a disk, whose end it says too; not of a group that cannot be
-    started, which comes first where the hub is that group."""
+    """Lines of the supervisor's that the run waits for a disk, whose end it says too; not of a
+    group that cannot be started, which comes first where the hub is that group."""
     return [line for line in said(live, FULL) if "tried again" not in line]
 
 
@@ -62,7 +63,11 @@ def status_of(live: Running) -> dict:
 
 
 def incarnations(live: Running) -> dict[str, int]:
-    return {path.name: live.incarnations(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
+    return {
+        path.name: live.incarnations(path.name)
+        for path in (live.run.root / "logs").iterdir()
+        if path.is_dir()
+    }
 
 
 def waited_s(live: Running) -> float:
@@ -70,8 +75,11 @@ def waited_s(live: Running) -> float:
     return max((one["seconds"] for one in status(live.run).get("disk", [])), default=0.0)
 
 
-def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", seconds: float = 0.0) -> None:
-    """Nothing goes on, which is said; with room again everything does, and nobody was started anew but who died."""
+def full_for_a_while(
+    live: Running, disk: SmallDisk, left: int, kill: str = "", seconds: float = 0.0
+) -> None:
+    """Nothing goes on, which is said; with room again everything does, and nobody was started anew
+    but who died."""
     before, lines = incarnations(live), len(waits_said(live))
     disk.fill(left)
     if kill:
@@ -93,7 +101,10 @@ def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", 
     disk.free()
     live.wait_until(lambda: len(said(live, AGAIN)) > again, "that is said too", GOES_ON_S)
     live.wait_for_step(trained_steps(live.run)[-1]["step"] + 2, GOES_ON_S)
-    after = {group: count - (kill == "controller" and group == "hub") for group, count in incarnations(live).items()}
+    after = {
+        group: count - (kill == "controller" and group == "hub")
+        for group, count in incarnations(live).items()
+    }
     assert after == before, live.story()
 
 
@@ -106,7 +117,8 @@ def run_with(directory: Path, name: str, elsewhere: Path) -> None:
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
-    """However much room is left: for nothing, for a journal's record but no shard. Who dies meanwhile comes back.
+    """However much room is left: for nothing, for a journal's record but no shard. Who dies
+    meanwhile comes back.
 
     Ranks wait for their leader, who waits for the disk, for as long as that takes.
     """
@@ -120,7 +132,8 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_unsaved_work_is_said(tmp_path: Path) -> None:
-    """Checkpoints on a disk of their own, which is full: training goes on, and each that is missed is said.
+    """Checkpoints on a disk of their own, which is full: training goes on, and each that is missed
+    is said.
 
     Then their folder is gone, which no room brings back: after some of them the run ends with 93.
     """
@@ -129,27 +142,37 @@ def test_unsaved_work_is_said(tmp_path: Path) -> None:
         saves.fill()
         checkpoint = OVER["checkpoint"] | {"max_failures": 3}
         with running(tmp_path, OVER | {"steps": 10_000, "checkpoint": checkpoint}) as live:
-            live.wait_until(lambda: len(said(live, "NOT SAVED since step 0 (")) > 1, "two are missed, and said", 120.0)
+            live.wait_until(
+                lambda: len(said(live, "NOT SAVED since step 0 (")) > 1,
+                "two are missed, and said",
+                120.0,
+            )
             found = status_of(live)["unsaved"]
             assert found["failed"] > 0 and found["steps"] > 2 and FULL in found["why"], found
             assert "at risk: " in said(live, "NOT SAVED")[-1]
             assert max(row["perf/unsaved_steps"] for row in trained_steps(live.run)) > 2
             saves.free()
-            live.wait_until(lambda: said(live, "checkpoint: saved again"), "it is saved again", GOES_ON_S)
+            live.wait_until(
+                lambda: said(live, "checkpoint: saved again"), "it is saved again", GOES_ON_S
+            )
             live.run.checkpoints.unlink()
             live.run.checkpoints.symlink_to(tmp_path / "nowhere")
             assert live.wait(120.0) == EXIT_NO_PROGRESS, live.story()
     told = said(live, "checkpoint.max_failures=3")[-1]
-    assert "3 checkpoints in a row were not saved" in told and str(live.run.checkpoints) in told, told
+    assert "3 checkpoints in a row were not saved" in told and str(live.run.checkpoints) in told, (
+        told
+    )
     assert "NOT SAVED since step" in live.output.read_text().partition("checkpoint: saved again")[2]
     assert incarnations(live)["actor"] == 1, live.story()
 
 
 @pytest.mark.skipif(
-    not effort(0, 1), reason="one more whole run, which waits for long: env/test.sh --all, or RELAX_WHOLE=1"
+    not effort(0, 1),
+    reason="one more whole run, which waits for long: env/test.sh --all, or RELAX_WHOLE=1",
 )
 def test_a_wait_that_takes_too_long_saves_what_it_can(tmp_path: Path) -> None:
-    """A disk of their own for weights, which stays full: the run saves the step that it is at, and ends with 75.
+    """A disk of their own for weights, which stays full: the run saves the step that it is at, and
+    ends with 75.
 
     With room again it goes on from there, with nothing lost.
     """

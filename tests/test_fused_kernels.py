@@ -1,4 +1,5 @@
-"""Triton kernels, on a CPU under Triton's interpreter, against the plain layers: values and gradients."""
+"""Triton kernels, on a CPU under Triton's interpreter, against the plain layers: values and
+gradients."""
 
 from __future__ import annotations
 
@@ -81,9 +82,9 @@ def test_rotary(s: int, b: int, heads: int, dim: int):
     from relax_hpc.models import triton_layers
 
     # The last of them far on, where a sine of low precision would be of no use.
-    angles = torch.cat([torch.arange(s - 1), torch.tensor([131071])])[:, None] * 10000.0 ** -torch.linspace(
-        0, 1, dim // 2
-    )
+    angles = torch.cat([torch.arange(s - 1), torch.tensor([131071])])[
+        :, None
+    ] * 10000.0 ** -torch.linspace(0, 1, dim // 2)
     angles = torch.cat([angles, angles], 1)[:, None, None].to(DEVICE)
     for cut in (slice(None), slice(0, heads)):
         given = random(s, b, 2 * heads, dim) if cut.stop else random(s, b, heads, dim)
@@ -108,7 +109,8 @@ def test_gated_activation(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "temperature", "entropy", "more"), [(37, 0.7, True, 0), (5000, 1.0, True, 2), (37, 1.3, False, 3)]
+    ("vocab", "temperature", "entropy", "more"),
+    [(37, 0.7, True, 0), (5000, 1.0, True, 2), (37, 1.3, False, 3)],
 )
 def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more: int):
     from relax_hpc.training.logprobs import PLAIN, token_logprobs
@@ -146,23 +148,40 @@ def test_a_step_is_that_of_plain_layers(tiny: Path):
         torch.testing.assert_close(steps[1][2][name], value, atol=2e-5, rtol=0)
 
 
-def gradients(directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]) -> dict[str, torch.Tensor]:
-    """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound for a rounding."""
+def gradients(
+    directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]
+) -> dict[str, torch.Tensor]:
+    """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound
+    for a rounding."""
     model = policy(directory, dtype=dtype, actor=ActorConfig(kernels=kernels))
     ours = Trainer(model, Sft(), OptimizerConfig(), 1.0)
     ours.accumulate([batch(pack) for pack in packs])
-    return {name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()}
+    return {
+        name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()
+    }
 
 
 def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Path):
-    """In bfloat16, the whole and of each parameter: what decides whether fused kernels may be a default."""
+    """In bfloat16, the whole and of each parameter: what decides whether fused kernels may be a
+    default."""
     large = DEVICE != "cpu"
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 4, "head_dim": 64} if large else {}
-    heads = {"num_attention_heads": 8 if large else 4, "num_key_value_heads": 4 if large else 2, "head_dim": 16}
+    sizes = (
+        {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 4, "head_dim": 64}
+        if large
+        else {}
+    )
+    heads = {
+        "num_attention_heads": 8 if large else 4,
+        "num_key_value_heads": 4 if large else 2,
+        "head_dim": 16,
+    }
     make_tiny_model(tmp_path / "hf", TinyModelConfig(**{**heads, **sizes}), seed=3)
     stored = load_file(tmp_path / "hf/model.safetensors")
     # As bfloat16 has them: all three begin at the same weights.
-    rounded = {name: (4 * value if value.dim() > 1 else value).bfloat16().float() for name, value in stored.items()}
+    rounded = {
+        name: (4 * value if value.dim() > 1 else value).bfloat16().float()
+        for name, value in stored.items()
+    }
     save_file(rounded, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     generator, lengths = np.random.default_rng(0), range(2, 400) if large else (2, 5, 17, 30)
     packs = [[{"token_ids": generator.integers(3, 64, n).astype(np.int32), "loss_mask": np.arange(n) > 0} for n in part]
@@ -173,7 +192,9 @@ def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Pat
     )
 
     def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
-        of_each = {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+        of_each = {
+            name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact
+        }
         flat = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
         return of_each | {"all": float((flat[0] - flat[1]).norm() / flat[1].norm())}
 
@@ -181,21 +202,31 @@ def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Pat
     # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
     most = 1.1 if large else 2.2
     assert 0 < theirs["all"] < 0.1 and ours["all"] <= most * theirs["all"]
-    assert {name: (error, theirs[name]) for name, error in ours.items() if error > 1.5 * most * theirs[name]} == {}
+    assert {
+        name: (error, theirs[name])
+        for name, error in ours.items()
+        if error > 1.5 * most * theirs[name]
+    } == {}
 
 
 def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:
     """Of plain layers, which the interpreter does not slow down, with the Adam of `kernels`."""
     model = policy(directory)
     model.kernels = kernels
-    return Trainer(model, ALGORITHM, OptimizerConfig(lr=LR, eps=EPS, distributed=distributed), temperature=0.9)
+    return Trainer(
+        model, ALGORITHM, OptimizerConfig(lr=LR, eps=EPS, distributed=distributed), temperature=0.9
+    )
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(tiny: Path, tmp_path: Path, distributed: bool):
+def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(
+    tiny: Path, tmp_path: Path, distributed: bool
+):
     """As if it had not been interrupted, and again as one kernel or not, as it is set now."""
     ends = []
-    for number, (before, after) in enumerate([("plain", "plain"), ("plain", "fused"), ("fused", "plain")]):
+    for number, (before, after) in enumerate(
+        [("plain", "plain"), ("plain", "fused"), ("fused", "plain")]
+    ):
         folder = tmp_path / f"i00000{number}-step-000001"
         first = with_adam(tiny, before, distributed)
         first.accumulate([batch(rows(4, seed=1))])
@@ -215,16 +246,24 @@ def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(tiny: Path, tmp_p
             torch.testing.assert_close(end[name], value, atol=2e-5, rtol=0)
 
 
-@pytest.fixture(name="wrong", params=["te norm", "fused norm", "log-probabilities", "entropies", "weight gradient"])
-def wrong_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Kernels, str]:
-    """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers have its name."""
+@pytest.fixture(
+    name="wrong",
+    params=["te norm", "fused norm", "log-probabilities", "entropies", "weight gradient"],
+)
+def wrong_fixture(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Kernels, str]:
+    """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers
+    have its name."""
     from relax_hpc.models import hf_mapping, kernels, megatron, triton_layers
     from relax_hpc.training import triton_logprobs
 
     if request.param == "te norm":
         monkeypatch.setattr(kernels, "prepare", lambda *_: None)
         monkeypatch.setitem(hf_mapping.NAMES, "te", hf_mapping.NAMES["local"])
-        monkeypatch.setattr(megatron, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels))
+        monkeypatch.setattr(
+            megatron, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels)
+        )
         return "te", "log-probabilities and entropies 0."
     if request.param == "fused norm":
         monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", WrongNorm.forward)
@@ -235,7 +274,11 @@ def wrong_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
     def faulty(self: Any, *given: Any) -> Any:
         found = real(self, *given)
-        return tuple(1.1 * one if n == part else one for n, one in enumerate(found)) if part else 1.1 * found
+        return (
+            tuple(1.1 * one if n == part else one for n, one in enumerate(found))
+            if part
+            else 1.1 * found
+        )
 
     monkeypatch.setattr(triton_logprobs.TritonKernels, real.__name__, faulty)
     return "fused", said
@@ -266,8 +309,12 @@ def test_kernels_that_compute_something_else_are_refused_at_start(
     with pytest.raises(ConfigError) as told:
         policy(tiny, dtype=dtype, actor=ActorConfig(kernels=wrong[0]))
     assert told.value.exit_code == 78 and str(told.value).count("\n") == 0
-    assert f"actor.kernels: found {wrong[0]}, with which this model computes something else; " in str(told.value)
+    assert (
+        f"actor.kernels: found {wrong[0]}, with which this model computes something else; "
+        in str(told.value)
+    )
     assert f"times that of plain layers: {wrong[1]}" in str(told.value)
-    assert f"set plain, or install another release of {'triton' if wrong[0] == 'fused' else 'transf'}" in str(
-        told.value
+    assert (
+        f"set plain, or install another release of {'triton' if wrong[0] == 'fused' else 'transf'}"
+        in str(told.value)
     )

@@ -1,4 +1,5 @@
-"""The endpoint of agent programs: who gets in, what a session's opener is asked, and what goes wrong on the way."""
+"""The endpoint of agent programs: who gets in, what a session's opener is asked, and what goes
+wrong on the way."""
 
 from __future__ import annotations
 
@@ -20,12 +21,17 @@ from relax_hpc.transport.wire import BadMessage, pack
 from tests.gateway_helpers import LIMIT_S, gateway
 
 
-async def post(url: str, bearer: str, body: bytes = b"{}", path: str = "/v1/chat/completions") -> tuple[int, bytes]:
+async def post(
+    url: str, bearer: str, body: bytes = b"{}", path: str = "/v1/chat/completions"
+) -> tuple[int, bytes]:
     """Status and body of the answer."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {bearer}"}
-    async with aiohttp.ClientSession() as session, session.post(url + path, data=body, headers=headers) as reply:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + path, data=body, headers=headers) as reply,
+    ):
         assert reply.status == 200 or reply.headers["x-should-retry"] == "false"
         return reply.status, await reply.read()
 
@@ -36,7 +42,9 @@ async def code_of(url: str, bearer: str, **about: bytes) -> tuple[int, str]:
 
 
 async def echo(message: Message) -> Message:
-    said = {name: message[name] for name in ("session", "path")} | {"body": message["body"].decode()}
+    said = {name: message[name] for name in ("session", "path")} | {
+        "body": message["body"].decode()
+    }
     return message_of(Reply(200, json.dumps(said).encode()))
 
 
@@ -47,7 +55,10 @@ def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
             two, second = await there.opened("two", echo)
             for name, bearer in (("one", first), ("two", second)):
                 status, body = await post(there.url, bearer, b'{"a": 1}', "/v1/models")
-                assert (status, json.loads(body)) == (200, {"session": name, "path": "/v1/models", "body": '{"a": 1}'})
+                assert (status, json.loads(body)) == (
+                    200,
+                    {"session": name, "path": "/v1/models", "body": '{"a": 1}'},
+                )
             token = there.run.token().decode()
             for forged in ("", "sk-three", key_of(first), first + "x", token, "Bearer"):
                 assert await code_of(there.url, forged) == (401, "unknown_bearer")
@@ -56,9 +67,16 @@ def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
             await two.call(do="close", key=key_of(first))
             assert (await post(there.url, first))[0] == 200, "nobody closes the session of another"
             await one.call(do="close", key=key_of(first))
-            assert await code_of(there.url, first) == (401, "unknown_bearer"), "of a session that has ended"
+            assert await code_of(there.url, first) == (401, "unknown_bearer"), (
+                "of a session that has ended"
+            )
             assert there.front.refused["unknown_bearer"] == 7
-            for odd in ({"do": "kill"}, {"do": "open"}, {"do": "open", "key": ["x"], "session": 1}, {}):
+            for odd in (
+                {"do": "kill"},
+                {"do": "open"},
+                {"do": "open", "key": ["x"], "session": 1},
+                {},
+            ):
                 with pytest.raises(Gone):
                     await one.call(**odd)
             one.close()
@@ -73,16 +91,25 @@ def test_what_is_too_large_or_never_comes_costs_nobody_else_anything(tmp_path: P
             link, bearer = await there.opened("one", echo)
             place = there.url.removeprefix("http://").split(":")
             silent = [await asyncio.open_connection(*place) for _ in range(3)]
-            assert await code_of(there.url, bearer, body=b" " * (MOST_BYTES + 1)) == (413, "too_large")
+            assert await code_of(there.url, bearer, body=b" " * (MOST_BYTES + 1)) == (
+                413,
+                "too_large",
+            )
             reader, writer = await asyncio.open_connection(*place)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {bearer}\r\n"
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+                f"{bearer}\r\n"
+            )
             writer.write(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
             chunk = b"%x\r\n%b\r\n" % (1 << 20, b" " * (1 << 20))
             for _ in range(MOST_BYTES >> 20):
                 writer.write(chunk)
             writer.write(chunk + b"0\r\n\r\n")
             assert b" 413 " in await reader.readline(), "it did not say how much would come"
-            for head in (b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
+            for head in (
+                b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+                b"\x16\x03\x01\r\n\r\n",
+            ):
                 reader, writer = await asyncio.open_connection(*place)
                 writer.write(head)
                 assert b" 400 " in await reader.readline()
@@ -120,13 +147,17 @@ def test_odd_headers_are_no_fault_of_the_gateway(
 
         async with gateway(tmp_path) as there:
             link, bearer = await there.opened("one", note)
-            reader, writer = await asyncio.open_connection(*there.url.removeprefix("http://").split(":"))
+            reader, writer = await asyncio.open_connection(
+                *there.url.removeprefix("http://").split(":")
+            )
             lines = [b"POST /v1/%FF HTTP/1.1", b"Host: x", b"Content-Length: 2", header]
             if status != 401:
                 lines.append(f"Authorization: Bearer {bearer}".encode())
             writer.write(b"\r\n".join([*lines, b"", b"{}"]))
             assert f" {status} ".encode() in await reader.readline()
-            assert [message["repeats"] for message in requests] == ([repeats] if status == 200 else [])
+            assert [message["repeats"] for message in requests] == (
+                [repeats] if status == 200 else []
+            )
             writer.close()
             link.close()
         assert bearer not in "".join(capfd.readouterr())
@@ -134,7 +165,9 @@ def test_odd_headers_are_no_fault_of_the_gateway(
     asyncio.run(play())
 
 
-def test_a_malformed_request_leaves_no_bearer_in_the_log(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_malformed_request_leaves_no_bearer_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     async def play() -> None:
         async with gateway(tmp_path) as there:
             address = there.url.removeprefix("http://").split(":")
@@ -145,7 +178,11 @@ def test_a_malformed_request_leaves_no_bearer_in_the_log(tmp_path: Path, capfd: 
                 b"X: " + b"y" * 100_000,
             ):
                 reader, writer = await asyncio.open_connection(*address)
-                writer.write(b"POST /v1/models HTTP/1.1\r\nAuthorization: Bearer sk-secret\r\n" + bad + b"\r\n\r\n")
+                writer.write(
+                    b"POST /v1/models HTTP/1.1\r\nAuthorization: Bearer sk-secret\r\n"
+                    + bad
+                    + b"\r\n\r\n"
+                )
                 assert b" 400 " in await reader.readline()
                 writer.close()
             assert there.front.refused["malformed"] == 4
@@ -176,7 +213,10 @@ def test_a_client_that_hangs_up_takes_its_request_back(tmp_path: Path, through: 
                     await asyncio.sleep(0.01)
                 front = forwarder.front
             _, writer = await asyncio.open_connection(*front.url.removeprefix("http://").split(":"))
-            head = f"POST /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {bearer}\r\nContent-Length: 0\r\n\r\n"
+            head = (
+                "POST /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+                f"{bearer}\r\nContent-Length: 0\r\n\r\n"
+            )
             writer.write(head.encode())
             await begun.wait()
             assert not cancelled.is_set()
@@ -223,12 +263,19 @@ def test_requests_of_a_session_whose_opener_dies_are_answered(tmp_path: Path) ->
 
 
 def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None:
-    """The bearer itself never leaves the node: between them only its digest is sent, which opens nothing."""
+    """The bearer itself never leaves the node: between them only its digest is sent, which opens
+    nothing."""
 
     async def play() -> None:
         async with gateway(tmp_path) as there:
             link, bearer = await there.opened("one", echo)
-            command = [sys.executable, "-m", "relax_hpc.gateway.forward", "--run_dir", str(there.run.root)]
+            command = [
+                sys.executable,
+                "-m",
+                "relax_hpc.gateway.forward",
+                "--run_dir",
+                str(there.run.root),
+            ]
             forwarder = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
             try:
                 assert forwarder.stdout
@@ -237,7 +284,10 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
                 status, body = await post(url, bearer, b"hello")
                 assert status == 200 and json.loads(body)["body"] == "hello"
                 assert await code_of(url, key_of(bearer)) == (401, "unknown_bearer")
-                assert await code_of(url, bearer, body=b" " * (MOST_BYTES + 1)) == (413, "too_large")
+                assert await code_of(url, bearer, body=b" " * (MOST_BYTES + 1)) == (
+                    413,
+                    "too_large",
+                )
             finally:
                 forwarder.kill()
                 await forwarder.wait()
@@ -247,7 +297,10 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
 
 
 def test_neither_gateway_nor_forwarder_imports_torch() -> None:
-    code = "import sys, relax_hpc.roles.gateway, relax_hpc.gateway.forward; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, relax_hpc.roles.gateway, relax_hpc.gateway.forward; sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 
 
@@ -260,9 +313,13 @@ def test_a_message_without_the_number_of_a_request_is_refused(message: Message) 
         Exchange(lambda payload: None, serve).take(pack(message))
 
 
-@pytest.mark.parametrize("value", [2**70, "\ud800", object()], ids=["integer", "surrogate", "object"])
+@pytest.mark.parametrize(
+    "value", [2**70, "\ud800", object()], ids=["integer", "surrogate", "object"]
+)
 @pytest.mark.parametrize("raises", [False, True])
-def test_an_answer_that_no_message_can_hold_is_an_error_of_its_request(value: object, raises: bool) -> None:
+def test_an_answer_that_no_message_can_hold_is_an_error_of_its_request(
+    value: object, raises: bool
+) -> None:
     async def serve(message: Message) -> Message:
         if raises:
             raise ValueError(value)

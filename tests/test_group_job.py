@@ -1,4 +1,5 @@
-"""What the job of one group does when it loses a node, or its group; tests/test_slurm_jobs.py has it on real Slurm."""
+"""What the job of one group does when it loses a node, or its group; tests/test_slurm_jobs.py has
+it on real Slurm."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def submitting(monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError) -> Non
 def ticked(job: GroupJob) -> SimpleNamespace:
     """The job's supervisor after its next round."""
     terminal = SimpleNamespace(say=lambda _: None)
-    supervisor = SimpleNamespace(roll=Roll(job.run, job.config, ["actor"]), interrupted=0, terminal=terminal)
+    supervisor = SimpleNamespace(
+        roll=Roll(job.run, job.config, ["actor"]), interrupted=0, terminal=terminal
+    )
     job.tick(supervisor)
     return supervisor
 
@@ -71,7 +74,9 @@ def released(job: GroupJob) -> set[str]:
     return ticked(job).roll.released
 
 
-def test_another_job_takes_the_group_and_this_one_ends(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_job_takes_the_group_and_this_one_ends(
+    job: GroupJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitting(monkeypatch, "8")
     assert not released(job)
     assert job.launcher().hand_over("actor", "no sign") == "8"
@@ -90,7 +95,9 @@ def test_where_none_can_be_had_it_is_queued_again(
     assert job.slurm.requeued == ["7"] and not released(job)
 
 
-def test_where_nodes_may_not_submit_it_is_queued_again(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nodes_may_not_submit_it_is_queued_again(
+    job: GroupJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitting(monkeypatch, "8")
     job.config.site.sbatch_on_nodes = False
     # In this layout a held job belongs to the command `resubmit`.
@@ -116,14 +123,21 @@ def test_scancel_of_the_hubs_job_is_an_end_and_of_another_group_it_is_not(
 ) -> None:
     run = RunDir(run_dir)
     slurm = SimpleNamespace(
-        describe=lambda job: {"JobState": "COMPLETING", "Reason": "None", "Restarts": "0", "ExitCode": "0:0"}
+        describe=lambda job: {
+            "JobState": "COMPLETING",
+            "Reason": "None",
+            "Restarts": "0",
+            "ExitCode": "0:0",
+        }
     )
     allocation = Allocation("7", 0, "node1", {group: Place("7", 1, None)})
     GroupJob(run, Config(layout="jobs"), slurm, allocation, "node1").interrupted()
     assert bool(asked_to_stop(run)) == stops
 
 
-def test_a_job_whose_group_was_given_to_another_one_gives_way(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_group_was_given_to_another_one_gives_way(
+    job: GroupJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.ledger.add(Entry("8", "group", "actor"))
     monkeypatch.setattr(jobs, "_ASK_SLURM_S", 0.0)
     assert released(job) == {"actor"}
@@ -137,13 +151,15 @@ def test_a_job_that_gives_way_saves_first_and_does_not_come_back(job: GroupJob, 
     else:
         job.bereft = SimpleNamespace(look=lambda _: True)
     supervisor = ticked(job)
-    assert supervisor.interrupted == 1 and not supervisor.roll.released, "a group that is released would be killed"
+    assert supervisor.interrupted == 1 and not supervisor.roll.released, (
+        "a group that is released would be killed"
+    )
     assert job.ledger.gave_way("7")
     job.end(EXIT_RETRY)
     assert job.slurm.requeued == []
 
 
-# -- the hub's job: it has a successor, and replaces the jobs of groups that are over ---------------------------------
+# -- the hub's job: it has a successor, and replaces the jobs of groups that are over --------------
 
 
 @pytest.fixture
@@ -197,9 +213,15 @@ def give_up(name: str, reason: str, code: int) -> NoReturn:
 
 def ended(fake: FakeSlurm, job: str, state: str) -> None:
     """squeue does not know a job any more; scontrol tells how it ended, or nothing."""
-    fake.set(jobs={number: job_fields for number, job_fields in fake.state["jobs"].items() if number != job})
+    fake.set(
+        jobs={
+            number: job_fields for number, job_fields in fake.state["jobs"].items() if number != job
+        }
+    )
     if state:
-        fake.answer("scontrol", f"JobId={job} JobState={state} Restarts=0\n", match=f"show job {job}")
+        fake.answer(
+            "scontrol", f"JobId={job} JobState={state} Restarts=0\n", match=f"show job {job}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +267,10 @@ def test_a_job_that_slurm_was_too_busy_to_make_is_tried_again(
     submit = jobs.submit_group
     submitting(monkeypatch, refusal)
     ended(fake, "7", "FAILED")
-    assert looked(hub, "actor") == ["actor: job 7 is over (FAILED)", f"actor: no job yet: {refusal}"]
+    assert looked(hub, "actor") == [
+        "actor: job 7 is over (FAILED)",
+        f"actor: no job yet: {refusal}",
+    ]
     monkeypatch.setattr(jobs, "submit_group", submit)
     assert looked(hub, "actor")[1:] == ["actor: continues in job 30"] * tries_again
 
@@ -259,7 +284,9 @@ def test_a_job_that_was_cancelled_long_ago_stays_cancelled(hub: GroupJob, fake: 
     assert looked(hub, "actor") == []
 
 
-def test_jobs_that_end_before_their_group_begins_end_the_run(hub: GroupJob, fake: FakeSlurm) -> None:
+def test_jobs_that_end_before_their_group_begins_end_the_run(
+    hub: GroupJob, fake: FakeSlurm
+) -> None:
     for job, following in pairwise([7, *range(30, 35)]):
         ended(fake, str(job), "FAILED")
         assert looked(hub, "actor")[-1] == f"actor: continues in job {following}"
@@ -268,7 +295,9 @@ def test_jobs_that_end_before_their_group_begins_end_the_run(hub: GroupJob, fake
         looked(hub, "actor")
 
 
-def test_a_member_of_a_group_is_looked_after_when_it_falls_silent(hub: GroupJob, fake: FakeSlurm) -> None:
+def test_a_member_of_a_group_is_looked_after_when_it_falls_silent(
+    hub: GroupJob, fake: FakeSlurm
+) -> None:
     """The others do not wait for it: the group's first member is there."""
     hub.ledger.add(Entry("8", "group", "rollout-2"))
     claim_incarnation(hub.run, "rollout-2")
@@ -288,9 +317,13 @@ def test_the_hubs_job_has_one_successor(hub: GroupJob, fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("newest", "leads"), [("6", True), ("7", True), ("9", False)], ids=["its former", "itself", "another"]
+    ("newest", "leads"),
+    [("6", True), ("7", True), ("9", False)],
+    ids=["its former", "itself", "another"],
 )
-def test_a_successor_has_the_hub_unless_a_person_submitted_it_again(run_dir: Path, newest: str, leads: bool) -> None:
+def test_a_successor_has_the_hub_unless_a_person_submitted_it_again(
+    run_dir: Path, newest: str, leads: bool
+) -> None:
     ledger = Ledger(RunDir(run_dir))
     ledger.add(Entry("6", "group", "hub"))
     ledger.add(Entry("7", "successor", "hub", after="6"))
@@ -301,10 +334,15 @@ def test_a_successor_has_the_hub_unless_a_person_submitted_it_again(run_dir: Pat
     assert ledger.superseded("7", "hub") != leads and (ledger.superseded("6", "hub") or not leads)
 
 
-def test_what_has_no_chance_is_withdrawn_with_what_can_never_start(hub: GroupJob, fake: FakeSlurm) -> None:
+def test_what_has_no_chance_is_withdrawn_with_what_can_never_start(
+    hub: GroupJob, fake: FakeSlurm
+) -> None:
     hub.ledger.add(Entry("20", "successor", "hub", after="5"))
     hub.ledger.add(Entry("21", "successor", "hub", after="6"))
-    pending = {"20": {"state": "PENDING", "reason": "DependencyNeverSatisfied"}, "21": {"state": "PENDING"}}
+    pending = {
+        "20": {"state": "PENDING", "reason": "DependencyNeverSatisfied"},
+        "21": {"state": "PENDING"},
+    }
     fake.set(jobs=fake.state["jobs"] | pending)
     hub.successors.begin("6")
     assert [call["argv"][-1] for call in fake.calls("scancel")] == ["20"]

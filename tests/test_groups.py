@@ -34,7 +34,9 @@ def test_only_groups_that_roll_out_and_nothing_else_have_members() -> None:
     config = Config()
     assert group_of(config, "rollout-2") is config.groups["rollout"]
     for name in ("actor-2", "hub-2", "nothing"):
-        with pytest.raises(ConfigError, match=f"groups: found '{name}', allowed: .*members like rollout-2"):
+        with pytest.raises(
+            ConfigError, match=f"groups: found '{name}', allowed: .*members like rollout-2"
+        ):
             group_of(config, name)
     config.groups["rollout"].roles.append("reference")
     with pytest.raises(ConfigError):

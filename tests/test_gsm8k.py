@@ -1,4 +1,5 @@
-"""The recipe that a user with a GPU begins with: its prompts from a copy of the data set, and that `check` takes it."""
+"""The recipe that a user with a GPU begins with: its prompts from a copy of the data set, and that
+`check` takes it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ TEMPLATE = """{%- if messages[0].role == 'system' %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-"""What Qwen3's does with prompts, by the same means: namespaces, slices, texts' methods, a thought that is empty."""
+"""What Qwen3's does with prompts, by the same means: namespaces, slices, texts' methods, a thought
+that is empty."""
 
 
 def prepared(copy: Path, output: Path) -> subprocess.CompletedProcess[str]:
@@ -66,12 +68,24 @@ def test_the_recipe_is_in_order_with_a_model_of_the_true_shape(tmp_path: Path) -
 
     (tmp_path / "copy/main").mkdir(parents=True)
     (tmp_path / "copy/socratic").mkdir()
-    for place in ("main/train-00000-of-00001", "socratic/train-00000-of-00001", "main/test-00000-of-00001"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / f"copy/{place}.parquet")
+    for place in (
+        "main/train-00000-of-00001",
+        "socratic/train-00000-of-00001",
+        "main/test-00000-of-00001",
+    ):
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(ROWS), tmp_path / f"copy/{place}.parquet"
+        )
     done = prepared(tmp_path / "copy", tmp_path / "data")
     assert done.returncode == 0, done.stderr
-    assert "train.jsonl: 2 prompts (the published data set has 7473)" in done.stdout and "not known" in done.stdout
-    assert f"--data.train {tmp_path}/data/train.jsonl --data.eval.gsm8k {tmp_path}/data/test.jsonl" in done.stdout
+    assert (
+        "train.jsonl: 2 prompts (the published data set has 7473)" in done.stdout
+        and "not known" in done.stdout
+    )
+    assert (
+        f"--data.train {tmp_path}/data/train.jsonl --data.eval.gsm8k {tmp_path}/data/test.jsonl"
+        in done.stdout
+    )
     rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows] == ["5", "5,000"] and rows[0]["id"] != rows[1]["id"]
     assert rows[0]["messages"][0]["content"].startswith(ROWS[0]["question"])
@@ -80,16 +94,28 @@ def test_the_recipe_is_in_order_with_a_model_of_the_true_shape(tmp_path: Path) -
     # Where the published model has it.
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    files = {"data.train": tmp_path / "data/train.jsonl", "data.eval": {"gsm8k": tmp_path / "data/test.jsonl"}}
+    files = {
+        "data.train": tmp_path / "data/train.jsonl",
+        "data.eval": {"gsm8k": tmp_path / "data/test.jsonl"},
+    }
     over = {"run_dir": tmp_path / "run", "model.path": model, **files}
     # The tokenizer that is made here has a token a character.
     over = json.loads(json.dumps(over, default=str)) | {"data.max_prompt_tokens": 2048}
-    one_gpu = {"colocate": True, "groups": {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}}
-    for files, more in (([RECIPE, ROOT / "configs/clusters/1-nodes.yaml"], {}), ([RECIPE], one_gpu), ([RECIPE], {})):
+    one_gpu = {
+        "colocate": True,
+        "groups": {"rollout": None, "actor": {"roles": ["rollout", "actor"]}},
+    }
+    for files, more in (
+        ([RECIPE, ROOT / "configs/clusters/1-nodes.yaml"], {}),
+        ([RECIPE], one_gpu),
+        ([RECIPE], {}),
+    ):
         config = load(files, over | more)
         assert [one for one in check(config) if "no NVIDIA device" not in one] == []
     template = template_of(config.data.chat_template, model, "", config.data.enable_thinking, ())
-    question = ROWS[0]["question"] + "\nReason step by step, and put the final answer within \\boxed{}."
+    question = (
+        ROWS[0]["question"] + "\nReason step by step, and put the final answer within \\boxed{}."
+    )
     ends = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert template.render(rows[0]["messages"]) == f"<|im_start|>user\n{question}<|im_end|>\n{ends}"
     template.close()
@@ -100,7 +126,9 @@ def test_the_recipe_is_in_order_with_a_model_of_the_true_shape(tmp_path: Path) -
 def test_what_is_no_gsm8k_is_named(tmp_path: Path) -> None:
     done = prepared(tmp_path, tmp_path / "data")
     assert done.returncode == 78 and "found none as its train split" in done.stderr
-    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"question": "?", "answer": "5"}))
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps(ROWS[0]) + "\n" + json.dumps({"question": "?", "answer": "5"})
+    )
     done = prepared(tmp_path, tmp_path / "data")
     assert done.returncode == 78 and "row 2: found no texts" in done.stderr
     assert not (tmp_path / "data").exists()

@@ -1,4 +1,5 @@
-"""A test session that is ended, by whatever means, leaves no process, user, folder or shared memory."""
+"""A test session that is ended, by whatever means, leaves no process, user, folder or shared
+memory."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ import psutil
 import pytest
 
 from tests.effort import effort
-from tests.guardian import END_S, MEMORY, Order, has_mark, new_mark, remove_memory, session_processes
+from tests.guardian import (
+    END_S,
+    MEMORY,
+    Order,
+    has_mark,
+    new_mark,
+    remove_memory,
+    session_processes,
+)
 from tests.requirements import requires
 from tests.slurm_sandbox import requires_sandbox
 
@@ -28,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0
 STOP_S = 3 * END_S
 HOLDERS = {"cheap": "test_holds_daemons_a_user_and_memory", "run": "test_holds_a_run"}
-"""Name of a record -> the test of `held_session.py` that writes it. In `env/test.sh --all` also a whole run."""
+"""Name of a record -> the test of `held_session.py` that writes it. In `env/test.sh --all` also a
+whole run."""
 ENDINGS: dict[str, Callable[[subprocess.Popen], None]] = {
     "kill -9 of the controller": lambda process: process.kill(),
     "Ctrl-C": lambda process: os.killpg(process.pid, signal.SIGINT),
@@ -52,7 +62,14 @@ def test_a_session_that_is_ended_leaves_nothing(ending: str, tmp_path: Path) -> 
     if "run" in names:
         requires("torch", "megatron")
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'base'}",
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
             # A shell's background job ignores Ctrl-C, and its children inherit that.
@@ -73,7 +90,9 @@ def test_a_session_that_is_ended_leaves_nothing(ending: str, tmp_path: Path) -> 
         )
     files = [tmp_path / f"{name}.json" for name in names]
     await_true(
-        lambda: all(file.exists() for file in files) or process.poll() is not None, START_S, "tests hold what they can"
+        lambda: all(file.exists() for file in files) or process.poll() is not None,
+        START_S,
+        "tests hold what they can",
     )
     assert process.poll() is None, log.read_text()
     records = [json.loads(file.read_text()) for file in files]
@@ -87,7 +106,9 @@ def test_a_session_that_is_ended_leaves_nothing(ending: str, tmp_path: Path) -> 
         return programs >= {"munged", "slurmctld", "slurmd", "sleep", "tail"}
 
     await_true(has_daemons_and_job, START_S, "the sandbox starts its job")
-    held = [Path(path) for record in records for path in (record["memory"], record["staging"]) if path]
+    held = [
+        Path(path) for record in records for path in (record["memory"], record["staging"]) if path
+    ]
     assert all(path.exists() for path in held)
 
     ENDINGS[ending](process)
@@ -97,13 +118,18 @@ def test_a_session_that_is_ended_leaves_nothing(ending: str, tmp_path: Path) -> 
     assert session_processes(session, str(folder)) == []
     users = {record["user"] for record in records} - {"", pwd.getpwuid(os.getuid()).pw_name}
     assert not users.intersection(entry.pw_name for entry in pwd.getpwall())
-    assert not users.intersection(process.info["username"] for process in psutil.process_iter(["username"]))
+    assert not users.intersection(
+        process.info["username"] for process in psutil.process_iter(["username"])
+    )
 
 
 def test_memory_of_others_stays(tmp_path: Path) -> None:
     session = tmp_path / "session"
     session.mkdir()
-    folders = [MEMORY / f"{session.name}-{tmp_path.name}", MEMORY / f"relax-{os.getuid()}-{tmp_path.name}"]
+    folders = [
+        MEMORY / f"{session.name}-{tmp_path.name}",
+        MEMORY / f"relax-{os.getuid()}-{tmp_path.name}",
+    ]
     files = [MEMORY / f"psm_{tmp_path.name}{index}" for index in range(3)]
     try:
         for folder in folders:

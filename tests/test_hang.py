@@ -1,4 +1,5 @@
-"""What lives without giving a sign is taken for dead; who looks at a live run sees it; nobody runs it twice."""
+"""What lives without giving a sign is taken for dead; who looks at a live run sees it; nobody runs
+it twice."""
 
 from __future__ import annotations
 
@@ -63,24 +64,39 @@ def freeze(run: Running, group: str, role: str) -> None:
     others = {name: [p.pid for p in run.processes(name)] for name in roles if name != role}
     incarnations = run.incarnations(group)
     run.processes(role)[0].send_signal(signal.SIGSTOP)
-    run.wait_until(lambda: run.incarnations(group) == incarnations + 1, f"{group} was started again", 20 * LEASE_S)
+    run.wait_until(
+        lambda: run.incarnations(group) == incarnations + 1,
+        f"{group} was started again",
+        20 * LEASE_S,
+    )
     assert {name: [p.pid for p in run.processes(name)] for name in others} == others
 
 
 def hang(run: Running) -> None:
-    """Have a reward hold the interpreter's lock for ever; where, the log of its rank says when it was replaced."""
+    """Have a reward hold the interpreter's lock for ever; where, the log of its rank says when it
+    was replaced."""
     incarnations = run.incarnations("rollout")
     (run.run.root / "hang").touch()
-    run.wait_until(lambda: run.incarnations("rollout") == incarnations + 1, "rollout was started again", 20 * LEASE_S)
+    run.wait_until(
+        lambda: run.incarnations("rollout") == incarnations + 1,
+        "rollout was started again",
+        20 * LEASE_S,
+    )
     told = (run.run.logs("rollout", incarnations) / "rollout-rank-0.log").read_text()
     threads = told.split("Thread 0x")
     assert len(threads) > 4 and sum("in hold_the_lock" in thread for thread in threads) == 1
-    assert any("in serve_forever" in thread or "asyncio/base_events" in thread for thread in threads), "the main one"
+    assert any(
+        "in serve_forever" in thread or "asyncio/base_events" in thread for thread in threads
+    ), "the main one"
 
 
-def test_hung_roles_are_replaced_and_a_live_run_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_roles_are_replaced_and_a_live_run_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hanging.py").write_text(REWARD)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")])
+    )
     monkeypatch.setenv("HANG_FILE", str(tmp_path / "run" / "hang"))
     with running(tmp_path, SETTINGS) as run:
         run.wait_for_step(1, 120)
@@ -88,7 +104,11 @@ def test_hung_roles_are_replaced_and_a_live_run_is_seen(tmp_path: Path, monkeypa
         assert seen["hub"] and not seen["finished"] and seen["steps"] == 60
         assert all(group["last_beat_s"] < 60 for group in seen["groups"].values())
         again = cli("run", "--run_dir", str(run.run.root), "--resume")
-        assert again.returncode == 78 and "is being run now" in again.stderr and again.stderr.count("\n") == 1
+        assert (
+            again.returncode == 78
+            and "is being run now" in again.stderr
+            and again.stderr.count("\n") == 1
+        )
         hang(run)
         freeze(run, "reference", "reference")
         freeze(run, "hub", "controller")

@@ -1,4 +1,5 @@
-"""The durable copy: what goes in comes out, strangers can read it with h5py alone, and damage is named."""
+"""The durable copy: what goes in comes out, strangers can read it with h5py alone, and damage is
+named."""
 
 from __future__ import annotations
 
@@ -28,9 +29,20 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import learned, rows_of
 
 ORIGIN = {"group": "rollout", "incarnation": 1}
-PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
-VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-NAMES = st.text() | st.sampled_from(["offsets", "offsets1", ".", "..", "a/b", "%", "", "\0", "row_ids"])
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text()
+    | st.binary()
+)
+VALUES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+NAMES = st.text() | st.sampled_from(
+    ["offsets", "offsets1", ".", "..", "a/b", "%", "", "\0", "row_ids"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +51,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("shards") / "whole.h5", rows_of([0, 1], Version(1, 0)))
 
 
-def written(path: Path, rows: list[dict[str, Any]], fields: tuple[str, ...] = GENERATED, sync: bool = False) -> Path:
+def written(
+    path: Path, rows: list[dict[str, Any]], fields: tuple[str, ...] = GENERATED, sync: bool = False
+) -> Path:
     columns = columns_of(pack(rows, fields, ORIGIN))
     write(path, columns, {"run": "runs/a", **columns.origin}, sync)
     return path
@@ -54,18 +68,29 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-# -- what goes in comes out ------------------------------------------------------------------------------------------
+# -- what goes in comes out ------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=5), data=st.data())
 def test_a_file_carries_the_rows_that_a_record_carries(tmp_path_factory, lengths, data):
     names = data.draw(
-        st.lists(NAMES.filter(lambda name: name not in FIELDS and _packable(name)), max_size=3, unique=True)
+        st.lists(
+            NAMES.filter(lambda name: name not in FIELDS and _packable(name)),
+            max_size=3,
+            unique=True,
+        )
     )
-    rows = [row for ticket, n in enumerate(lengths) for row in rows_of([ticket], Version(1, ticket), length=n)]
+    rows = [
+        row
+        for ticket, n in enumerate(lengths)
+        for row in rows_of([ticket], Version(1, ticket), length=n)
+    ]
     for row in rows:
-        row |= {name: data.draw(VALUES.filter(lambda value: value is not None and _packable(value))) for name in names}
+        row |= {
+            name: data.draw(VALUES.filter(lambda value: value is not None and _packable(value)))
+            for name in names
+        }
     record = pack(rows, (*GENERATED, *names), ORIGIN)
     path = tmp_path_factory.mktemp("rows") / "a.h5"
     columns = columns_of(record)
@@ -73,7 +98,9 @@ def test_a_file_carries_the_rows_that_a_record_carries(tmp_path_factory, lengths
     found, expected = read(path), unpack(record)
     assert list(found) == list(expected)
     for name, row in expected.items():
-        assert found[name].keys() == row.keys() and all(same(found[name][field], row[field]) for field in row)
+        assert found[name].keys() == row.keys() and all(
+            same(found[name][field], row[field]) for field in row
+        )
 
 
 def _packable(value: Any) -> bool:
@@ -86,7 +113,9 @@ def _packable(value: Any) -> bool:
 
 def test_fields_without_the_tokens_themselves(tmp_path):
     rows = learned(rows_of([3, 4], Version(1, 0), length=7), Version(1, 0))
-    row = read(written(tmp_path / "a.h5", rows, ("old_logprobs", "old_logprob_version")))["000000004.01.00"]
+    row = read(written(tmp_path / "a.h5", rows, ("old_logprobs", "old_logprob_version")))[
+        "000000004.01.00"
+    ]
     assert np.array_equal(row["old_logprobs"], rows[-1]["rollout_logprobs"])
     assert row["old_logprob_version"] == Version(1, 0).encode() and set(row) == {
         "row_id",
@@ -97,7 +126,13 @@ def test_fields_without_the_tokens_themselves(tmp_path):
 
 def test_rows_of_different_lengths_a_field(tmp_path):
     """Nothing says that per-token fields of another task are as long as each other."""
-    rows = [{"row_id": "000000001.00.00", "ref_logprobs": np.ones(3, "f4"), "advantages": np.ones(5, "f4")}]
+    rows = [
+        {
+            "row_id": "000000001.00.00",
+            "ref_logprobs": np.ones(3, "f4"),
+            "advantages": np.ones(5, "f4"),
+        }
+    ]
     row = read(written(tmp_path / "a.h5", rows, ("ref_logprobs", "advantages")))["000000001.00.00"]
     assert (len(row["ref_logprobs"]), len(row["advantages"])) == (3, 5)
 
@@ -133,14 +168,20 @@ def test_threads_write_at_once(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
-# -- on disk ---------------------------------------------------------------------------------------------------------
+# -- on disk ---------------------------------------------------------------------------------------
 
 
 def test_the_file_appears_whole_and_synced(tmp_path, monkeypatch):
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: done.append(Path(f"/proc/self/fd/{fd}").readlink().name) or fsync(fd))
-    monkeypatch.setattr(Path, "replace", lambda old, new: done.append("rename") or replace(old, new))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: done.append(Path(f"/proc/self/fd/{fd}").readlink().name) or fsync(fd),
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda old, new: done.append("rename") or replace(old, new)
+    )
     written(tmp_path / "a.h5", rows_of([0], Version(1, 0)), sync=True)
     assert done[0].startswith(".a.h5.") and done[1:] == ["rename", tmp_path.name]
 
@@ -155,15 +196,23 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# -- by strangers ----------------------------------------------------------------------------------------------------
+# -- by strangers ----------------------------------------------------------------------------------
 
 
 def test_h5py_alone_reads_and_explains_it(tmp_path):
     rows = [{**row, "mood": {"a": [1]}} for row in rows_of([3, 4], Version(1, 0), length=6)]
     with h5py.File(written(tmp_path / "a.h5", rows, (*GENERATED, "mood")), "r") as file:
         about = dict(file.attrs)
-        assert (about["run"], about["group"], about["incarnation"], about["rows"]) == ("runs/a", "rollout", 1, 4)
-        assert (about["format"], about["format_version"]) == ("relax_hpc shard", 2) and "offsets" in about["layout"]
+        assert (about["run"], about["group"], about["incarnation"], about["rows"]) == (
+            "runs/a",
+            "rollout",
+            1,
+            4,
+        )
+        assert (about["format"], about["format_version"]) == (
+            "relax_hpc shard",
+            2,
+        ) and "offsets" in about["layout"]
         ids = json.loads(file["row_id"][()])
         tokens, offsets = file["token_ids"], file[file["token_ids"].attrs["offsets"]]
         for number, row in enumerate(rows):
@@ -175,7 +224,10 @@ def test_h5py_alone_reads_and_explains_it(tmp_path):
         for name in GENERATED:
             assert file[name].attrs["meaning"] == FIELDS[name].meaning
             assert not FIELDS[name].is_number or file[name].dtype == FIELDS[name].dtype
-        assert file["rollout_logprobs"].attrs["unit"] == "nats" and file["rollout_logprobs"].attrs["kind"] == "token"
+        assert (
+            file["rollout_logprobs"].attrs["unit"] == "nats"
+            and file["rollout_logprobs"].attrs["kind"] == "token"
+        )
 
 
 def test_datasets_can_be_mapped_where_h5py_says_that_they_lie(whole):
@@ -184,12 +236,14 @@ def test_datasets_can_be_mapped_where_h5py_says_that_they_lie(whole):
         mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
         for name in json.loads(file.attrs["digest_of"]):
             at, size = file[name].id.get_offset(), file[name].id.get_storage_size()
-            assert at % 64 == 0 and mapped[at : at + size] == file[name][()].tobytes().ljust(size, b"\0")
+            assert at % 64 == 0 and mapped[at : at + size] == file[name][()].tobytes().ljust(
+                size, b"\0"
+            )
             digest.update(mapped[at : at + size])
         assert digest.hexdigest() == file.attrs["digest"]
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 @given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
@@ -204,7 +258,11 @@ def test_a_flipped_bit_is_refused_or_meant_nothing(whole, at, bit):
     except ShardError as error:
         assert "flipped.h5" in str(error)
     else:
-        assert all(same(row[field], read(whole)[name][field]) for name, row in found.items() for field in row)
+        assert all(
+            same(row[field], read(whole)[name][field])
+            for name, row in found.items()
+            for field in row
+        )
 
 
 def test_every_bit_of_a_row_counts(whole):
@@ -215,7 +273,9 @@ def test_every_bit_of_a_row_counts(whole):
     for at, size in [(0, first_lines), *places]:
         for spot in (at, at + size // 2, at + size - 1):
             path.write_bytes(good[:spot] + bytes([good[spot] ^ 4]) + good[spot + 1 :])
-            with pytest.raises(ShardError, match=r"flipped\.h5: (checksum|not a shard|a shard of format|\d+ bytes)"):
+            with pytest.raises(
+                ShardError, match=r"flipped\.h5: (checksum|not a shard|a shard of format|\d+ bytes)"
+            ):
                 read(path)
 
 
@@ -260,7 +320,9 @@ def _signed(good: bytes, index: Any, rest: bytes) -> bytes:
     return good
 
 
-@pytest.mark.parametrize("content", [b"", b"\x89HDF\r\n\x1a\n", b"relax_hpc shard ", b"RLXSHARD" + bytes(99)])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x89HDF\r\n\x1a\n", b"relax_hpc shard ", b"RLXSHARD" + bytes(99)]
+)
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "other.h5").write_bytes(content)
     with pytest.raises(ShardError, match=r"other\.h5: "):

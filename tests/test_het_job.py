@@ -1,4 +1,5 @@
-"""What the job of a whole run does at its end, and when Slurm itself must be spared; see test_slurm_waits.py."""
+"""What the job of a whole run does at its end, and when Slurm itself must be spared; see
+test_slurm_waits.py."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def job(run_dir: Path, slurm: FakeSlurm) -> HetJob:
     run = RunDir(run_dir)
     Ledger(run).add(Entry("7", "run"))
     places = {"hub": Place("7", 2, 0), "rollout": Place("8", 1, 1), "actor": Place("9", 1, 2)}
-    return HetJob(run, Config(layout="het"), Slurm(tries=1), Allocation("7", 0, "node1", places), "node1")
+    return HetJob(
+        run, Config(layout="het"), Slurm(tries=1), Allocation("7", 0, "node1", places), "node1"
+    )
 
 
 def lose(slurm: FakeSlurm, *ended: str, restarted: str = "") -> None:
@@ -77,8 +80,14 @@ def test_no_step_is_asked_of_a_slurmctld_that_would_die_of_it(
         assert not slurm.calls("srun"), "no standby either"
 
 
-def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(job: HetJob, slurm: FakeSlurm) -> None:
-    slurm.answer("srun", err="srun: error: Unable to allocate resources: Unable to contact slurm controller", code=1)
+def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(
+    job: HetJob, slurm: FakeSlurm
+) -> None:
+    slurm.answer(
+        "srun",
+        err="srun: error: Unable to allocate resources: Unable to contact slurm controller",
+        code=1,
+    )
     launcher = job.launcher()
     assert not launcher.whole("rollout"), "Slurm answers, the nodes do not"
     answers = [False, SlurmError("squeue: no answer", transient=True)]
@@ -126,7 +135,12 @@ def test_what_is_saved_in_time_is_given_back_at_once(job: HetJob, slurm: FakeSlu
 
 @pytest.mark.parametrize(
     ("code", "stopped", "goes_on"),
-    [(EXIT_RETRY, False, True), (EXIT_RETRY, True, False), (EXIT_NO_PROGRESS, True, False), (EXIT_DONE, False, False)],
+    [
+        (EXIT_RETRY, False, True),
+        (EXIT_RETRY, True, False),
+        (EXIT_NO_PROGRESS, True, False),
+        (EXIT_DONE, False, False),
+    ],
 )
 def test_what_is_queued_goes_unless_the_run_is_to_go_on(
     job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, goes_on: bool
@@ -142,7 +156,9 @@ def test_what_is_queued_goes_unless_the_run_is_to_go_on(
 
 
 @pytest.mark.parametrize("setup", [["ulimit -n 777"], []])
-def test_a_standby_has_the_limits_of_the_site(job: HetJob, slurm: FakeSlurm, setup: list[str]) -> None:
+def test_a_standby_has_the_limits_of_the_site(
+    job: HetJob, slurm: FakeSlurm, setup: list[str]
+) -> None:
     """The site's setup runs in the batch script alone."""
     slurm.set(jobs=ALL | {"7": ALL["7"] | {"node_list": "node[1-2]"}})
     (job.run.root / "logs").mkdir()
@@ -154,7 +170,7 @@ def test_a_standby_has_the_limits_of_the_site(job: HetJob, slurm: FakeSlurm, set
     assert ("--propagate=NOFILE,MEMLOCK,NPROC,STACK" in call["argv"]) == bool(setup)
 
 
-# -- groups that went on in jobs of their own --------------------------------------------------------------------------
+# -- groups that went on in jobs of their own ------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,19 +190,27 @@ def begun(job: HetJob) -> SimpleNamespace:
     return supervisor
 
 
-def test_the_job_of_a_group_is_given_back_with_that_of_the_run(moved: HetJob, slurm: FakeSlurm) -> None:
+def test_the_job_of_a_group_is_given_back_with_that_of_the_run(
+    moved: HetJob, slurm: FakeSlurm
+) -> None:
     assert begun(moved).roll.elsewhere == {"actor": "22"}
     assert not moved.moved_groups.take_along("rollout"), "it lives here"
     assert not moved.moved_groups.take_along("rollout-2"), "no successor has a component for it"
-    assert moved.moved_groups.take_along("actor") and not cancelled(slurm), "its supervisor has it save"
+    assert moved.moved_groups.take_along("actor") and not cancelled(slurm), (
+        "its supervisor has it save"
+    )
     assert moved.ledger.gave_way("22")
     moved.end(EXIT_RETRY)
     assert cancelled(slurm) == ["22"]
     found = begun(moved)
-    assert (found.roll.elsewhere, found.roll.unfit) == ({}, {}), "the successor has it in its own component"
+    assert (found.roll.elsewhere, found.roll.unfit) == ({}, {}), (
+        "the successor has it in its own component"
+    )
 
 
-def test_what_a_head_that_is_killed_soon_has_to_give_back_is_all_of_it(moved: HetJob, slurm: FakeSlurm) -> None:
+def test_what_a_head_that_is_killed_soon_has_to_give_back_is_all_of_it(
+    moved: HetJob, slurm: FakeSlurm
+) -> None:
     lose(slurm, "7")
     moved._leave_at = 0.0
     moved.waiting()

@@ -1,4 +1,5 @@
-"""Files of a model that somebody else has made to harm its reader: each is refused by name, or a row is left out."""
+"""Files of a model that somebody else has made to harm its reader: each is refused by name, or a
+row is left out."""
 
 from __future__ import annotations
 
@@ -31,11 +32,23 @@ from relax_hpc.weight_files import read_header
 from tests.effort import effort
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just(10**400),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-GIVES_UP = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+GIVES_UP = {
+    "type": "Split",
+    "pattern": {"Regex": "(x+x+)+y"},
+    "behavior": "Isolated",
+    "invert": False,
+}
 """Pre-tokenizer whose expression fails on a long text of x, which is a panic of the library."""
 
 
@@ -55,21 +68,44 @@ def changed_tokenizer(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def replacements(count: int, pattern: dict[str, str], content: str, name: str = "normalizers") -> dict[str, Any]:
+def replacements(
+    count: int, pattern: dict[str, str], content: str, name: str = "normalizers"
+) -> dict[str, Any]:
     step = {"type": "Replace", "pattern": pattern, "content": content}
     return {"type": "Sequence", name: [step] * count}
 
 
-PADDING = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+PADDING = {
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "x",
+}
 REFUSED = {
-    "padding.strategy.Fixed: found 1099511627776": {"padding": PADDING | {"strategy": {"Fixed": 2**40}}},
-    "padding.pad_to_multiple_of": {"padding": PADDING | {"strategy": "BatchLongest", "pad_to_multiple_of": 2**40}},
-    "truncation.stride": {
-        "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 2**40}
+    "padding.strategy.Fixed: found 1099511627776": {
+        "padding": PADDING | {"strategy": {"Fixed": 2**40}}
     },
-    "replacements lengthen a text 1e\\+12 times": {"normalizer": replacements(6, {"String": "x"}, "x" * 100)},
-    "replacements lengthen a text 1.07e\\+09 times": {"normalizer": replacements(30, {"Regex": ""}, "x")},
-    "decoder: replacements lengthen": {"decoder": replacements(9, {"String": "x"}, "x" * 99, "decoders")},
+    "padding.pad_to_multiple_of": {
+        "padding": PADDING | {"strategy": "BatchLongest", "pad_to_multiple_of": 2**40}
+    },
+    "truncation.stride": {
+        "truncation": {
+            "direction": "Right",
+            "max_length": 1,
+            "strategy": "LongestFirst",
+            "stride": 2**40,
+        }
+    },
+    "replacements lengthen a text 1e\\+12 times": {
+        "normalizer": replacements(6, {"String": "x"}, "x" * 100)
+    },
+    "replacements lengthen a text 1.07e\\+09 times": {
+        "normalizer": replacements(30, {"Regex": ""}, "x")
+    },
+    "decoder: replacements lengthen": {
+        "decoder": replacements(9, {"String": "x"}, "x" * 99, "decoders")
+    },
     "its trie has 4294967295 bytes, found 11": {
         "normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////////////8="}
     },
@@ -79,7 +115,10 @@ REFUSED = {
         "decoder": {"type": "Strip", "content": "x", "start": 0, "stop": 2**64 - 1}
     },
     "prepends 1002 characters": {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 501}] * 2}
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "x" * 501}] * 2,
+        }
     },
     "pre_tokenizer: found 1002 steps": {
         "pre_tokenizer": {
@@ -103,8 +142,14 @@ REFUSED = {
     "the tokenizer has failed": {
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "none", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "single": [
+                {"SpecialToken": {"id": "none", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
             "special_tokens": {},
         }
     },
@@ -112,7 +157,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_a_tokenizer_that_would_abort_or_hang_is_refused_by_its_field(tmp_path: Path, says: str) -> None:
+def test_a_tokenizer_that_would_abort_or_hang_is_refused_by_its_field(
+    tmp_path: Path, says: str
+) -> None:
     folder = changed_tokenizer(tmp_path, **REFUSED[says])
     with pytest.raises(ConfigError, match=says) as error:
         load_tokenizer(folder)
@@ -121,11 +168,15 @@ def test_a_tokenizer_that_would_abort_or_hang_is_refused_by_its_field(tmp_path: 
 
 def test_published_tokenizers_lie_within_the_bounds(tmp_path: Path) -> None:
     """What SentencePiece models are converted to, and what a run saves that has padded batches."""
-    steps = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"} for _ in range(12)]
+    steps = [
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"} for _ in range(12)
+    ]
     prepend = {"type": "Prepend", "prepend": "\u2581"}
     normalizer = {"type": "Sequence", "normalizers": [prepend, *steps, *steps]}
     padding = PADDING | {"strategy": {"Fixed": 8192}, "pad_to_multiple_of": 64}
-    assert load_tokenizer(changed_tokenizer(tmp_path, normalizer=normalizer, padding=padding)).encode("a  b")
+    assert load_tokenizer(
+        changed_tokenizer(tmp_path, normalizer=normalizer, padding=padding)
+    ).encode("a  b")
 
 
 @pytest.fixture
@@ -134,20 +185,32 @@ def panicking(tmp_path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", ["x" * 34, "\ud800"])
-def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(panicking: Tokenizer, text: str) -> None:
+def test_a_text_that_the_tokenizer_cannot_process_costs_its_row(
+    panicking: Tokenizer, text: str
+) -> None:
     with pytest.raises(TokenizerError):
         panicking.encode(text)
     rules = PromptRules.of(DataConfig(), panicking)
-    rows = [(1, {"id": "a", "prompt": "12?", "answer": "1"}), (2, {"id": "b", "prompt": text, "answer": "1"})]
+    rows = [
+        (1, {"id": "a", "prompt": "12?", "answer": "1"}),
+        (2, {"id": "b", "prompt": text, "answer": "1"}),
+    ]
     good, bad = prompts_of(rows, panicking, rules)
     assert good.prompt_id == "a" and isinstance(bad, BadLine) and bad.reason == "tokenizer"
     examples = ExampleRules.from_rules(rules, 100, 1)
-    assert examples.read(2, {"id": "b", "prompt": "12?", "answer": text}, panicking).reason == "tokenizer"
+    assert (
+        examples.read(2, {"id": "b", "prompt": "12?", "answer": text}, panicking).reason
+        == "tokenizer"
+    )
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+)
 @pytest.mark.timeout(30)
-def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / name).unlink()
@@ -155,7 +218,9 @@ def test_a_model_with_a_pipe_in_the_place_of_a_file_is_refused(model: Path, tmp_
     assert find_model(ModelConfig(path=str(tmp_path))).problems
 
 
-def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(model: Path, tmp_path: Path) -> None:
+def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(
+    model: Path, tmp_path: Path
+) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     name = "a\x1b[2J\nerror: forged"
@@ -172,19 +237,25 @@ def test_names_in_files_of_a_model_begin_no_line_and_are_obeyed_by_no_terminal(m
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.timeout(30)
-def test_what_is_no_regular_file_is_no_template_and_is_not_converted(model: Path, tmp_path: Path, kind: str) -> None:
+def test_what_is_no_regular_file_is_no_template_and_is_not_converted(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (source / "additional_chat_templates").mkdir()
     for path in (source / "additional_chat_templates" / "tool_use.jinja", source / "merges.txt"):
         os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"a {'FIFO' if kind == 'pipe' else 'device'}, expected a regular file"):
+    with pytest.raises(
+        ConfigError, match=f"a {'FIFO' if kind == 'pipe' else 'device'}, expected a regular file"
+    ):
         find_templates("model", source)
     assert main(["convert", str(source), str(tmp_path / "target")]) == EXIT_RETRY
     assert not (tmp_path / "target").exists()
 
 
-def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(panicking: Tokenizer) -> None:
+def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(
+    panicking: Tokenizer,
+) -> None:
     with pytest.raises(ConfigError, match="--prompt: the tokenizer has failed"):
         prompt_ids("x" * 34, panicking.directory, 100)
     with pytest.raises(TokenizerError):
@@ -193,21 +264,35 @@ def test_a_prompt_that_the_tokenizer_cannot_process_ends_a_comparison_in_a_line(
 
 @pytest.mark.parametrize("layers", [10**6, 10**9, 1025])
 @pytest.mark.timeout(30)
-def test_a_model_of_a_million_layers_is_named_by_its_field(model: Path, tmp_path: Path, layers: int) -> None:
+def test_a_model_of_a_million_layers_is_named_by_its_field(
+    model: Path, tmp_path: Path, layers: int
+) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     findings = find_model(ModelConfig(path=str(tmp_path))).problems
-    assert f"num_hidden_layers is {layers}, supported is a positive integer, at most 1024" in findings[0]
+    assert (
+        f"num_hidden_layers is {layers}, supported is a positive integer, at most 1024"
+        in findings[0]
+    )
 
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 1, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "num_key_value_heads": 1,
+    "norm_topk_prob": True,
+}
 
 
 def test_experts_of_all_layers_are_bounded_together(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | EXPERTS
-    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096}
+    config |= {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4096,
+    }
     says = "num_hidden_layers is 1000, supported is at most 131072 experts of all layers"
     assert says in list(problems(config | {"num_hidden_layers": 1000}))
 
@@ -227,9 +312,18 @@ def test_a_config_of_any_values_is_a_model_or_is_refused(model: Path, key: int, 
 
 @settings(max_examples=effort(30, 1000))
 @given(
-    name=st.sampled_from(["tokenizer_config.json", "added_tokens.json", "config.json", "generation_config.json"]),
+    name=st.sampled_from(
+        ["tokenizer_config.json", "added_tokens.json", "config.json", "generation_config.json"]
+    ),
     key=st.sampled_from(
-        ["added_tokens_decoder", "eos_token", "extra_special_tokens", "eos_token_id", "pad_token_id", "x"]
+        [
+            "added_tokens_decoder",
+            "eos_token",
+            "extra_special_tokens",
+            "eos_token_id",
+            "pad_token_id",
+            "x",
+        ]
     ),
     value=JSON,
 )
@@ -247,7 +341,9 @@ def test_settings_of_a_tokenizer_of_any_values_are_read_or_refused(
 
 @settings(max_examples=effort(30, 1000))
 @given(content=JSON)
-def test_a_header_of_any_values_is_refused(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+def test_a_header_of_any_values_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: Any
+) -> None:
     path = tmp_path_factory.mktemp("header") / "model.safetensors"
     entry = {"dtype": "F32", "shape": content, "data_offsets": [0, 5]}
     for value in (content, {"weight": content}, {"weight": entry}):

@@ -25,7 +25,13 @@ from relax_hpc.algorithms import Unavailable, record_of
 from relax_hpc.cli import main
 from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.foreign_files import ForeignFileError, open_in_run, read_json, read_json_object, unpack_gzip
+from relax_hpc.foreign_files import (
+    ForeignFileError,
+    open_in_run,
+    read_json,
+    read_json_object,
+    unpack_gzip,
+)
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.named import no_imports
 from relax_hpc.parts import lines_of
@@ -48,7 +54,14 @@ COMMANDS = (
     ("queue", "audit"),
     ("list",),
 )
-SAMPLE = {"id": "000000000.00.00", "step": 0, "reward": 1.0, "time": 0.0, "finish_reason": "stop", "prompt": "2?"}
+SAMPLE = {
+    "id": "000000000.00.00",
+    "step": 0,
+    "reward": 1.0,
+    "time": 0.0,
+    "finish_reason": "stop",
+    "prompt": "2?",
+}
 
 
 @pytest.fixture
@@ -79,36 +92,81 @@ def write_texts(run: RunDir, text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     run.stop.write_text(json_line(code=93, reason=text))
     (rendezvous / "inc-000001.claim").touch()
-    card = {"group": "actor", "incarnation": 1, "ranks": [{"node": text}], "endpoint": text, "protocol": 1}
+    card = {
+        "group": "actor",
+        "incarnation": 1,
+        "ranks": [{"node": text}],
+        "endpoint": text,
+        "protocol": 1,
+    }
     (rendezvous / "inc-000001.json").write_text(json_line(**card))
-    beat = {"time": time.time(), "incarnation": 1, "gap_s": 0, "busy_s": 0, "progress": 0, "doing": text, "doing_s": 1}
+    beat = {
+        "time": time.time(),
+        "incarnation": 1,
+        "gap_s": 0,
+        "busy_s": 0,
+        "progress": 0,
+        "doing": text,
+        "doing_s": 1,
+    }
     (rendezvous / "beat-a.json").write_text(json_line(**beat))
     (logs / "exit-actor.json").write_text(json_line(status=text, code=93, reason=text))
     (logs / "actor.log").write_bytes(f"{text}\n".encode(errors="surrogatepass"))
     (run.root / "supervisor.log").write_bytes(f"{text}\n".encode(errors="surrogatepass"))
     (run.root / "logs" / "preparing.json").write_text(json_line(doing=text, since=0.0))
-    line = {"step": 0, "incarnation": 1, "time": 1.0, "reward/mean": 1.0, f"queue/dropped_{text}": 1, text: text}
-    run.metrics.write_text(json_line(**line) + json_line(**{**line, "step": 1, f"queue/bad_prompt_{text}": 2}))
-    (run.submit / "nodes.jsonl").write_text(2 * json_line(time=time.time(), node=text, kind="death"))
-    sample = {**SAMPLE, "response": text, "answer": text, "components": {text: 1.0}, "versions": [text]}
+    line = {
+        "step": 0,
+        "incarnation": 1,
+        "time": 1.0,
+        "reward/mean": 1.0,
+        f"queue/dropped_{text}": 1,
+        text: text,
+    }
+    run.metrics.write_text(
+        json_line(**line) + json_line(**{**line, "step": 1, f"queue/bad_prompt_{text}": 2})
+    )
+    (run.submit / "nodes.jsonl").write_text(
+        2 * json_line(time=time.time(), node=text, kind="death")
+    )
+    sample = {
+        **SAMPLE,
+        "response": text,
+        "answer": text,
+        "components": {text: 1.0},
+        "versions": [text],
+    }
     kept = json_line(**sample) + json_line(**sample, eval=text)
     (run.samples / "rollout-inc-000001-rank-0.jsonl.gz").write_bytes(gzip.compress(kept.encode()))
     clock = {"boot": text, "wall": 1.0, "monotonic": 0.0, "role": "actor"}
-    span = {"role": "actor", "what": text, "step": 0, "start": 0.0, "end": 1.0, "peer": text, "reason": text}
+    span = {
+        "role": "actor",
+        "what": text,
+        "step": 0,
+        "start": 0.0,
+        "end": 1.0,
+        "peer": text,
+        "reason": text,
+    }
     (logs / "spans-actor-0.jsonl").write_text(json_line(**clock) + json_line(**span))
     run.events.write_bytes(f"{text}\n".encode(errors="surrogatepass"))
 
 
 @settings(max_examples=effort(3, 100))
 @given(text=st.text(st.characters(exclude_characters="\n"), max_size=8))
-def test_no_command_prints_a_character_that_a_terminal_obeys(tmp_path_factory: pytest.TempPathFactory, text: str):
+def test_no_command_prints_a_character_that_a_terminal_obeys(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+):
     run = make_run(tmp_path_factory.mktemp("texts") / "run")
     dump(Config(), run.config)
     write_texts(run, f"\x1b]0;title\x07\x1b[2J{text}\u202e\x9b31m\x7f")
     for command in COMMANDS:
         _, *streams = printed(run, *command)
         for printed_text in streams:
-            obeyed = {c for c in printed_text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t"}
+            obeyed = {
+                c
+                for c in printed_text
+                if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t"
+            }
             assert obeyed <= {"\u200c", "\u200d"}, (command, printed_text)
 
 
@@ -168,10 +226,16 @@ def test_only_regular_files_of_a_run_are_opened(run: RunDir, leave: Any) -> None
 
 @pytest.mark.parametrize("leave", KINDS)
 @pytest.mark.timeout(60)
-def test_commands_end_in_a_line_whatever_lies_in_the_place_of_files(run: RunDir, leave: Any) -> None:
+def test_commands_end_in_a_line_whatever_lies_in_the_place_of_files(
+    run: RunDir, leave: Any
+) -> None:
     """The text of a file that a link leads to is not printed."""
     write_texts(run, "text")
-    for path in [path for path in run.root.rglob("*") if path.is_file() and path.name not in ("config.yaml", "token")]:
+    for path in [
+        path
+        for path in run.root.rglob("*")
+        if path.is_file() and path.name not in ("config.yaml", "token")
+    ]:
         path.unlink()
         leave(path)
     for command in COMMANDS:
@@ -201,7 +265,9 @@ def test_a_run_is_reached_through_a_link_and_links_inside_of_it_are_followed(run
     assert code == 93 and "enough" in out
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://[::1", "tcp://a..b:80", "tcp://127.0.0.1:99999", "\x1b:x", ""])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://[::1", "tcp://a..b:80", "tcp://127.0.0.1:99999", "\x1b:x", ""]
+)
 def test_an_address_of_the_hub_that_is_none_ends_no_command(run: RunDir, endpoint: str) -> None:
     claim_incarnation(run, "hub")
     publish_card(run, Card("hub", 1, [], endpoint))
@@ -222,11 +288,16 @@ CHANGES = (
 def test_commands_that_change_a_run_refuse_another_users(
     run: RunDir, imported: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    """Its files name modules that would be imported, and jobs that would be ended, with the rights of the caller."""
-    run.config.write_text(json.dumps({"run_dir": str(run.root), "algorithm": {"name": "evil:Evil"}}))
+    """Its files name modules that would be imported, and jobs that would be ended, with the rights
+    of the caller."""
+    run.config.write_text(
+        json.dumps({"run_dir": str(run.root), "algorithm": {"name": "evil:Evil"}})
+    )
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     code, _, err = printed(run, *command)
-    assert code == EXIT_CONFIG and f"{run.root} belongs to user" in err and len(err.splitlines()) == 1
+    assert (
+        code == EXIT_CONFIG and f"{run.root} belongs to user" in err and len(err.splitlines()) == 1
+    )
     assert not imported.exists() and not run.stop.exists()
 
 
@@ -236,20 +307,27 @@ def bomb(size: int, text: bytes = b" ") -> bytes:
     return b"".join([*pieces, packer.flush()])
 
 
-def test_samples_that_unpack_to_too_much_are_left_out_and_said(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_unpack_to_too_much_are_left_out_and_said(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_log, "_MOST_MEMBER_BYTES", 4 << 20)
     run.samples.mkdir()
     whole = gzip.compress(json_line(**SAMPLE, response="kept").encode())
     (run.samples / "rollout-inc-000001-rank-0.jsonl.gz").write_bytes(whole + bomb(64 << 20) + whole)
     (run.samples / "rollout-inc-000002-rank-0.jsonl.gz").write_bytes(whole)
     lines = list[str]()
-    assert [sample["response"] for sample in read_samples(run.samples, lines.append)] == ["kept", "kept"]
+    assert [sample["response"] for sample in read_samples(run.samples, lines.append)] == [
+        "kept",
+        "kept",
+    ]
     assert len(lines) == 1 and "unpacks to more than 4194304 bytes" in lines[0]
     code, out, err = printed(run, "samples", "--dropped")
     assert code == 0 and out.count("kept") == 2 and err.count("unpacks to more than") == 1
 
 
-def test_events_that_unpack_to_too_much_end_an_audit_in_a_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_unpack_to_too_much_end_an_audit_in_a_line(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(eventlog, "_MOST_PART_BYTES", 4 << 20)
     run.events.write_bytes(b"")
     (run.root / "events.jsonl.000001.gz").write_bytes(bomb(64 << 20, b"{}\n"))
@@ -261,7 +339,9 @@ def test_events_that_unpack_to_too_much_end_an_audit_in_a_line(run: RunDir, monk
     members=st.lists(st.binary(max_size=3000).map(lambda data: 40 * data), min_size=1, max_size=3),
     limit=st.integers(1, 200_000),
 )
-def test_what_is_unpacked_is_what_gzip_unpacks_up_to_a_bound(members: list[bytes], limit: int) -> None:
+def test_what_is_unpacked_is_what_gzip_unpacks_up_to_a_bound(
+    members: list[bytes], limit: int
+) -> None:
     content, packed = b"".join(members), b"".join(map(gzip.compress, members))
     if len(content) <= limit:
         assert unpack_gzip(packed, Path("x"), limit) == content
@@ -288,8 +368,14 @@ def test_json_that_is_nested_too_deep_is_refused_by_value(tmp_path: Path, depth:
         (None, "found no a.json in .*; copy it again"),
         ("[]", "a.json: found list, expected a JSON object; copy it again"),
         ("{", "a.json: not JSON: .*; copy it again"),
-        ('{"a": {"b": 1, "b": 2}}', "a.json: not JSON: found 'b' twice in one object, allowed: once; copy it again"),
-        ('{"a": "' + "x" * 100 + '"}', "a.json: cannot be read: more than 100 bytes.*; copy it again"),
+        (
+            '{"a": {"b": 1, "b": 2}}',
+            "a.json: not JSON: found 'b' twice in one object, allowed: once; copy it again",
+        ),
+        (
+            '{"a": "' + "x" * 100 + '"}',
+            "a.json: cannot be read: more than 100 bytes.*; copy it again",
+        ),
     ],
     ids=["missing", "list", "broken", "repeated", "large"],
 )
@@ -305,11 +391,19 @@ def test_a_json_file_without_an_object_is_named_with_the_fix(
         assert read_json_object(path, is_optional=True) == {}
 
 
-RECORDS = [b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa2op\x01", b"\x81\xa1x\x01", b"\xdd\xff\xff\xff\xff"]
+RECORDS = [
+    b"\xc1",
+    b"\x93\x01\x02\x03",
+    b"\x81\xa2op\x01",
+    b"\x81\xa1x\x01",
+    b"\xdd\xff\xff\xff\xff",
+]
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_a_journal_that_no_controller_has_written_ends_commands_in_a_line(run: RunDir, record: bytes) -> None:
+def test_a_journal_that_no_controller_has_written_ends_commands_in_a_line(
+    run: RunDir, record: bytes
+) -> None:
     from relax_hpc.transfer_queue.controller.journal import _frame
 
     (run.journal / "inc-000001.journal").write_bytes(_frame(record))
@@ -347,11 +441,16 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("evil", None)
 
 
-NAMING = [{"algorithm": {"name": "evil:Evil"}}, {"rollout": {"engine": {"kind": "evil:make"}, "reward": "evil:make"}}]
+NAMING = [
+    {"algorithm": {"name": "evil:Evil"}},
+    {"rollout": {"engine": {"kind": "evil:make"}, "reward": "evil:make"}},
+]
 
 
 @pytest.mark.parametrize("settings", NAMING)
-def test_commands_that_read_a_run_import_no_module_that_it_names(run: RunDir, imported: Path, settings: Any) -> None:
+def test_commands_that_read_a_run_import_no_module_that_it_names(
+    run: RunDir, imported: Path, settings: Any
+) -> None:
     run.config.write_text(json.dumps({"run_dir": str(run.root), **settings}))
     write_texts(run, "text")
     for command in COMMANDS:
@@ -400,8 +499,17 @@ ODD_VALUES = ("text", None, True, [], {}, 1e999, -1e999, 10**400, 2**70, -1)
 @pytest.mark.parametrize("odd", ODD_VALUES, ids=[str(value)[:12] for value in ODD_VALUES])
 def test_metrics_with_odd_values_end_no_command(run: RunDir, odd: Any) -> None:
     line = {"step": 0, "incarnation": 1, "time": 1.0, "reward/mean": 1.0, "perf/step_s": 1.0}
-    tags = ("queue/dropped_x", "queue/bad_prompt_x", "reward/mean", "perf/rollout_tokens_per_s", "idle/actor")
-    texts = [{**line, **dict.fromkeys(tags, odd)}, *({**line, name: odd} for name in ("step", "incarnation", "time"))]
+    tags = (
+        "queue/dropped_x",
+        "queue/bad_prompt_x",
+        "reward/mean",
+        "perf/rollout_tokens_per_s",
+        "idle/actor",
+    )
+    texts = [
+        {**line, **dict.fromkeys(tags, odd)},
+        *({**line, name: odd} for name in ("step", "incarnation", "time")),
+    ]
     run.metrics.write_text("".join(json_line(**text) for text in texts))
     plot = ("plot", "--output", f"{run.root}/a.png")
     for command in (("status",), ("status", "--json"), ("report",), ("list",), plot):

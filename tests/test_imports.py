@@ -56,8 +56,11 @@ print(json.dumps(found | {"later": sorted(set(sys.modules) - before)}))
 
 
 @pytest.mark.parametrize("role", ["actor", "actor_fwd"])
-def test_a_rank_imports_all_that_it_needs_at_once_and_nothing_else(role: str, tmp_path: Path) -> None:
-    """Seconds of every recovery: no compiler where nothing is compiled, no engine, and no library at its first step."""
+def test_a_rank_imports_all_that_it_needs_at_once_and_nothing_else(
+    role: str, tmp_path: Path
+) -> None:
+    """Seconds of every recovery: no compiler where nothing is compiled, no engine, and no library
+    at its first step."""
     requires("torch", "megatron")
     command = [sys.executable, "-c", RANK, role, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -82,13 +85,18 @@ print(*[name for name in ("sklearn", "scipy") if name in sys.modules])
 
 def test_the_small_engine_imports_no_statistics() -> None:
     requires("torch", "transformers")
-    done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout.split() == [], done
 
 
 def test_roles_are_imported_before_megatron_core_is_prepared_for_their_device() -> None:
     """Imported unprepared, it loads a compiler that nothing uses on a CPU."""
-    code = "import sys, relax_hpc.roles.actor, relax_hpc.roles.forward; sys.exit('megatron.core' in sys.modules)"
+    code = (
+        "import sys, relax_hpc.roles.actor, relax_hpc.roles.forward; sys.exit('megatron.core' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120).returncode == 0
 
 

@@ -1,4 +1,5 @@
-"""Programs in a jail: what they may do, what they may not, and what happens if their processes are killed."""
+"""Programs in a jail: what they may do, what they may not, and what happens if their processes are
+killed."""
 
 from __future__ import annotations
 
@@ -37,12 +38,16 @@ WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 """Root who may nothing, as in many containers: there are no namespaces."""
 
 
-@pytest.fixture(scope="module", params=["ourselves", "a plain user"] if os.getuid() == 0 else ["ourselves"])
+@pytest.fixture(
+    scope="module", params=["ourselves", "a plain user"] if os.getuid() == 0 else ["ourselves"]
+)
 def ran(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
     """Result of each program, for each user that starts them."""
     command = "-m", "tests.hostile_programs"
     if request.param == "ourselves":
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, umask=0o077)
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=300, umask=0o077
+        )
     else:
         with plain_user() as user:
             done = user.run(user.python, *command, timeout=300)
@@ -81,7 +86,9 @@ def test_there_is_no_network_and_nobody_elses_file_or_process(ran: dict) -> None
     folders, *refused = ran["looks around"]["output"].splitlines()
     # The interpreter may lie in a home directory. Nothing else of that is shown, see below.
     shown = {Path(path).parts[1] for path in find_interpreter("", "").parts}
-    assert not {"home", "root", "proc", "sys", "var", "run"}.difference(shown).intersection(folders.split("'"))
+    assert not {"home", "root", "proc", "sys", "var", "run"}.difference(shown).intersection(
+        folders.split("'")
+    )
     assert refused == ["30", "30"] and "['main.py']" in folders
     assert ran["environment"]["output"] == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH'] 6\n"
     assert ran["kills"]["output"] == "alone\n"
@@ -99,11 +106,19 @@ def test_calls_that_no_limit_counts_or_that_no_namespace_holds_are_refused(ran: 
 
 def test_a_program_cannot_disturb_the_processes_that_run_it(ran: dict) -> None:
     assert ran["kills its group"]["code"] == 128 + signal.SIGKILL
-    assert ran["interrupts init"] == {"name": "interrupts init", "code": 0, "output": "running\n", "in_time": True}
+    assert ran["interrupts init"] == {
+        "name": "interrupts init",
+        "code": 0,
+        "output": "running\n",
+        "in_time": True,
+    }
 
 
 def test_usual_programs_work(ran: dict) -> None:
-    outputs = {name: ran[name]["output"].split() for name in ("speaks", "multiprocessing", "numpy", "asyncio")}
+    outputs = {
+        name: ran[name]["output"].split()
+        for name in ("speaks", "multiprocessing", "numpy", "asyncio")
+    }
     assert outputs == {
         "speaks": ["stressed"],
         "multiprocessing": ["1048576", "0", "1", "4", "9", "spawned"],
@@ -118,7 +133,9 @@ def test_mounts_below_the_system_are_hidden_and_keys_kept(user: str, kernel: str
     with plain_user() as plain:
         command = [plain.python, "-m", "tests.mounts_and_keys", kernel]
         if user == "ourselves" and os.getuid() == 0:
-            ended = subprocess.run(["unshare", "-m", *command], capture_output=True, text=True, timeout=90)
+            ended = subprocess.run(
+                ["unshare", "-m", *command], capture_output=True, text=True, timeout=90
+            )
         else:
             ids = f"--map-user={plain.entry.pw_uid}", f"--map-group={plain.entry.pw_gid}"
             ended = plain.run("unshare", "-Um", *ids, "--keep-caps", *command)
@@ -137,7 +154,8 @@ PREFIXES = {
         "mkdir real; {system} -m venv --without-pip real/env; ln -s real/env env; mkdir bin; "
         "ln -s ../env/bin/python3 bin/python3"
     ),
-    "a script": "mkdir bin; printf '#!/bin/sh\\nexec {system} \"$@\"\\n' > bin/python3; chmod +x bin/python3",
+    "a script": "mkdir bin; printf '#!/bin/sh\\nexec {system} \"$@\"\\n' > bin/python3; chmod +x "
+    "bin/python3",
 }
 
 
@@ -154,7 +172,10 @@ def test_an_interpreter_in_a_home_shows_nothing_else_of_it(
     (tmp_path / "lib" / "notes").write_text("PRIVATE")
     monkeypatch.setenv("HOME", str(tmp_path))
     secrets = [str(tmp_path / name) for name in (".ssh", "notes", "lib/notes")]
-    program = f"import os, sys; print(sys.version_info[0], [path for path in {secrets} if os.path.exists(path)])"
+    program = (
+        f"import os, sys; print(sys.version_info[0], [path for path in {secrets} if "
+        "os.path.exists(path)])"
+    )
     python = str(tmp_path / "bin" / "python3")
     assert Jail(CodeSettings(python=python)).run(program, "", 60.0).output == "3 []\n"
 
@@ -163,15 +184,21 @@ def test_an_interpreter_that_does_not_start_is_named(tmp_path: Path) -> None:
     no_python = tmp_path / "python"
     no_python.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
     no_python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"reward\.code\.python: found '.*/python', which is no Python.*: broken"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.code\.python: found '.*/python', which is no Python.*: broken"
+    ):
         Jail(CodeSettings(python=str(no_python)))
-    with pytest.raises(ConfigError, match=r"reward\.code\.python: found '/no/python', which is no program"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.code\.python: found '/no/python', which is no program"
+    ):
         Jail(CodeSettings(python="/no/python"))
 
 
 def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(ConfigError, match=r"reward\.code: found a machine of riscv64, allowed: x86_64, aarch64"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.code: found a machine of riscv64, allowed: x86_64, aarch64"
+    ):
         Jail(CodeSettings())
     assert Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60.0).output == "42\n"
 
@@ -180,7 +207,9 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
     tools = {"kind": "tools", "options": {"tools": {"python": {}}}}
     configs = {
         "both": {"environment": tools, "rollout": {"reward": "code"}},
-        "weak": {"environment": {"kind": "tools", "options": {"tools": {"python": {"weak": True}}}}},
+        "weak": {
+            "environment": {"kind": "tools", "options": {"tools": {"python": {"weak": True}}}}
+        },
         "on other machines": {"environment": tools, "layout": "jobs"},
     }
     for name, settings in configs.items():
@@ -194,14 +223,25 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
         findings = {path: check(load([path])) for path in sys.argv[1:]}
         print(json.dumps([Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60).output, findings]))
     """
-    command = [*([] if os.getuid() == 0 else ["unshare", "-Ur"]), *WITHOUT_RIGHTS, sys.executable, "-c", program]
-    ended = subprocess.run([*command, *configs], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [
+        *([] if os.getuid() == 0 else ["unshare", "-Ur"]),
+        *WITHOUT_RIGHTS,
+        sys.executable,
+        "-c",
+        program,
+    ]
+    ended = subprocess.run(
+        [*command, *configs], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     output, findings = json.loads(ended.stdout)
     assert output == "42\n"
-    apart = {name: [line for line in lines if "kept apart" in line] for name, lines in findings.items()}
+    apart = {
+        name: [line for line in lines if "kept apart" in line] for name, lines in findings.items()
+    }
     reason = (
-        f"no program can be kept apart on {os.uname().nodename}: Operation not permitted: unshare; the site has to "
+        f"no program can be kept apart on {os.uname().nodename}: Operation not permitted: unshare; "
+        "the site has to "
         "allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces)"
     )
     keys = ("reward.code", "environment.options.tools.python")
@@ -215,16 +255,20 @@ def test_an_interpreter_may_lie_where_programs_have_folders_of_their_own(below: 
         Path(folder).chmod(0o755)
         venv.create(folder, symlinks=True)
         code_settings = dataclasses.replace(SETTINGS, python=f"{folder}/bin/python")
-        prints = "import sys; open('/tmp/a', 'w').close(); print(sys.prefix, open('/dev/null').read())"
+        prints = (
+            "import sys; open('/tmp/a', 'w').close(); print(sys.prefix, open('/dev/null').read())"
+        )
         assert Jail(code_settings).run(prints, "", 60.0).output.split() == [folder]
 
 
 class Killer:
     """Kills processes of programs, from outside of their jails, while a test waits for them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deaths: int, depth: int, number: int = 0) -> None:
-        """``deaths``: times that it kills; ``depth``: which process below this one, see `jail_entry`; ``number``: of
-        the programs that run, the last one is 0."""
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, deaths: int, depth: int, number: int = 0
+    ) -> None:
+        """``deaths``: times that it kills; ``depth``: which process below this one, see
+        `jail_entry`; ``number``: of the programs that run, the last one is 0."""
         self.deaths, self.kills = deaths, 0
         real = jail._Started.wait
 
@@ -234,7 +278,11 @@ class Killer:
                 victims = [psutil.Process(started._process.pid)]
                 if number:
                     # Pytest may have other children, such as the guardian of the session.
-                    jails = [child for child in psutil.Process().children() if jail_entry.__file__ in child.cmdline()]
+                    jails = [
+                        child
+                        for child in psutil.Process().children()
+                        if jail_entry.__file__ in child.cmdline()
+                    ]
                     victims = [child for child in jails if child.pid != started._process.pid]
                 for _ in range(depth):
                     victims = self.children(victims[0])
@@ -259,14 +307,19 @@ def test_a_program_that_is_killed_from_outside_runs_again(
     program_jail = Jail(SETTINGS)
     monkeypatch.setattr(jail, "_PAUSE_S", 0.0)
     killer = Killer(monkeypatch, deaths=2, depth=depth)
-    assert program_jail.run("print(input())", "read again", 60.0).output == "read again\n" and killer.kills == 2
+    assert (
+        program_jail.run("print(input())", "read again", 60.0).output == "read again\n"
+        and killer.kills == 2
+    )
     killer.kills, killer.deaths = 0, 3
     with pytest.raises(OSError, match="killed from outside of its jail, by SIGKILL"):
         program_jail.run("print(input())", "read again", 60.0)
     assert killer.kills == 3
 
 
-@pytest.mark.parametrize(("process", "depth", "number"), [("the tests", 2, 0), ("the program's init", 1, 1)])
+@pytest.mark.parametrize(
+    ("process", "depth", "number"), [("the tests", 2, 0), ("the program's init", 1, 1)]
+)
 def test_tests_whose_process_is_killed_run_again(
     process: str, depth: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +327,11 @@ def test_tests_whose_process_is_killed_run_again(
     monkeypatch.setattr(jail, "_PAUSE_S", 0.0)
     killer = Killer(monkeypatch, deaths=2, depth=depth, number=number)
     sample = RewardInput(
-        "?", "", "```python\ndef add(a, b): return a + b\n```", "stop", {"tests": "assert add(1, 2) == 3"}
+        "?",
+        "",
+        "```python\ndef add(a, b): return a + b\n```",
+        "stop",
+        {"tests": "assert add(1, 2) == 3"},
     )
     assert code(sample)["total"] == 1.0 and killer.kills == 2
     killer.kills, killer.deaths = 0, 3
@@ -282,7 +339,9 @@ def test_tests_whose_process_is_killed_run_again(
         code(sample)
 
 
-def test_a_shortage_of_the_moment_is_no_wrong_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortage_of_the_moment_is_no_wrong_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jail, "_PAUSE_S", 0.0)
     with monkeypatch.context() as patch:
         Killer(patch, deaths=3, depth=0)
@@ -303,7 +362,9 @@ def test_a_shortage_of_the_moment_is_no_wrong_configuration(monkeypatch: pytest.
 def test_a_program_that_kills_itself_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program_jail, starts = Jail(SETTINGS), list[str]()
     real = Jail._start
-    monkeypatch.setattr(Jail, "_start", lambda self, *arguments: starts.append("") or real(self, *arguments))
+    monkeypatch.setattr(
+        Jail, "_start", lambda self, *arguments: starts.append("") or real(self, *arguments)
+    )
     for victim in ("os.getpid()", "0"):
         ran = program_jail.run(f"import os, signal; os.kill({victim}, signal.SIGKILL)", "", 60.0)
         assert ran.code == 128 + signal.SIGKILL
@@ -321,7 +382,12 @@ def test_threads_of_a_user_are_counted_where_the_kernel_counts_them_too() -> Non
 @pytest.fixture
 def cgroups(tmp_path: Path) -> Path:
     """Folders like those of a cgroup v2 tree, of which `user` is delegated."""
-    for name, controllers in (("user", "cpu memory pids"), ("user/own", ""), ("system", "cpu"), ("system/own", "")):
+    for name, controllers in (
+        ("user", "cpu memory pids"),
+        ("user/own", ""),
+        ("system", "cpu"),
+        ("system/own", ""),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cgroup.subtree_control").write_text(controllers)
         (tmp_path / name / "cgroup.procs").touch()
@@ -350,7 +416,9 @@ def test_a_group_is_made_where_the_memory_controller_is_delegated(
     assert jail_cgroup.delegated_parent(cgroups, tmp_path / "self") == expected
 
 
-def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_limits_the_memory_of_all_processes_together(
+    cgroups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jail_cgroup, "delegated_parent", lambda: cgroups / "user")
     monkeypatch.setattr(jail_cgroup, "_REMOVE_S", 0.0)
     real, groups = os.open, list[Path]()
@@ -379,7 +447,9 @@ def test_a_group_limits_the_memory_of_all_processes_together(cgroups: Path, monk
 
 
 @pytest.mark.parametrize("weak", [False, True])
-def test_each_program_joins_its_group(weak: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_program_joins_its_group(
+    weak: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program_jail = Jail(dataclasses.replace(SETTINGS, weak=weak))
     processes = tmp_path / "cgroup.procs"
 

@@ -1,4 +1,5 @@
-"""What tests take for the write of a process that had ended: its requests, not what a controller does by itself."""
+"""What tests take for the write of a process that had ended: its requests, not what a controller
+does by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import pytest
 from relax_hpc.rundir import RunDir
 from tests import late_writes
 
-OVER = [{"op": "register", "group": "hub", "incarnation": 1}, {"op": "down", "group": "hub", "incarnation": 1}]
+OVER = [
+    {"op": "register", "group": "hub", "incarnation": 1},
+    {"op": "down", "group": "hub", "incarnation": 1},
+]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Imports run downward: each package knows those below its own line alone, functions that import late included."""
+"""Imports run downward: each package knows those below its own line alone, functions that import
+late included."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LINES = (
     ("config",),
     ("algorithms",),
 )
-"""The packages from top to bottom. Those of one line do not know each other; single modules are below all."""
+"""The packages from top to bottom. Those of one line do not know each other; single modules are
+below all."""
 ABOVE_ALL = ("__main__",)
 KNOWN: set[tuple[str, str]] = set()
 """What is still wrong."""
@@ -47,7 +49,8 @@ def level(name: str) -> int:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and the first name below ``relax_hpc`` of everything that a file imports, for types alone left out."""
+    """Line and the first name below ``relax_hpc`` of everything that a file imports, for types
+    alone left out."""
     tree = ast.parse(path.read_bytes())
     for_types = {
         inner
@@ -60,7 +63,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             continue
         module = getattr(node, "module", None)
         for alias in node.names:
-            _, _, inner = (f"{module}.{alias.name}" if module else alias.name).partition("relax_hpc.")
+            _, _, inner = (f"{module}.{alias.name}" if module else alias.name).partition(
+                "relax_hpc."
+            )
             if inner:
                 yield node.lineno, inner.split(".")[0]
 

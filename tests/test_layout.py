@@ -23,7 +23,10 @@ def make(**overrides: Any) -> Config:
     groups = {
         "rollout": {"resources": {"nodes": 1, "gpus_per_node": 8}},
         "actor": {"resources": {"nodes": 3, "gpus_per_node": 8, "cpus_per_task": 4}},
-        "forward": {"roles": ["actor_fwd", "reference"], "resources": {"nodes": 2, "gpus_per_node": 4}},
+        "forward": {
+            "roles": ["actor_fwd", "reference"],
+            "resources": {"nodes": 2, "gpus_per_node": 4},
+        },
         "actor_fwd": None,
         "reference": None,
     }
@@ -38,12 +41,19 @@ def make(**overrides: Any) -> Config:
 
 
 def shape(config: Config) -> list[tuple[str, int, int, int]]:
-    return [("+".join(p.groups), p.nodes, p.tasks_per_node, p.gpus_per_node) for p in components(config)]
+    return [
+        ("+".join(p.groups), p.nodes, p.tasks_per_node, p.gpus_per_node) for p in components(config)
+    ]
 
 
 def test_het_has_the_hub_on_two_nodes_and_one_node_groups_last() -> None:
     config = make()
-    assert shape(config) == [("hub", 2, 2, 0), ("actor", 3, 8, 8), ("forward", 2, 6, 4), ("rollout", 1, 1, 8)]
+    assert shape(config) == [
+        ("hub", 2, 2, 0),
+        ("actor", 3, 8, 8),
+        ("forward", 2, 6, 4),
+        ("rollout", 1, 1, 8),
+    ]
 
 
 def test_hub_rides_on_the_largest_group_where_there_are_no_cpu_nodes() -> None:
@@ -53,7 +63,9 @@ def test_hub_rides_on_the_largest_group_where_there_are_no_cpu_nodes() -> None:
 
 def test_one_node_first_component_is_refused_unless_asked_for() -> None:
     small = {"groups": {}, "site.cpu_nodes": False, "layout": "het"}
-    with pytest.raises(ConfigError, match=r"groups.rollout.resources.nodes: found 1 .*slurm.one_node_hub"):
+    with pytest.raises(
+        ConfigError, match=r"groups.rollout.resources.nodes: found 1 .*slurm.one_node_hub"
+    ):
         components(load([], small))
     assert components(load([], {**small, "slurm.one_node_hub": True}))[0].nodes == 1
     assert components(make(**{"slurm.one_node_hub": True}))[0].nodes == 1
@@ -62,53 +74,100 @@ def test_one_node_first_component_is_refused_unless_asked_for() -> None:
 def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
     config = make(layout="jobs")
     config.groups["rollout"].resources.time = "2:00:00"
-    assert shape(config) == [("hub", 1, 2, 0), ("rollout", 1, 1, 8), ("actor", 3, 8, 8), ("forward", 2, 6, 4)]
-    assert [part.time for part in components(config)] == ["10:00:00", "2:00:00", "10:00:00", "10:00:00"]
+    assert shape(config) == [
+        ("hub", 1, 2, 0),
+        ("rollout", 1, 1, 8),
+        ("actor", 3, 8, 8),
+        ("forward", 2, 6, 4),
+    ]
+    assert [part.time for part in components(config)] == [
+        "10:00:00",
+        "2:00:00",
+        "10:00:00",
+        "10:00:00",
+    ]
     assert gpu_hours(config) == 8 * 2 + 3 * 8 * 10 + 2 * 4 * 10
     assert node_hours(config) == 10 + 2 + 3 * 10 + 2 * 10
 
 
 def test_local_is_one_node_that_holds_all() -> None:
-    config = load([], {"layout": "local", "groups": {"actor": {"resources": {"gpus_per_node": 2, "cpus_per_task": 4}}}})
+    config = load(
+        [],
+        {
+            "layout": "local",
+            "groups": {"actor": {"resources": {"gpus_per_node": 2, "cpus_per_task": 4}}},
+        },
+    )
     assert shape(config) == [("hub+rollout+actor", 1, 1, 2)]
     assert components(config)[0].cpus_per_task == 2 + 1 + 4
     config.groups["hub"].resources.options = {"account": "cpu-hours"}
     config.groups["actor"].resources.options = {"constraint": "h100"}
     assert components(config)[0].options == {"constraint": "h100"}
-    with pytest.raises(ConfigError, match=r"groups.actor.resources.nodes: found 3, allowed with layout local: 1"):
+    with pytest.raises(
+        ConfigError, match=r"groups.actor.resources.nodes: found 3, allowed with layout local: 1"
+    ):
         components(make(layout="local"))
 
 
 def test_options_of_gpus_are_those_of_allocations_with_gpus_and_null_takes_one_off() -> None:
-    site = {"site.options": {"reservation": "r"}, "site.gpu_options": {"constraint": "a100"}, "site.cpu_nodes": True}
+    site = {
+        "site.options": {"reservation": "r"},
+        "site.gpu_options": {"constraint": "a100"},
+        "site.cpu_nodes": True,
+    }
     config = make(**site)
     assert component(config, "hub").options == {"reservation": "r"}
     assert component(config, "rollout").options == {"reservation": "r", "constraint": "a100"}
     config = make(
-        **site, **{"groups.rollout.resources.options": {"constraint": None, "reservation": None, "nice": "5"}}
+        **site,
+        **{
+            "groups.rollout.resources.options": {
+                "constraint": None,
+                "reservation": None,
+                "nice": "5",
+            }
+        },
     )
     assert component(config, "rollout").options == {"nice": "5"}
-    assert load([], to_dict(config)).groups["rollout"].resources.options["constraint"] is None, "kept when it is stored"
+    assert load([], to_dict(config)).groups["rollout"].resources.options["constraint"] is None, (
+        "kept when it is stored"
+    )
 
 
 def test_an_option_without_a_value_is_refused_unless_it_is_a_flag() -> None:
     config = make(**{"groups.hub.resources.options": {"constraint": ""}})
-    with pytest.raises(ConfigError, match=r"options\.constraint: found nothing, allowed: a value; null in a group's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"options\.constraint: found nothing, allowed: a value; null in a group's",
+    ):
         render(resolve(config))
-    assert "#SBATCH --exclusive\n" in render(resolve(make(**{"site.options": {"exclusive": ""}})))["run.sbatch"]
+    assert (
+        "#SBATCH --exclusive\n"
+        in render(resolve(make(**{"site.options": {"exclusive": ""}})))["run.sbatch"]
+    )
 
 
 def test_the_cost_of_a_run_counts_the_jobs_that_may_follow() -> None:
     assert cost_line(make()) == (
-        "asks for 400.0 GPU-hours (80.0 node-hours) at most in one job; up to 20 jobs follow until the run is "
+        "asks for 400.0 GPU-hours (80.0 node-hours) at most in one job; up to 20 jobs follow until "
+        "the run is "
         "finished (slurm.successors): 8400.0 GPU-hours (1680.0 node-hours) at most"
     )
     assert cost_line(make(**{"slurm.successors": 0})).endswith("node-hours) at most")
-    assert cost_line(make(layout="jobs")).endswith("the jobs are then requeued until the run is finished")
+    assert cost_line(make(layout="jobs")).endswith(
+        "the jobs are then requeued until the run is finished"
+    )
 
 
 def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:
-    config = make(**{"site.partition": "gpu", "site.hub_partition": "cpu", "site.account": "a", "site.qos": "q"})
+    config = make(
+        **{
+            "site.partition": "gpu",
+            "site.hub_partition": "cpu",
+            "site.account": "a",
+            "site.qos": "q",
+        }
+    )
     config.site.options = {"constraint": "h100", "reservation": "r"}
     config.groups["hub"].resources.options = {"constraint": "cpu", "account": "b"}
     hub, actor, *_ = components(config)
@@ -122,15 +181,32 @@ def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"actor.parallel.data": 25}, r"groups.actor.resources.nodes: found 3, allowed: a divisor of actor's 25 ranks"),
-        ({"actor.parallel.data": 27, "model.device": "cuda"}, r"actor.resources.gpus_per_node: found 8, .* at least 9"),
-        ({"groups.rollout.resources.nodes": 2}, r"rollout.replicas: found 1, allowed: a multiple of .*nodes, 2"),
-        ({"slurm.time": "5"}, r"slurm.signal_s: found 300, allowed: less than the 300 s of slurm.time \(5\)"),
+        (
+            {"actor.parallel.data": 25},
+            r"groups.actor.resources.nodes: found 3, allowed: a divisor of actor's 25 ranks",
+        ),
+        (
+            {"actor.parallel.data": 27, "model.device": "cuda"},
+            r"actor.resources.gpus_per_node: found 8, .* at least 9",
+        ),
+        (
+            {"groups.rollout.resources.nodes": 2},
+            r"rollout.replicas: found 1, allowed: a multiple of .*nodes, 2",
+        ),
+        (
+            {"slurm.time": "5"},
+            r"slurm.signal_s: found 300, allowed: less than the 300 s of slurm.time \(5\)",
+        ),
         ({"slurm.time": "1 day"}, r"slurm.time: found '1 day', allowed: minutes, MM:SS"),
-        ({"groups.actor.env": {"CUDA_VISIBLE_DEVICES": "0"}}, r"CUDA_VISIBLE_DEVICES: found '0', .* layout het: none"),
+        (
+            {"groups.actor.env": {"CUDA_VISIBLE_DEVICES": "0"}},
+            r"CUDA_VISIBLE_DEVICES: found '0', .* layout het: none",
+        ),
     ],
 )
-def test_what_cannot_be_had_is_an_error_that_teaches(overrides: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_had_is_an_error_that_teaches(
+    overrides: dict[str, Any], message: str
+) -> None:
     config = make()
     for key, value in overrides.items():
         *path, last = key.split(".")
@@ -145,14 +221,20 @@ def test_what_cannot_be_had_is_an_error_that_teaches(overrides: dict[str, Any], 
 def test_one_group_by_name() -> None:
     config = make()
     assert component(config, "hub").nodes == 1, "an ordinary job of the hub is alone on its node"
-    assert component(config, "rollout-2").groups == ("rollout-2",), "an elastic member has its group's resources"
+    assert component(config, "rollout-2").groups == ("rollout-2",), (
+        "an elastic member has its group's resources"
+    )
     assert component(config, "rollout-2").gpus_per_node == 8
-    with pytest.raises(ConfigError, match="groups: found 'critic', allowed: hub, rollout, actor, forward"):
+    with pytest.raises(
+        ConfigError, match="groups: found 'critic', allowed: hub, rollout, actor, forward"
+    ):
         component(config, "critic")
 
 
 @given(st.integers(0, 50), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
-def test_times_are_read_as_sbatch_reads_them(days: int, hours: int, minutes: int, last: int) -> None:
+def test_times_are_read_as_sbatch_reads_them(
+    days: int, hours: int, minutes: int, last: int
+) -> None:
     total = days * 86400 + hours * 3600 + minutes * 60 + last
     assert seconds(f"{days}-{hours}:{minutes:02}:{last:02}", "t") == total
     assert seconds(f"{days * 24 + hours}:{minutes}:{last}", "t") == total
@@ -162,18 +244,24 @@ def test_times_are_read_as_sbatch_reads_them(days: int, hours: int, minutes: int
     assert seconds(f"{days}-{hours}:{last}", "t") == days * 86400 + hours * 3600 + last * 60
 
 
-@pytest.mark.parametrize("time", ["", "0", "00:00:00", "UNLIMITED", "1:2:3:4", "-5", "1-", "5\n", "٣", "1.5"])
+@pytest.mark.parametrize(
+    "time", ["", "0", "00:00:00", "UNLIMITED", "1:2:3:4", "-5", "1-", "5\n", "٣", "1.5"]
+)
 def test_other_times_are_refused(time: str) -> None:
     with pytest.raises(ConfigError, match=r"t: found .*allowed: minutes, MM:SS, HH:MM:SS"):
         seconds(time, "t")
 
 
 def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
-    config = make(**{"site.local_dir": "/nvme", "model.path": "/models/m", "site.container.image": "/i.sif"})
+    config = make(
+        **{"site.local_dir": "/nvme", "model.path": "/models/m", "site.container.image": "/i.sif"}
+    )
     config.site.container.mounts = ["/opt/x:/x", "/data"]
     assert (container_command(config, RUN), container_srun_options(config, RUN)) == ([], [])
     config.site.container.runtime = "apptainer"
-    binds = [f"--bind={path}" for path in ("/scratch/run", "/models/m", "/nvme", "/opt/x:/x", "/data")]
+    binds = [
+        f"--bind={path}" for path in ("/scratch/run", "/models/m", "/nvme", "/opt/x:/x", "/data")
+    ]
     assert container_command(config, RUN) == ["apptainer", "exec", "--no-home", *binds, "/i.sif"]
     config.site.container.program = "/opt/bin/singularity"
     assert container_command(config, RUN)[:2] == ["/opt/bin/singularity", "exec"]
@@ -192,7 +280,9 @@ def test_a_container_of_apptainer_has_no_pmix() -> None:
     config = make(**{"site.container.runtime": "apptainer", "site.container.image": "/i.sif"})
     config.site.mpi.launcher = "pmix"
     config.run_dir = "/scratch/demo"
-    with pytest.raises(ConfigError, match=r"site.mpi.launcher: found pmix with container runtime apptainer.* pmi2"):
+    with pytest.raises(
+        ConfigError, match=r"site.mpi.launcher: found pmix with container runtime apptainer.* pmi2"
+    ):
         render(config)
     config.site.container.runtime = "pyxis"
     assert render(config)
@@ -200,7 +290,9 @@ def test_a_container_of_apptainer_has_no_pmix() -> None:
 
 def test_container_mistakes_are_named() -> None:
     config = make(**{"site.container.runtime": "apptainer", "site.local_dir": "/nvme"})
-    with pytest.raises(ConfigError, match=r"site.container.image: found nothing with runtime apptainer"):
+    with pytest.raises(
+        ConfigError, match=r"site.container.image: found nothing with runtime apptainer"
+    ):
         container_command(config, RUN)
     with pytest.raises(ConfigError, match=r"path '/a,b'"):
         mounts(config, RunDir("/a,b").root)

@@ -1,4 +1,5 @@
-"""The right to supervise: one process holds it, and it passes on when that one is killed, stopped, or done."""
+"""The right to supervise: one process holds it, and it passes on when that one is killed, stopped,
+or done."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ class Candidates:
     def start(self, node: str) -> subprocess.Popen:
         words = [sys.executable, "-c", CANDIDATE, str(self.run.root), node]
         root = Path(__file__).resolve().parent.parent
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+        )
         self.processes.append(process)
         assert process.stdout.readline() == "waits\n"
         return process
@@ -117,7 +120,9 @@ def test_a_held_lease_is_not_free(candidates: Candidates) -> None:
     assert not looks(candidates.run, "a", 1.0) and not looks(candidates.run, "b", 1.0)
 
 
-def test_a_killed_holder_is_noticed_at_once_on_its_node_and_after_the_lease_elsewhere(candidates: Candidates) -> None:
+def test_a_killed_holder_is_noticed_at_once_on_its_node_and_after_the_lease_elsewhere(
+    candidates: Candidates,
+) -> None:
     holder = candidates.holder("a")
     holder.kill()
     holder.wait(60)
@@ -133,11 +138,14 @@ def test_a_stopped_holder_loses_it_after_the_lease(candidates: Candidates) -> No
     holder.send_signal(signal.SIGSTOP)
     assert taken_over(waiting) < 10
     holder.send_signal(signal.SIGCONT)
-    assert latest_incarnation(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
+    assert latest_incarnation(candidates.run, "supervisor") == 2, (
+        "by which the first sees that it is over"
+    )
 
 
 def test_a_holder_that_lives_through_an_outage_keeps_it(tmp_path: Path) -> None:
-    """Nobody can beat on a disk that is read-only for longer than a lease, and nobody takes that for a death."""
+    """Nobody can beat on a disk that is read-only for longer than a lease, and nobody takes that
+    for a death."""
     with small_disk(tmp_path / "disk") as disk:
         everybody = Candidates(make_run(disk.folder / "run"))
         try:
@@ -155,8 +163,11 @@ def test_a_holder_that_lives_through_an_outage_keeps_it(tmp_path: Path) -> None:
             everybody.end()
 
 
-def test_an_outage_of_any_length_counts_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be it that only just everything can be written again when a lease is over, or that nothing can be read."""
+def test_an_outage_of_any_length_counts_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it that only just everything can be written again when a lease is over, or that nothing
+    can be read."""
     run, clock, out = make_run(tmp_path / "run"), [0.0], [errno.EROFS]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(module, "probe", lambda *_: {"errno": out[0]} if out else {})
@@ -222,7 +233,9 @@ def test_who_gives_up_lets_the_next_have_it_at_once(candidates: Candidates) -> N
 def test_what_another_allocation_holds_is_free_once_that_is_gone(candidates: Candidates) -> None:
     holder = candidates.holder("a")
     over: list[str] = []
-    lease = Lease(candidates.run, "supervisor", LIMITS, "b", "8-1", gone=lambda allocation: allocation in over)
+    lease = Lease(
+        candidates.run, "supervisor", LIMITS, "b", "8-1", gone=lambda allocation: allocation in over
+    )
     deadline = time.monotonic() + 2 * LIMITS.lease_s
     while time.monotonic() < deadline:
         assert not lease.free(), "it beats, and Slurm says that its job runs"
@@ -248,7 +261,9 @@ def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
     assert Lease(run, "supervisor", LIMITS, "b").free() and json.loads(lease.path.read_text())
 
 
-def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_gets_nowhere_beats_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
     lease.hold(claim_incarnation(run, "supervisor"))
@@ -264,11 +279,15 @@ def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: p
     lease.lose()
 
 
-def test_a_head_is_seen_by_those_that_come_to_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_seen_by_those_that_come_to_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run")
     first = _sign(run, "", "7-0")
     assert first and _sign(run, "", "7-0") is None and _sign(run, "hub", "7-0")
-    assert _sign(run, "", "7-1") and _sign(run, "", "8-0"), "another life, or another job of the run"
+    assert _sign(run, "", "7-1") and _sign(run, "", "8-0"), (
+        "another life, or another job of the run"
+    )
     assert _sign(make_run(tmp_path / "other"), "", "7-0"), "another run"
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SLURMD_NODENAME", "another")
@@ -292,7 +311,8 @@ NOBODY = 65534
 
 @pytest.mark.parametrize("how", [pytest.param("listens", marks=pytest.mark.root), "is silent"])
 def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) -> None:
-    """Its name is in /proc/net/unix for all to see; with it a run could be kept without a standby."""
+    """Its name is in /proc/net/unix for all to see; with it a run could be kept without a
+    standby."""
     if how == "listens" and os.getuid():
         pytest.skip("being another user takes root")
     run = make_run(tmp_path / "run")
@@ -302,7 +322,9 @@ def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) ->
     sign.close()
     user = NOBODY if how == "listens" else os.getuid()
     words = [sys.executable, "-c", SQUATTER, str(user), name.hex(), how]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as squatter:
         assert squatter.stdout and squatter.stdout.readline() == "taken\n"
         assert _sign(run, "", "7-0") is not None
         squatter.kill()
@@ -338,17 +360,26 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     wait: Any = Head(run, config, "actor")._has_hub
     monkeypatch.setattr(head, "time", world)
-    ends = pytest.raises(DeadlineError, match=r"liveness\.longest_wait_s=7200") if longest_wait_s else nullcontext()
+    ends = (
+        pytest.raises(DeadlineError, match=r"liveness\.longest_wait_s=7200")
+        if longest_wait_s
+        else nullcontext()
+    )
     with ends:
-        assert not wait(SimpleNamespace(tick=lambda: None), world, SimpleNamespace(watch=lambda _: False))
-    assert world.now == waited_h * 3600.0 and world.said == ["waits for the hub, which has not begun yet"]
+        assert not wait(
+            SimpleNamespace(tick=lambda: None), world, SimpleNamespace(watch=lambda _: False)
+        )
+    assert world.now == waited_h * 3600.0 and world.said == [
+        "waits for the hub, which has not begun yet"
+    ]
 
 
 @pytest.mark.parametrize("group", ["", "actor"])
 def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
     group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm's second TERM cuts the waiting for groups short, and then they live until the supervisor leaves."""
+    """Slurm's second TERM cuts the waiting for groups short, and then they live until the
+    supervisor leaves."""
     run = make_run(tmp_path / "run")
 
     class Stops:
@@ -368,7 +399,9 @@ def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
     monkeypatch.setattr(head, "prepare", lambda *_: True)
     ours: Any = Head(run, Config(layout="jobs"), group)
     monkeypatch.setattr(ours, "_has_hub", lambda *_: True)
-    job = SimpleNamespace(launcher=lambda: SimpleNamespace(ending=None), begin=lambda _: None, interrupted=None)
+    job = SimpleNamespace(
+        launcher=lambda: SimpleNamespace(ending=None), begin=lambda _: None, interrupted=None
+    )
     job.silence = SimpleNamespace(suspect=None)
     lease = SimpleNamespace(former=0, hold=lambda _: None, tick=lambda: None)
     assert ours._supervise(lease, job) == 75
@@ -380,11 +413,16 @@ def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:
     run.rendezvous("supervisor").mkdir(parents=True)
     assert outcome_of(run, "supervisor", "7-0") is None
     leave_outcome(run, "supervisor", "7-0", 75)
-    assert outcome_of(run, "supervisor", "7-0") == 75 and outcome_of(run, "supervisor", "7-1") is None
+    assert (
+        outcome_of(run, "supervisor", "7-0") == 75 and outcome_of(run, "supervisor", "7-1") is None
+    )
 
 
-def test_a_full_disk_keeps_nobody_from_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends for want of room, or at its time limit meanwhile, has its job requeued after these two."""
+def test_a_full_disk_keeps_nobody_from_the_end_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends for want of room, or at its time limit meanwhile, has its job requeued after these
+    two."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

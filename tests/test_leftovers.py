@@ -49,7 +49,9 @@ def start_fixture(
 
     def start(incarnation: int) -> tuple[Processes, psutil.Process]:
         said = tmp_path / f"said-{incarnation}"
-        monkeypatch.setattr(processes, "command", lambda *_: [sys.executable, "-c", ROLE, str(said)])
+        monkeypatch.setattr(
+            processes, "command", lambda *_: [sys.executable, "-c", ROLE, str(said)]
+        )
         assert claim_incarnation(run, "rollout") == incarnation
         started.append(LocalLauncher(run).start("rollout", incarnation, LAUNCH))
         role = psutil.Process(started[-1].members[0].process.pid)
@@ -86,10 +88,17 @@ def test_what_was_left_behind_with_its_supervisor_ends_before_the_next_start(sta
 
 
 def test_nobody_else_is_ended(run: RunDir) -> None:
-    others = [word(run, "rollout", 3), word(run, "rollout-2", 1), word(RunDir(run.root / "x"), "rollout", 1), "rollout"]
+    others = [
+        word(run, "rollout", 3),
+        word(run, "rollout-2", 1),
+        word(RunDir(run.root / "x"), "rollout", 1),
+        "rollout",
+    ]
     others += ["rollout one " + str(run.root), ""]
     living = [
-        subprocess.Popen(PAUSE, stdout=subprocess.PIPE, env={VARIABLE: text}, start_new_session=True)
+        subprocess.Popen(
+            PAUSE, stdout=subprocess.PIPE, env={VARIABLE: text}, start_new_session=True
+        )
         for text in (word(run, "rollout", 2), *others)
     ]
     try:

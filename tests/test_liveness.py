@@ -21,7 +21,9 @@ STARTED: Any = object()
 
 def status(beats: dict[str, Any]) -> SimpleNamespace:
     """What of a `QueueStatus` is looked at."""
-    return SimpleNamespace(beats=beats, trained_steps=3, accepted=40, checkpoints=[{}], lacking={}, disk=[])
+    return SimpleNamespace(
+        beats=beats, trained_steps=3, accepted=40, checkpoints=[{}], lacking={}, disk=[]
+    )
 
 
 class World:
@@ -41,14 +43,18 @@ class World:
         self.asked.append(Future())
         return self.asked[-1]
 
-    def group(self, name: str, incarnation: int = 1, roles: tuple[str, ...] = (), process: Any = STARTED) -> None:
+    def group(
+        self, name: str, incarnation: int = 1, roles: tuple[str, ...] = (), process: Any = STARTED
+    ) -> None:
         members = [Member(role, process) for role in roles or (name,)]
         self.groups[name] = SimpleNamespace(incarnation=incarnation, members=members)
 
     def look(self, done: frozenset[str] = frozenset()) -> list[tuple]:
         return self.liveness.look(self.groups, done)
 
-    def round(self, *beats: dict[str, Any], seconds: float = 2.0, done: frozenset[str] = frozenset()) -> list[tuple]:
+    def round(
+        self, *beats: dict[str, Any], seconds: float = 2.0, done: frozenset[str] = frozenset()
+    ) -> list[tuple]:
         """The hub is asked once, and answers at once."""
         self.now += seconds
         assert self.look(done) == []
@@ -62,7 +68,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def beat(group: str, incarnation: int = 1, age_s: float = 0.5, busy_s: float = 0.0, **more: Any) -> dict[str, Any]:
+def beat(
+    group: str, incarnation: int = 1, age_s: float = 0.5, busy_s: float = 0.0, **more: Any
+) -> dict[str, Any]:
     return {"group": group, "incarnation": incarnation, "age_s": age_s, "busy_s": busy_s, **more}
 
 
@@ -86,10 +94,14 @@ def test_a_silent_role_is_dead_when_two_answers_say_so(world: World) -> None:
     assert world.round(quiet, beat("rollout")) == []
     assert world.round(beat("actor"), beat("rollout")) == [], "it was the hub that had been stopped"
     assert world.round(quiet, beat("rollout")) == []
-    assert world.round(quiet, beat("rollout")) == [("actor", "actor", 1, "has given no sign for 30 s")]
+    assert world.round(quiet, beat("rollout")) == [
+        ("actor", "actor", 1, "has given no sign for 30 s")
+    ]
 
 
-def test_the_slowest_of_several_ranks_counts_and_other_roles_and_incarnations_do_not(world: World) -> None:
+def test_the_slowest_of_several_ranks_counts_and_other_roles_and_incarnations_do_not(
+    world: World,
+) -> None:
     world.group("rollout", incarnation=2)
     others = [beat("rollout", 1, age_s=99.0), beat("rollout", 2, member="rollouter", age_s=99.0)]
     for _ in range(2):
@@ -129,7 +141,12 @@ def test_roles_that_are_done_and_the_controller_are_left_alone(world: World) -> 
     world.group("actor")
     done = frozenset({"actor/actor", "hub/advantages"})
     for _ in range(3):
-        assert world.round(beat("actor", age_s=99.0), beat("hub", member="advantages", age_s=99.0), done=done) == []
+        assert (
+            world.round(
+                beat("actor", age_s=99.0), beat("hub", member="advantages", age_s=99.0), done=done
+            )
+            == []
+        )
 
 
 def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) -> None:
@@ -139,8 +156,12 @@ def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) 
     supervisor = beat("supervisor-rollout-3", age_s=99.0)
     assert world.round(*half, *gone, supervisor) == []
     assert not world.liveness.silent
-    assert world.round(*half, *gone, supervisor) == [("rollout-3", "", 4, "has given no sign for 30 s")]
-    assert world.liveness.silent == {("rollout-2", 1), ("rollout-3", 4)}, "of one a member is silent"
+    assert world.round(*half, *gone, supervisor) == [
+        ("rollout-3", "", 4, "has given no sign for 30 s")
+    ]
+    assert world.liveness.silent == {("rollout-2", 1), ("rollout-3", 4)}, (
+        "of one a member is silent"
+    )
     world.round(*half[1:], supervisor)
     assert not world.liveness.silent
 
@@ -162,7 +183,9 @@ def test_a_hub_that_was_not_there_when_it_was_asked_may_start_first(world: World
     assert found == [("hub", "controller", 3, "has not answered for 600 s")]
 
 
-@pytest.mark.parametrize(("error", "dead"), [(DeadlineError("late"), True), (RelaxError("closed"), False)])
+@pytest.mark.parametrize(
+    ("error", "dead"), [(DeadlineError("late"), True), (RelaxError("closed"), False)]
+)
 def test_a_hub_that_owes_its_answer_is_dead(world: World, error: RelaxError, dead: bool) -> None:
     world.group("actor")
     world.round(beat("actor", age_s=99.0))
@@ -179,4 +202,6 @@ def test_one_part_of_loading_has_as_long_as_it_takes_to_read(world: World) -> No
     world.group("actor")
     slow, stuck = (beat("actor", loads=True, loading_s=seconds) for seconds in (1999.0, 2001.0))
     assert world.round(slow) == world.round(slow) == world.round(stuck) == []
-    assert world.round(stuck) == [("actor", "actor", 1, "has been loading without getting on for over 2000 s")]
+    assert world.round(stuck) == [
+        ("actor", "actor", 1, "has been loading without getting on for over 2000 s")
+    ]

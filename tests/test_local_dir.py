@@ -12,14 +12,21 @@ from relax_hpc import local_dir
 from relax_hpc.local_dir import LOCAL_DIR, Scratch
 
 
-def test_scratch_of_a_killed_process_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_of_a_killed_process_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the site's folder has too long a name for sockets in it."""
     monkeypatch.setenv(LOCAL_DIR, str(tmp_path / ("disk" * 16)))
     outside = tmp_path / "in-memory"
     outside.touch()
-    script = "import os, sys; from pathlib import Path; from relax_hpc.local_dir import Scratch; one = Scratch()\n"
+    script = (
+        "import os, sys; from pathlib import Path; from relax_hpc.local_dir import Scratch; "
+        "one = Scratch()\n"
+    )
     script += "print(one.path, flush=True); one.outside(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", script, outside], capture_output=True, text=True, timeout=60)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, outside], capture_output=True, text=True, timeout=60
+    )
     left = Path(killed.stdout.strip())
     assert left.exists() and outside.exists() and len(str(left / "tmpabcdefgh")) < 107
     with Scratch() as scratch:

@@ -1,4 +1,5 @@
-"""Chat messages with media over several turns: token ids are those that transformers' processor of Qwen3-VL makes."""
+"""Chat messages with media over several turns: token ids are those that transformers' processor of
+Qwen3-VL makes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.prompt_helpers import load_prompts  # noqa: E402
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPLIT = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
-"""Pattern of texts beyond which no token goes, nearly as in Qwen's tokenizers: a digit, marks with a space before."""
+"""Pattern of texts beyond which no token goes, nearly as in Qwen's tokenizers: a digit, marks with
+a space before."""
 TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
@@ -50,18 +52,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = model_files(tmp_path_factory.mktemp("model"), "qwen3_vl")
     tokenizer = Tokenizer(models.BPE())
-    pieces = [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    pieces = [
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[*SPECIAL, *VISION], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[*SPECIAL, *VISION], initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator([*TEXTS, "<0.3 seconds>", "user\n", "assistant\n"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     places = ("vision_start", "vision_end", "image", "video")
-    ids = {f"{name}_token_id": tokenizer.token_to_id(token) for name, token in zip(places, VISION, strict=True)}
+    ids = {
+        f"{name}_token_id": tokenizer.token_to_id(token)
+        for name, token in zip(places, VISION, strict=True)
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | ids))
     return folder
@@ -83,7 +97,9 @@ def asked(model: Path, folder: Path, messages: list[dict[str, Any]], **columns: 
     return found
 
 
-def processed(model: Path, messages: list[dict[str, Any]], images: list[Image.Image], films: list[bytes]) -> list[int]:
+def processed(
+    model: Path, messages: list[dict[str, Any]], images: list[Image.Image], films: list[bytes]
+) -> list[int]:
     """Token ids by transformers' processor."""
     import decord
     from transformers import PreTrainedTokenizerFast
@@ -93,12 +109,20 @@ def processed(model: Path, messages: list[dict[str, Any]], images: list[Image.Im
     from transformers.video_utils import VideoMetadata
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    pictures = Qwen2VLImageProcessorPil(**PROCESSOR, size={"shortest_edge": 1024, "longest_edge": 16777216})
-    videos = Qwen3VLVideoProcessor(**PROCESSOR, size={"shortest_edge": 4096, "longest_edge": 25165824}, fps=2)
+    pictures = Qwen2VLImageProcessorPil(
+        **PROCESSOR, size={"shortest_edge": 1024, "longest_edge": 16777216}
+    )
+    videos = Qwen3VLVideoProcessor(
+        **PROCESSOR, size={"shortest_edge": 4096, "longest_edge": 25165824}, fps=2
+    )
     processor = Qwen3VLProcessor(pictures, tokenizer, videos)
     readers = [decord.VideoReader(io.BytesIO(film)) for film in films]
-    decoded = [reader.get_batch(range(len(reader))).asnumpy().transpose(0, 3, 1, 2) for reader in readers]
-    about = [VideoMetadata(total_num_frames=len(reader), fps=reader.get_avg_fps()) for reader in readers]
+    decoded = [
+        reader.get_batch(range(len(reader))).asnumpy().transpose(0, 3, 1, 2) for reader in readers
+    ]
+    about = [
+        VideoMetadata(total_num_frames=len(reader), fps=reader.get_avg_fps()) for reader in readers
+    ]
     text = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False)
     given = {"images": images or None, "videos": decoded or None, "video_metadata": about or None}
     return processor(text=[text], **given)["input_ids"][0]
@@ -130,13 +154,22 @@ def test_media_of_several_turns_have_the_ids_of_the_processor(model: Path, tmp_p
     files = ("wide.png", "one.avi", "high.png", "two.avi", "small.png")
     bare = conversation(*({"type": kind} for kind in kinds))
     expected = processed(model, bare, [WIDE, HIGH, SMALL], films)
-    named = conversation(*({"type": kind, kind: name} for kind, name in zip(kinds, files, strict=True)))
+    named = conversation(
+        *({"type": kind, kind: name} for kind, name in zip(kinds, files, strict=True))
+    )
     mixed = [*named[:2], *bare[2:]]
     columns = {"images": ["wide.png", "high.png", "small.png"], "videos": ["one.avi", "two.avi"]}
     by_parts = asked(model, tmp_path, named)
     by_columns = asked(model, tmp_path, bare, **columns)
-    by_both = asked(model, tmp_path, mixed, images=columns["images"][1:], videos=columns["videos"][1:])
-    assert list(by_parts.token_ids) == list(by_columns.token_ids) == list(by_both.token_ids) == expected
+    by_both = asked(
+        model, tmp_path, mixed, images=columns["images"][1:], videos=columns["videos"][1:]
+    )
+    assert (
+        list(by_parts.token_ids)
+        == list(by_columns.token_ids)
+        == list(by_both.token_ids)
+        == expected
+    )
     for prompt in (by_parts, by_columns, by_both):
         assert [medium.source.name for medium in prompt.media] == list(files)
         starts = [start for medium in prompt.media for start, _ in medium.spans]
@@ -145,12 +178,18 @@ def test_media_of_several_turns_have_the_ids_of_the_processor(model: Path, tmp_p
     assert [len(medium.spans) for medium in by_parts.media] == [1, 3, 1, 2, 1]
 
 
-def test_what_stands_beside_a_video_may_look_like_its_time_stamps(model: Path, tmp_path: Path) -> None:
+def test_what_stands_beside_a_video_may_look_like_its_time_stamps(
+    model: Path, tmp_path: Path
+) -> None:
     """Text of a message never becomes one token with what is put beside it."""
     install_transformers_hook()
     film = avi(frames_of(4, 1), 4)
     (tmp_path / "a.avi").write_bytes(film)
-    parts = [{"type": "text", "text": TEXTS[1]}, {"type": "video"}, {"type": "text", "text": TEXTS[2]}]
+    parts = [
+        {"type": "text", "text": TEXTS[1]},
+        {"type": "video"},
+        {"type": "text", "text": TEXTS[2]},
+    ]
     messages = [{"role": "user", "content": parts}]
     found = asked(model, tmp_path, messages, videos="a.avi")
     assert list(found.token_ids) == processed(model, messages, [], [film])
@@ -167,7 +206,11 @@ def test_a_tokenizer_that_is_published_in_pieces_is_made_by_the_command_that_is_
     merges = [" ".join(pair) for pair in whole["model"]["merges"]]
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
     added = {str(one.pop("id")): one for one in whole["added_tokens"]}
-    about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": SPECIAL[2], "added_tokens_decoder": added}
+    about = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": SPECIAL[2],
+        "added_tokens_decoder": added,
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"tokenizer\.json: missing") as missing:

@@ -1,4 +1,5 @@
-"""Media as towers take them: the same numbers as the processors of transformers give for the same files."""
+"""Media as towers take them: the same numbers as the processors of transformers give for the same
+files."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ GREY = 2 / 255 / 0.5
 
 def processors() -> Any:
     """The processors of the families, of transformers."""
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl, image_processing_qwen2_vl
+    from transformers.models.qwen2_vl import (
+        image_processing_pil_qwen2_vl,
+        image_processing_qwen2_vl,
+    )
 
     pillow, fast = (
         image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil,
@@ -48,7 +52,9 @@ def processors() -> Any:
 
 
 @pytest.mark.parametrize("size", [(256, 256), (96, 352), (333, 517), (20, 900)], ids=str)
-def test_patches_of_an_image_are_those_of_its_processors(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_patches_of_an_image_are_those_of_its_processors(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
     rules = Rules.of(model_files(tmp_path))
     medium = image.load(encoded(picture(*size)), rules)
     ours = features.patches(medium, rules)
@@ -76,12 +82,21 @@ def test_sizes_of_images_are_those_of_the_processor(height: int, width: int) -> 
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 90), st.integers(32, 900), st.integers(32, 900), st.sampled_from([20_000, 2_000_000, 25165824]))
-def test_sizes_of_frames_are_those_of_the_processor(frames: int, height: int, width: int, most: int) -> None:
+@given(
+    st.integers(1, 90),
+    st.integers(32, 900),
+    st.integers(32, 900),
+    st.sampled_from([20_000, 2_000_000, 25165824]),
+)
+def test_sizes_of_frames_are_those_of_the_processor(
+    frames: int, height: int, width: int, most: int
+) -> None:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     rules = Rules(clip=Budget(4096, most))
-    assert rules.frame_size((height, width), frames) == smart_resize(frames, height, width, 2, 32, 4096, most)
+    assert rules.frame_size((height, width), frames) == smart_resize(
+        frames, height, width, 2, 32, 4096, most
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -92,7 +107,9 @@ def test_frames_and_time_stamps_are_those_of_the_processor(total: int, native: f
 
     rules = Rules()
     about = SimpleNamespace(total_num_frames=total, fps=native)
-    theirs = Qwen3VLVideoProcessor.sample_frames(SimpleNamespace(fps=2, min_frames=4, max_frames=768), about)
+    theirs = Qwen3VLVideoProcessor.sample_frames(
+        SimpleNamespace(fps=2, min_frames=4, max_frames=768), about
+    )
     taken = rules.frames(total, native)
     assert taken.tolist() == theirs.tolist()
     stamps = Qwen3VLProcessor._calculate_timestamps(None, theirs.tolist(), native)
@@ -158,11 +175,13 @@ print("librosa.filters" in sys.modules, hash(found.tobytes()))
 
 
 def filters_of_processes(folder: Path, count: int) -> list[str]:
-    """What ``count`` processes, started at once, print of their filters: whether librosa was imported, a hash."""
+    """What ``count`` processes, started at once, print of their filters: whether librosa was
+    imported, a hash."""
     environment = os.environ | {"RELAX_LOCAL_DIR": str(folder), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", FILTERS]
     started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(count)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
     ]
     return [process.communicate(timeout=120)[0] for process in started]
 
@@ -177,7 +196,9 @@ def test_filters_are_computed_once_a_node(tmp_path: Path) -> None:
     assert again == next(line for line in first if line.startswith("True"))
 
 
-def test_filters_need_no_folder_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_need_no_folder_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = features._compute_filters(16000, 400, 80)
     (tmp_path / "file").touch()
     monkeypatch.setenv("RELAX_LOCAL_DIR", str(tmp_path / "file"))
@@ -193,12 +214,23 @@ def test_filters_need_no_folder_of_the_node(tmp_path: Path, monkeypatch: pytest.
 
 @given(st.integers(1, 100_000))
 def test_tokens_of_a_sound_are_as_many_as_the_tower_gives(frames: int) -> None:
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
 
     assert sound_tokens(frames) == int(_get_feat_extract_output_lengths(torch.tensor(frames)))
 
 
-VISION_START, IMAGE, VIDEO, VISION_END, AUDIO_START, AUDIO, AUDIO_END, TEXT = 7, 1, 2, 8, 9, 3, 10, 50
+VISION_START, IMAGE, VIDEO, VISION_END, AUDIO_START, AUDIO, AUDIO_END, TEXT = (
+    7,
+    1,
+    2,
+    8,
+    9,
+    3,
+    10,
+    50,
+)
 CONFIG = SimpleNamespace(
     image_token_id=IMAGE,
     video_token_id=VIDEO,
@@ -218,7 +250,9 @@ def spans_of(ids: list[int], names: dict[str, list[str]]) -> list[dict[str, Any]
     for token, run in itertools.groupby(ids):
         length = len(list(run))
         if kind := PLACEHOLDERS.get(token):
-            spans.append({"kind": kind, "start": at, "length": length, "media_id": next(order[kind])})
+            spans.append(
+                {"kind": kind, "start": at, "length": length, "media_id": next(order[kind])}
+            )
         at += length
     return spans
 
@@ -246,17 +280,23 @@ def test_positions_of_images_and_of_stamped_videos_are_those_of_qwen3_vl() -> No
     ]
     tokens = torch.tensor([ids])
     this = SimpleNamespace(
-        config=CONFIG, get_vision_position_ids=Qwen3VLModel.get_vision_position_ids.__get__(object())
+        config=CONFIG,
+        get_vision_position_ids=Qwen3VLModel.get_vision_position_ids.__get__(object()),
     )
     theirs, _ = Qwen3VLModel.get_rope_index(
-        this, tokens, tokens * (tokens < 3), torch.tensor([[1, 4, 12], [1, 8, 4]]), torch.tensor([[3, 4, 6]])
+        this,
+        tokens,
+        tokens * (tokens < 3),
+        torch.tensor([[1, 4, 12], [1, 8, 4]]),
+        torch.tensor([[3, 4, 6]]),
     )
     spans = spans_of(ids, {"image": ["wide", "high"], "video": ["clip"] * 3})
     assert np.array_equal(positions(len(ids), spans, media, Rules()), theirs[:, 0].numpy())
 
 
 def omni_positions(ids: list[int], apart: float, with_sound: bool) -> np.ndarray:
-    """Positions of transformers for the media of the test below, ``apart`` seconds between temporal patches."""
+    """Positions of transformers for the media of the test below, ``apart`` seconds between temporal
+    patches."""
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
 
     base = omni.Qwen3OmniMoePreTrainedModelForConditionalGeneration
@@ -284,9 +324,22 @@ def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
         "speech": Header(Kind.AUDIO, (1, 1, 250)),
         "beep": Header(Kind.AUDIO, (1, 1, 90)),
     }
-    speech, beep = ([AUDIO_START, *[AUDIO] * sound_tokens(frames), AUDIO_END] for frames in (250, 90))
+    speech, beep = (
+        [AUDIO_START, *[AUDIO] * sound_tokens(frames), AUDIO_END] for frames in (250, 90)
+    )
     picture_ids = [VISION_START, *[IMAGE] * 12, VISION_END]
-    ids = [TEXT, *speech, TEXT, *picture_ids, VISION_START, *[VIDEO] * 18, VISION_END, TEXT, *beep, TEXT]
+    ids = [
+        TEXT,
+        *speech,
+        TEXT,
+        *picture_ids,
+        VISION_START,
+        *[VIDEO] * 18,
+        VISION_END,
+        TEXT,
+        *beep,
+        TEXT,
+    ]
     spans = spans_of(ids, {"image": ["picture"], "video": ["clip"], "audio": ["speech", "beep"]})
     assert np.array_equal(positions(len(ids), spans, media, rules), omni_positions(ids, 1.0, False))
 
@@ -305,7 +358,9 @@ def test_a_video_with_its_sound_is_laid_out_as_by_qwen3_omni(tmp_path: Path) -> 
             spans.append({"kind": kind, "start": len(ids), "length": count, "media_id": str(kind)})
             ids += [VIDEO if kind is Kind.VIDEO else AUDIO] * count
         ids += [AUDIO_END, VISION_END, TEXT]
-        assert np.array_equal(positions(len(ids), spans, media, rules), omni_positions(ids, apart, True))
+        assert np.array_equal(
+            positions(len(ids), spans, media, rules), omni_positions(ids, apart, True)
+        )
 
 
 def test_a_medium_that_is_not_there_or_has_other_tokens_is_refused() -> None:

@@ -88,9 +88,21 @@ def wav_of(rate: int) -> bytes:
         (Reason.TRUNCATED, AUDIO, sound(tone(3.0), form="W64")[:8000]),
         (Reason.TRUNCATED, AUDIO, sound(tone(3.0), form="RF64")[:8000]),
         # Boxes whose lengths lead to offsets that no file system has.
-        (Reason.TRUNCATED, VIDEO, b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 56)),
-        (Reason.TRUNCATED, VIDEO, b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 63)),
-        (Reason.TRUNCATED, VIDEO, b"\x1a\x45\xdf\xa3" + struct.pack(">Q", 0x01FF << 48) + bytes(40)),
+        (
+            Reason.TRUNCATED,
+            VIDEO,
+            b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 56),
+        ),
+        (
+            Reason.TRUNCATED,
+            VIDEO,
+            b"\0\0\0\x18ftypisom" + bytes(12) + struct.pack(">I4sQ", 1, b"mdat", 1 << 63),
+        ),
+        (
+            Reason.TRUNCATED,
+            VIDEO,
+            b"\x1a\x45\xdf\xa3" + struct.pack(">Q", 0x01FF << 48) + bytes(40),
+        ),
         (Reason.MISLABELLED, IMAGE, WAV),
         (Reason.MISLABELLED, IMAGE, b"<!doctype html><title>404</title>"),
         (Reason.MISLABELLED, VIDEO, PNG),
@@ -104,7 +116,9 @@ def wav_of(rate: int) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_file_has_one_reason(reason: Reason, kind: Kind, content: bytes, tmp_path: Path) -> None:
+def test_a_bad_file_has_one_reason(
+    reason: Reason, kind: Kind, content: bytes, tmp_path: Path
+) -> None:
     assert refused(kind, content) == reason
     (tmp_path / "file").write_bytes(content)
     assert refused(kind, tmp_path / "file") == reason
@@ -121,19 +135,27 @@ def test_what_is_over_a_limit_is_not_decoded(tmp_path: Path) -> None:
 
 def test_a_configuration_changes_budgets_frames_and_limits(tmp_path: Path) -> None:
     model = model_files(tmp_path)
-    settings = MultimodalConfig(image_max_token_num=2, video_min_token_num=8, fps=5.0, fps_max_frames=8, frame_factor=4)
+    settings = MultimodalConfig(
+        image_max_token_num=2, video_min_token_num=8, fps=5.0, fps_max_frames=8, frame_factor=4
+    )
     rules = Rules.of(model, settings)
     assert 1 <= rules.tokens(load(IMAGE, PNG, rules)) <= 2
     video = load(VIDEO, MOVIE, rules)
     assert len(video.data) == 8 and video.grid[0] == 4 and rules.tokens(video) >= 4 * 8
-    small = MultimodalConfig(video_total_token_num=8, image_min_token_num=100, image_resize_scale_factor=64)
+    small = MultimodalConfig(
+        video_total_token_num=8, image_min_token_num=100, image_resize_scale_factor=64
+    )
     changed = Rules.of(model, small)
     assert changed.tokens(load(VIDEO, MOVIE, changed)) <= 8
     picture_of_model = load(IMAGE, PNG, changed)
-    assert changed.tokens(picture_of_model) >= 100 and not any(side % 64 for side in picture_of_model.data.shape[:2])
+    assert changed.tokens(picture_of_model) >= 100 and not any(
+        side % 64 for side in picture_of_model.data.shape[:2]
+    )
     assert Rules.of(model, MultimodalConfig()) == Rules.of(model)
     assert Limits.of(MultimodalConfig(max_pixels=9, file_timeout_s=3.0)).pixels == 9
-    with pytest.raises(ConfigError, match="image_resize_scale_factor: found 28, allowed: multiples of the 32"):
+    with pytest.raises(
+        ConfigError, match="image_resize_scale_factor: found 28, allowed: multiples of the 32"
+    ):
         Rules.of(model, MultimodalConfig(image_resize_scale_factor=28))
 
 
@@ -157,7 +179,9 @@ def test_frames_of_a_compressed_video_are_those_that_were_asked_for(name: str, f
         assert len(found.data) == len(taken)
         for number, frame in zip(taken, found.data, strict=True):
             # Apart from what compression costs; the next frame's grey is ten away.
-            assert np.abs(frame[:, :8].astype(int) - videos.frame(number)[:, :8]).mean() < 2, f"frame {number}"
+            assert np.abs(frame[:, :8].astype(int) - videos.frame(number)[:, :8]).mean() < 2, (
+                f"frame {number}"
+            )
 
 
 @pytest.mark.parametrize("name", videos.FILES)
@@ -168,14 +192,18 @@ def test_the_sound_of_a_compressed_video_is_heard(name: str) -> None:
     assert len(samples) / SMALL.rate == pytest.approx(videos.FRAMES / videos.FPS, abs=0.15)
 
 
-def test_a_video_of_fewer_frames_than_its_packets_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_of_fewer_frames_than_its_packets_is_cut_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = frame_reader.decode
     monkeypatch.setattr(frame_reader, "decode", lambda *stream: islice(real(*stream), 5))
     with pytest.raises(BadMedium, match="truncated: 5 frames, its packets say 20"):
         load(VIDEO, videos.VIDEOS / "hevc.mkv", SMALL)
 
 
-def test_what_decord_refuses_is_decoded_by_the_other_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decord_refuses_is_decoded_by_the_other_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import decord
 
     few = replace(SMALL, min_frames=2, max_frames=2)
@@ -221,8 +249,22 @@ def test_pixels_of_more_than_eight_bits_have_a_rule(name: str) -> None:
 
 @pytest.mark.parametrize(
     "pixels",
-    [RAMP * 2, RAMP - 0.5, RAMP * 255, RAMP * 1e4, RAMP.astype(np.int32) - 1, (RAMP * 256).astype(np.int32)],
-    ids=["0 to 2", "-0.5 to 0.5", "0 to 255, not whole", "0 to 10000", "-1 to 0", "whole, 0 to 256"],
+    [
+        RAMP * 2,
+        RAMP - 0.5,
+        RAMP * 255,
+        RAMP * 1e4,
+        RAMP.astype(np.int32) - 1,
+        (RAMP * 256).astype(np.int32),
+    ],
+    ids=[
+        "0 to 2",
+        "-0.5 to 0.5",
+        "0 to 255, not whole",
+        "0 to 10000",
+        "-1 to 0",
+        "whole, 0 to 256",
+    ],
 )
 def test_pixels_without_a_rule_are_refused(pixels: np.ndarray) -> None:
     pixels = pixels if pixels.dtype == np.int32 else pixels.astype(np.float32)
@@ -236,9 +278,19 @@ def test_pixels_that_are_no_numbers_are_refused() -> None:
 
 
 def tiff_of(pixels: np.ndarray, sample_format: int) -> bytes:
-    """A grey TIFF of one strip, as other programs write it; Pillow writes not all types of numbers."""
+    """A grey TIFF of one strip, as other programs write it; Pillow writes not all types of
+    numbers."""
     height, width = pixels.shape
-    tags = {256: width, 257: height, 258: pixels.itemsize * 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: height}
+    tags = {
+        256: width,
+        257: height,
+        258: pixels.itemsize * 8,
+        259: 1,
+        262: 1,
+        273: 0,
+        277: 1,
+        278: height,
+    }
     tags |= {279: pixels.nbytes, 339: sample_format}
     tags[273] = 8 + 2 + 12 * len(tags) + 4
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
@@ -251,12 +303,17 @@ def tiff_of(pixels: np.ndarray, sample_format: int) -> bytes:
 )
 def test_other_numbers_of_a_tiff_are_refused(kind: str, sample_format: int) -> None:
     largest = 1 if kind.startswith("f") else np.iinfo(kind).max
-    assert refused(IMAGE, tiff_of((RAMP * largest).astype(kind), sample_format)) == Reason.UNSUPPORTED
+    assert (
+        refused(IMAGE, tiff_of((RAMP * largest).astype(kind), sample_format)) == Reason.UNSUPPORTED
+    )
 
 
 def test_other_images_of_sixteen_bits_have_their_high_byte() -> None:
     deep = (RAMP * 65535).astype(">u2").tobytes()
-    for content in (b"P5\n64 64\n65535\n" + deep, encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)))):
+    for content in (
+        b"P5\n64 64\n65535\n" + deep,
+        encoded(Image.fromarray((RAMP * 65535).astype(np.uint16))),
+    ):
         assert np.abs(load(IMAGE, content, SMALL).data - 255 * RAMP[..., None]).max() <= 1
 
 
@@ -266,8 +323,15 @@ def test_a_model_without_ears_says_so() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([(IMAGE, JPEG), (IMAGE, PNG), (AUDIO, WAV), (AUDIO, sound(tone(0.3), form="FLAC"))]), st.data())
-def test_damage_is_refused_or_goes_unnoticed_but_never_raises_anything_else(one: tuple[Kind, bytes], data) -> None:
+@given(
+    st.sampled_from(
+        [(IMAGE, JPEG), (IMAGE, PNG), (AUDIO, WAV), (AUDIO, sound(tone(0.3), form="FLAC"))]
+    ),
+    st.data(),
+)
+def test_damage_is_refused_or_goes_unnoticed_but_never_raises_anything_else(
+    one: tuple[Kind, bytes], data
+) -> None:
     kind, content = one
     at = data.draw(st.integers(0, len(content) - 1))
     damaged = bytearray(content)
@@ -304,7 +368,14 @@ def test_a_blob_is_a_safetensors_file_and_other_bytes_are_none() -> None:
 
     blob = load(IMAGE, PNG, SMALL).to_bytes()
     assert np.array_equal(of_safetensors(blob)["data"], np.asarray(picture(64, 96)))
-    for damaged in (b"", blob[:7], blob[:-1], blob + b"0", blob.replace(b"image", b"audio"), blob[:8] + blob[9:]):
+    for damaged in (
+        b"",
+        blob[:7],
+        blob[:-1],
+        blob + b"0",
+        blob.replace(b"image", b"audio"),
+        blob[:8] + blob[9:],
+    ):
         with pytest.raises(BadMedium, match="damaged_blob"):
             Medium.from_bytes(damaged)
 
@@ -316,14 +387,20 @@ def test_frames_of_a_video_are_drawn_evenly_and_have_their_times() -> None:
     assert medium.seconds == pytest.approx((0.3, 1.6))
     for frame, number in zip(medium.data, (0, 6, 13, 19), strict=True):
         assert np.abs(frame.astype(int) - np.asarray(clip(20, 64, 96)[number])).mean() < 4
-    assert stamped_runs(medium, SMALL) == [("<0.3 seconds>", (VIDEO, 6)), ("<1.6 seconds>", (VIDEO, 6))]
+    assert stamped_runs(medium, SMALL) == [
+        ("<0.3 seconds>", (VIDEO, 6)),
+        ("<1.6 seconds>", (VIDEO, 6)),
+    ]
 
 
 def test_a_long_video_has_no_more_pixels_than_its_budgets() -> None:
     tight = Rules(frame=Budget(1024, 64 * 64), clip=Budget(1024, 20 * 32 * 32), fps=10.0)
     medium = load(VIDEO, MOVIE, tight)
     assert medium.data.shape == (20, 32, 32, 3)
-    assert load(VIDEO, MOVIE, Rules(frame=Budget(128 * 1024, 768 * 1024), clip=None)).data[0].size >= 3 * 128 * 1024
+    assert (
+        load(VIDEO, MOVIE, Rules(frame=Budget(128 * 1024, 768 * 1024), clip=None)).data[0].size
+        >= 3 * 128 * 1024
+    )
 
 
 RATES = [8000, 22050, 44100, 48000]
@@ -348,10 +425,14 @@ for rate in map(int, sys.argv[1:]):
 
 
 def test_sounds_are_resampled_as_by_librosa() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARED, *map(str, RATES)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPARED, *map(str, RATES)], check=True, timeout=120
+    )
 
 
-@pytest.mark.skipif(not effort(0, 1), reason="as above, with librosa's compiler: 12 s where it is new")
+@pytest.mark.skipif(
+    not effort(0, 1), reason="as above, with librosa's compiler: 12 s where it is new"
+)
 @pytest.mark.parametrize("rate", RATES)
 def test_sounds_are_resampled_as_by_the_whole_librosa(rate: int) -> None:
     import librosa
@@ -364,14 +445,27 @@ def test_sounds_are_resampled_as_by_the_whole_librosa(rate: int) -> None:
 @pytest.mark.parametrize(
     ("form", "subtype"),
     [
-        *(("WAV", "PCM_16"), ("WAV", "PCM_24"), ("WAV", "PCM_32"), ("WAV", "FLOAT"), ("WAV", "DOUBLE")),
-        *(("WAV", "PCM_U8"), ("WAV", "ULAW"), ("FLAC", "PCM_16"), ("FLAC", "PCM_24"), ("AIFF", "PCM_24")),
+        *(
+            ("WAV", "PCM_16"),
+            ("WAV", "PCM_24"),
+            ("WAV", "PCM_32"),
+            ("WAV", "FLOAT"),
+            ("WAV", "DOUBLE"),
+        ),
+        *(
+            ("WAV", "PCM_U8"),
+            ("WAV", "ULAW"),
+            ("FLAC", "PCM_16"),
+            ("FLAC", "PCM_24"),
+            ("AIFF", "PCM_24"),
+        ),
         *(("AU", "FLOAT"), ("CAF", "PCM_32"), ("RF64", "PCM_24"), ("WAVEX", "PCM_24")),
     ],
 )
 @pytest.mark.parametrize("loudness", [1e-3, 1.0, 5.0])
 def test_samples_have_the_precision_of_their_file(form: str, subtype: str, loudness: float) -> None:
-    """Equal to libsndfile's, and so to `librosa.load`: quiet ones too, and those of floating point beyond 1."""
+    """Equal to libsndfile's, and so to `librosa.load`: quiet ones too, and those of floating point
+    beyond 1."""
     stereo = np.stack([tone(0.2), tone(0.2, pitch=700.0)], axis=1) * loudness
     content = sound(stereo, 16000, form, subtype)
     channels, _ = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
@@ -397,7 +491,9 @@ def test_a_sound_of_an_earlier_release_is_read() -> None:
     assert np.array_equal(waveform(stored), load(AUDIO, sound(samples), SMALL).data)
 
 
-def test_a_decoder_that_stops_early_is_compared_with_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_stops_early_is_compared_with_the_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = sound_reader.decode
     monkeypatch.setattr(sound_reader, "decode", lambda *stream: islice(real(*stream), 1))
     assert refused(AUDIO, WAV) == Reason.TRUNCATED

@@ -1,4 +1,5 @@
-"""Workers that decode media: what they give is what decoding here gives, and what ends them costs one file."""
+"""Workers that decode media: what they give is what decoding here gives, and what ends them costs
+one file."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ from relax_hpc.multimodal.loading import load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.multimodal.pool import MediaPool
 from relax_hpc.multimodal.rules import Rules
-from tests.media_files import CRASHES, HANGS, KILLED_TWICE, SWELLS, avi, clip, encoded, have_own_pillow, picture
+from tests.media_files import (
+    CRASHES,
+    HANGS,
+    KILLED_TWICE,
+    SWELLS,
+    avi,
+    clip,
+    encoded,
+    have_own_pillow,
+    picture,
+)
 
 RULES = Rules(rate=16000)
 PNG = encoded(picture(64, 96))
@@ -45,7 +56,11 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
     (tmp_path / "file.png").write_bytes(PNG)
 
     async def work(pool: MediaPool) -> None:
-        for kind, source in ((Kind.IMAGE, tmp_path / "file.png"), (Kind.VIDEO, movie), (Kind.IMAGE, PNG)):
+        for kind, source in (
+            (Kind.IMAGE, tmp_path / "file.png"),
+            (Kind.VIDEO, movie),
+            (Kind.IMAGE, PNG),
+        ):
             here, there = load(kind, source, RULES), await pool.load(kind, source)
             assert bytes(there.blob) == here.to_bytes() and there.media_id == id_of(here.to_bytes())
             assert there.header == here.header == await pool.header(kind, source)
@@ -56,11 +71,24 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
     with_pool(work)
 
 
-def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(with_pool: Callable[..., Any]) -> None:
+def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(
+    with_pool: Callable[..., Any],
+) -> None:
     async def work(pool: MediaPool) -> list[str]:
-        files = [encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, KILLED_TWICE)]
-        found = await asyncio.gather(*(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True)
+        files = [
+            encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, KILLED_TWICE)
+        ]
+        found = await asyncio.gather(
+            *(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True
+        )
         return [one.reason if isinstance(one, BadMedium) else type(one).__name__ for one in found]
 
     reasons = with_pool(work, time_s=8.0, memory_mb=512)
-    assert reasons == ["decoder_hung", "Loaded", "decoder_died", "Loaded", "decoder_memory", "Loaded"]
+    assert reasons == [
+        "decoder_hung",
+        "Loaded",
+        "decoder_died",
+        "Loaded",
+        "decoder_memory",
+        "Loaded",
+    ]

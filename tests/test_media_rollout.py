@@ -1,4 +1,5 @@
-"""Media between file and batch: stored once a prompt group, named by its rows, read as towers take them, shown."""
+"""Media between file and batch: stored once a prompt group, named by its rows, read as towers take
+them, shown."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
         return answer
 
     store = MediaStore(tmp_path / "media", durable=False)
-    client: Any = SimpleNamespace(config=Config(), media=store, tickets=SimpleNamespace(name_media=name_media))
+    client: Any = SimpleNamespace(
+        config=Config(), media=store, tickets=SimpleNamespace(name_media=name_media)
+    )
     with asyncio.Runner() as runner:
         media = PromptMedia(client, model, tmp_path / "evaluations")
         yield Stored(media, store, named, tmp_path, runner)
@@ -98,7 +101,9 @@ def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored
     assert len({medium.blob for medium in stored.of_ticket(twice, 8).media}) == 1
 
 
-def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(stored: Stored, monkeypatch: Any) -> None:
+def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
+    stored: Stored, monkeypatch: Any
+) -> None:
     refused: Future[bool] = Future()
     refused.set_result(False)
     monkeypatch.setattr(stored.media._client.tickets, "name_media", lambda *_: refused)
@@ -108,7 +113,9 @@ def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(stored: Stor
 
 def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
     prompt = stored.of_ticket(PROMPT)
-    made = Episode([EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))])
+    made = Episode(
+        [EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))]
+    )
     whole_one, compacted = rows_of(prompt, 7, {0: made})
     assert len(whole_one["spans"]) == 1 and compacted["spans"] == []
 
@@ -143,7 +150,9 @@ def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stor
     prompts = []
     for number in range(3):
         (stored.folder / f"{number}.png").write_bytes(png(seed=number))
-        prompts.append(replace(PROMPT, media=(replace(MEDIUM, source=stored.folder / f"{number}.png"),)))
+        prompts.append(
+            replace(PROMPT, media=(replace(MEDIUM, source=stored.folder / f"{number}.png"),))
+        )
     ahead, size = stored.media._ahead, 64 * 64 * 3
 
     async def expect(*numbers: int, most: int = 1_000_000) -> None:
@@ -220,7 +229,13 @@ def test_a_long_video_and_a_sound_have_a_line_too() -> None:
     beep = np.zeros(9600, np.int16)
     beep[:4800:2] = 16384
     shown = thumbnail(Medium(Kind.AUDIO, beep, (1, 1, 60)))
-    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2]))).convert("L"))
+    picture = np.asarray(
+        Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2]))).convert("L")
+    )
     dark = (picture < 128).mean(0)
     # Half as loud as can be, and silence.
-    assert shown["about"] == "9600 samples" and dark[:44] == pytest.approx(0.5, abs=0.1) and (dark[52:] < 0.1).all()
+    assert (
+        shown["about"] == "9600 samples"
+        and dark[:44] == pytest.approx(0.5, abs=0.1)
+        and (dark[52:] < 0.1).all()
+    )

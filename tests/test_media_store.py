@@ -1,4 +1,5 @@
-"""Media: stored once, found whole or not at all whoever dies, freed with the last row, counted against the tokens."""
+"""Media: stored once, found whole or not at all whoever dies, freed with the last row, counted
+against the tokens."""
 
 from __future__ import annotations
 
@@ -60,9 +61,12 @@ def age(store: MediaStore) -> None:
 
 
 def kill_in(store: MediaStore, what: str) -> None:
-    """A process that is killed where it would call ``Path.what``: before its blob appears, or in the middle of keep."""
+    """A process that is killed where it would call ``Path.what``: before its blob appears, or in
+    the middle of keep."""
     words = [sys.executable, "-c", WRITER, str(store.folder), what]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+    ) as process:
         assert process.stdout.readline() == b"here\n"
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL
@@ -72,7 +76,9 @@ def row_with(spans: Iterable[tuple[str, int, int]], length: int = 40) -> dict:
     """A row whose tokens fit its spans; the last half is sampled."""
     row = rows_of([1], Version(1, 0), samples=1, length=length)[0]
     row["token_versions"][: length // 2] = 0
-    row["spans"] = [{"kind": k, "start": s, "length": n, "media_id": ID, "grid": [1, 2, 2]} for k, s, n in spans]
+    row["spans"] = [
+        {"kind": k, "start": s, "length": n, "media_id": ID, "grid": [1, 2, 2]} for k, s, n in spans
+    ]
     for kind, start, size in spans:
         row["token_ids"][start : start + size] = PADS[kind]
     return row
@@ -112,13 +118,18 @@ def test_hostile_ids_are_refused(media_id):
         check_id(media_id)
 
 
-@pytest.mark.parametrize("media_id", ["../token", "/etc/passwd", f"../media/{ID}", f".{ID[1:]}", ID + "\n", "A" * 64])
+@pytest.mark.parametrize(
+    "media_id", ["../token", "/etc/passwd", f"../media/{ID}", f".{ID[1:]}", ID + "\n", "A" * 64]
+)
 def test_no_id_leads_out_of_the_store(store, media_id):
     for use in (store.read, lambda name: store.keep([name])):
         with pytest.raises(MediaError, match="64 lower-case hex"):
             use(media_id)
     with pytest.raises(BadMedia, match="64 lower-case hex"):
-        check_media(row_with([]) | {"spans": [{"kind": "image", "start": 0, "length": 1, "media_id": media_id}]})
+        check_media(
+            row_with([])
+            | {"spans": [{"kind": "image", "start": 0, "length": 1, "media_id": media_id}]}
+        )
 
 
 def test_missing_and_damaged_media_are_named(store):
@@ -141,9 +152,14 @@ def test_damaged_media_are_written_again_by_the_next_put(store, left):
     assert bytes(store.read(media_id)) == b"abc"
 
 
-@given(script=st.lists(st.tuples(st.sampled_from(["put", "name", "unname", "age", "keep"]), st.integers(0, 4))))
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["put", "name", "unname", "age", "keep"]), st.integers(0, 4))
+    )
+)
 def test_only_what_nobody_names_is_removed(tmp_path_factory, script):
-    """Media that rows name, or that were put since the grace began, are there; `keep` leaves nothing else."""
+    """Media that rows name, or that were put since the grace began, are there; `keep` leaves
+    nothing else."""
     store = MediaStore(tmp_path_factory.mktemp("media"), durable=False, grace_s=100)
     ids = [MediaStore(store.folder.parent / "other", False).put(bytes([n])) for n in range(5)]
     named: set[str] = set()
@@ -170,7 +186,9 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(store):
     kill_in(store, "replace")
     assert len(list(store.folder.iterdir())) == 1, "its temporary file"
     assert store.sizes() == {}
-    assert store.keep([]) == [] and len(list(store.folder.iterdir())) == 1, "another writer may be at it"
+    assert store.keep([]) == [] and len(list(store.folder.iterdir())) == 1, (
+        "another writer may be at it"
+    )
     age(store)
     assert store.keep([]) == [] and not list(store.folder.iterdir())
     assert bytes(store.read(store.put(b"half"))) == b"half"
@@ -197,7 +215,9 @@ def test_media_put_while_they_are_removed_stay(store, monkeypatch):
 
 
 @given(
-    lengths=st.lists(st.tuples(st.sampled_from(sorted(PADS)), st.integers(1, 4), st.integers(0, 2)), max_size=3),
+    lengths=st.lists(
+        st.tuples(st.sampled_from(sorted(PADS)), st.integers(1, 4), st.integers(0, 2)), max_size=3
+    ),
     placeholders=st.sampled_from([None, PADS]),
 )
 def test_rows_whose_spans_fit_their_tokens_pass(lengths, placeholders):
@@ -207,7 +227,9 @@ def test_rows_whose_spans_fit_their_tokens_pass(lengths, placeholders):
         at += size + gap
     row = row_with(spans)
     row["token_ids"][-3:] = PADS["image"]
-    assert check_media(row, placeholders) == sum(size for _, _, size in spans), "sampled placeholders do not count"
+    assert check_media(row, placeholders) == sum(size for _, _, size in spans), (
+        "sampled placeholders do not count"
+    )
     assert media_ids([row]) == ({ID} if spans else set())
 
 
@@ -231,15 +253,21 @@ def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
     row = row_with([("audio", 2, 5), ("image", 9, 3)])
     assert check_media(row | {"media_tokens": {ID: 8}}) == 8
     for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
-        with pytest.raises(BadMedia, match=r"spans cover . tokens of .*, its media_tokens say .") as caught:
+        with pytest.raises(
+            BadMedia, match=r"spans cover . tokens of .*, its media_tokens say ."
+        ) as caught:
             check_media(row | {"media_tokens": wrong})
         assert caught.value.reason == "media_mismatch"
-    with pytest.raises(BadMedia, match="media_tokens: found 8, expected a number for each media id"):
+    with pytest.raises(
+        BadMedia, match="media_tokens: found 8, expected a number for each media id"
+    ):
         check_media(row | {"media_tokens": 8})
 
 
 def test_sampled_tokens_are_no_media():
-    with pytest.raises(BadMedia, match="image span at 18 has 4 tokens, 2 of them are the placeholder 901"):
+    with pytest.raises(
+        BadMedia, match="image span at 18 has 4 tokens, 2 of them are the placeholder 901"
+    ):
         check_media(row_with([("image", 18, 4)]))
 
 
@@ -266,7 +294,9 @@ def test_malformed_spans_are_refused(span):
     assert caught.value.reason == "bad_span"
 
 
-@pytest.mark.parametrize("spans", [None, 7, "", {}, *([span] for span in (None, 7, "span", [], {"kind": "image"}))])
+@pytest.mark.parametrize(
+    "spans", [None, 7, "", {}, *([span] for span in (None, 7, "span", [], {"kind": "image"}))]
+)
 def test_what_is_no_span_is_refused(spans):
     with pytest.raises(BadMedia) as caught:
         check_media(row_with([]) | {"spans": spans})
@@ -279,10 +309,16 @@ def test_what_is_no_span_is_refused(spans):
         ({"vocab_size": 9}, {}),
         ([], {}),
         ({"thinker_config": None}, {}),
-        ({"image_token_id": 7, "video_token_id": 8, "audio_token_id": None}, {"image": 7, "video": 8}),
+        (
+            {"image_token_id": 7, "video_token_id": 8, "audio_token_id": None},
+            {"image": 7, "video": 8},
+        ),
         ({"audio_token_index": 5}, {"audio": 5}),
         (
-            {"image_token_id": 1, "thinker_config": {"image_token_index": 2, "audio_token_index": 3}},
+            {
+                "image_token_id": 1,
+                "thinker_config": {"image_token_index": 2, "audio_token_index": 3},
+            },
             {"image": 2, "audio": 3},
         ),
     ],
@@ -324,7 +360,9 @@ def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, h
     assert hashed == {"name": 1000, "damage": 2000}
 
 
-def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it_again(store, hashed):
+def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it_again(
+    store, hashed
+):
     media_id = store.put(bytes(1000))
     age(store)
     reader = MediaStore(store.folder)
@@ -361,7 +399,10 @@ def test_what_was_sound_and_has_changed_is_found(store, how):
     else:
         path.unlink()
     for use in (store.check, store.read):
-        with pytest.raises(MediaError, match="No such file" if how == "gone" else "damaged, .* checksum behind them"):
+        with pytest.raises(
+            MediaError,
+            match="No such file" if how == "gone" else "damaged, .* checksum behind them",
+        ):
             use(media_id)
 
 

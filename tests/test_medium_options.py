@@ -1,4 +1,5 @@
-"""Options of media in message parts mean what qwen-vl-utils makes of them; unknown ones are refused by name."""
+"""Options of media in message parts mean what qwen-vl-utils makes of them; unknown ones are refused
+by name."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ SIDE = st.integers(1, 3000)
 
 @functools.cache
 def their_module() -> Any:
-    """`qwen_vl_utils.vision_process`. The torchvision of PyPI does not load with a CPU build of torch; these tests use
-    no function that needs it."""
+    """`qwen_vl_utils.vision_process`. The torchvision of PyPI does not load with a CPU build of
+    torch; these tests use no function that needs it."""
     requires("qwen_vl_utils")
     names = ("torchvision", "torchvision.io", "torchvision.transforms")
     before = {name: sys.modules.get(name) for name in names}
@@ -71,7 +72,9 @@ def chosen(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
     size=st.tuples(SIDE, SIDE),
     part=chosen(min_pixels=PIXELS, max_pixels=PIXELS, resized_height=SIDE, resized_width=SIDE),
 )
-def test_an_image_has_the_size_that_qwen_vl_utils_gives_it(size: tuple[int, int], part: dict[str, Any]) -> None:
+def test_an_image_has_the_size_that_qwen_vl_utils_gives_it(
+    size: tuple[int, int], part: dict[str, Any]
+) -> None:
     assume(part and ("resized_height" in part) == ("resized_width" in part))
     height, width = size
     # Such a picture is refused there, and squeezed here, as without options.
@@ -105,7 +108,9 @@ def test_an_image_has_the_size_that_qwen_vl_utils_gives_it(size: tuple[int, int]
         video_end=st.floats(0.01, 100).map(lambda s: round(s, 2)),
     ),
 )
-def test_a_video_has_the_frames_that_qwen_vl_utils_takes(total: int, native_fps: float, part: dict[str, Any]) -> None:
+def test_a_video_has_the_frames_that_qwen_vl_utils_takes(
+    total: int, native_fps: float, part: dict[str, Any]
+) -> None:
     import torch
 
     assume(part and not ("fps" in part and "nframes" in part))
@@ -135,7 +140,10 @@ def test_frames_have_the_size_that_qwen_vl_utils_gives_them(
     assume(part)
     token = 32 * 32
     low = part.get("min_pixels", 128 * token)
-    high = max(min(768 * token, part.get("total_pixels", 128000 * token * 0.9) / frames * 2), int(low * 1.05))
+    high = max(
+        min(768 * token, part.get("total_pixels", 128000 * token * 0.9) / frames * 2),
+        int(low * 1.05),
+    )
     high = min(part.get("max_pixels", high), high)
     assume(low <= high and max(size) <= 200 * min(size))
     rules = with_options(RULES, MediumOptions.from_mapping(Kind.VIDEO, part))
@@ -151,8 +159,12 @@ def test_the_times_of_a_part_of_a_video_are_those_of_the_whole() -> None:
     assert rules.times(taken, 100, 10.0) == pytest.approx((2.35, 3.65))
 
 
-@pytest.mark.parametrize("part", [{}, {"video_start": 0.48}, {"video_start": 0.5, "video_end": 1.2, "nframes": 6}])
-def test_the_frames_of_a_real_file_are_those_that_the_options_name(part: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "part", [{}, {"video_start": 0.48}, {"video_start": 0.5, "video_end": 1.2, "nframes": 6}]
+)
+def test_the_frames_of_a_real_file_are_those_that_the_options_name(
+    part: dict[str, Any], tmp_path: Path
+) -> None:
     """Also where none of them is the first of the file."""
     requires("ffmpeg")
     path = make_file(tmp_path / "v.mp4", moving("128x96", "25", 48), H264)
@@ -207,18 +219,44 @@ def test_a_sound_is_found_in_openais_form() -> None:
     ("kind", "part", "says"),
     [
         (Kind.IMAGE, {"image": "p.png", "fps": 2}, "image: found 'fps', allowed: min_pixels"),
-        (Kind.AUDIO, {"audio": "a.wav", "sampling_rate": 8000}, "audio: found 'sampling_rate', allowed: none"),
+        (
+            Kind.AUDIO,
+            {"audio": "a.wav", "sampling_rate": 8000},
+            "audio: found 'sampling_rate', allowed: none",
+        ),
         (Kind.IMAGE, {"image": "p.png", "image_url": URI}, "found 2 contents in one part"),
-        (Kind.IMAGE, {"image_url": {"url": URI, "detail": "low"}}, "detail: found 'low', allowed: auto, high"),
+        (
+            Kind.IMAGE,
+            {"image_url": {"url": URI, "detail": "low"}},
+            "detail: found 'low', allowed: auto, high",
+        ),
         (Kind.IMAGE, {"source": {"type": "file", "file_id": "f1"}}, "image: found 'file_id'"),
-        (Kind.IMAGE, {"image": "p.png", "max_pixels": "many"}, "max_pixels: found 'many', allowed: a number"),
-        (Kind.IMAGE, {"image": "p.png", "max_pixels": 0}, "max_pixels: found '0', allowed: a positive number"),
-        (Kind.IMAGE, {"image": "p.png", "resized_height": 64}, "resized_height and resized_width: found one"),
+        (
+            Kind.IMAGE,
+            {"image": "p.png", "max_pixels": "many"},
+            "max_pixels: found 'many', allowed: a number",
+        ),
+        (
+            Kind.IMAGE,
+            {"image": "p.png", "max_pixels": 0},
+            "max_pixels: found '0', allowed: a positive number",
+        ),
+        (
+            Kind.IMAGE,
+            {"image": "p.png", "resized_height": 64},
+            "resized_height and resized_width: found one",
+        ),
         (Kind.VIDEO, {"video": "v.mp4", "fps": 2, "nframes": 4}, "fps and nframes: found both"),
-        (Kind.VIDEO, {"video": "v.mp4", "video_start": -1}, "video_start: found '-1', allowed: a positive number"),
+        (
+            Kind.VIDEO,
+            {"video": "v.mp4", "video_start": -1},
+            "video_start: found '-1', allowed: a positive number",
+        ),
     ],
 )
-def test_what_would_be_ignored_of_a_part_is_refused_by_name(kind: Kind, part: dict[str, Any], says: str) -> None:
+def test_what_would_be_ignored_of_a_part_is_refused_by_name(
+    kind: Kind, part: dict[str, Any], says: str
+) -> None:
     with pytest.raises(BadMedium) as caught:
         reference_in(kind, part)
     assert says in str(caught.value)
@@ -228,7 +266,9 @@ def test_a_prompt_has_as_many_tokens_as_the_options_of_its_images_leave(tmp_path
     make_tiny_model(tmp_path / "m", TinyModelConfig(vision_layers=2, chat=True), 0)
     (tmp_path / "big.png").write_bytes(png(512, 512))
     tokenizer = load_tokenizer(tmp_path / "m")
-    rules = PromptRules.of(DataConfig(chat_template="model", max_prompt_tokens=4096), tokenizer, tmp_path)
+    rules = PromptRules.of(
+        DataConfig(chat_template="model", max_prompt_tokens=4096), tokenizer, tmp_path
+    )
     parts = [
         {"type": "image", "image": "big.png"},
         {"type": "image", "image": "big.png", "max_pixels": 16384},
@@ -238,9 +278,17 @@ def test_a_prompt_has_as_many_tokens_as_the_options_of_its_images_leave(tmp_path
     with rules.rendering():
         made = [
             prompt_of(
-                1, {"id": "1", "messages": [{"role": "user", "content": [part]}], "answer": "1"}, tokenizer, rules
+                1,
+                {"id": "1", "messages": [{"role": "user", "content": [part]}], "answer": "1"},
+                tokenizer,
+                rules,
             )
             for part in parts
         ]
-    assert [sum(medium.tokens for medium in one.media) for one in made if isinstance(one, Prompt)] == [256, 16, 8]
-    assert isinstance(made[3], BadLine) and (made[3].reason, "'colour'" in made[3].detail) == ("bad_option", True)
+    assert [
+        sum(medium.tokens for medium in one.media) for one in made if isinstance(one, Prompt)
+    ] == [256, 16, 8]
+    assert isinstance(made[3], BadLine) and (made[3].reason, "'colour'" in made[3].detail) == (
+        "bad_option",
+        True,
+    )

@@ -1,4 +1,5 @@
-"""How torch's ranks meet: alone without a socket, over several nodes by connections that prove themselves."""
+"""How torch's ranks meet: alone without a socket, over several nodes by connections that prove
+themselves."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def _results(given: Tensor) -> dict[str, Tensor]:
 
 
 def test_collectives_of_one_rank_give_what_a_real_group_of_one_rank_gives() -> None:
-    """With any torch: its backend `fake` is not used, some of whose collectives copy nothing in torch 2.11."""
+    """With any torch: its backend `fake` is not used, some of whose collectives copy nothing in
+    torch 2.11."""
     given, results = torch.arange(1.0, 9.0).view(4, 2), []
     for start in (
         lambda: alone.initialize(timedelta(seconds=60)),
@@ -121,14 +123,23 @@ def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[str, int
         assert theirs.compare_set(f"{name}c", "", "first") == b"first"
         assert theirs.compare_set(f"{name}c", "other", "second") == b"first"
         assert theirs.compare_set(f"{name}c", "first", "second") == b"second"
-        assert theirs.delete_key(f"{name}c") and not theirs.delete_key(f"{name}c") and not theirs.check([f"{name}c"])
+        assert (
+            theirs.delete_key(f"{name}c")
+            and not theirs.delete_key(f"{name}c")
+            and not theirs.check([f"{name}c"])
+        )
         before = theirs.num_keys()
         theirs.multi_set([f"{name}x", f"{name}y"], ["x", "y"])
-        assert theirs.multi_get([f"{name}x", f"{name}y"]) == [b"x", b"y"] and theirs.num_keys() == before + 2
+        assert (
+            theirs.multi_get([f"{name}x", f"{name}y"]) == [b"x", b"y"]
+            and theirs.num_keys() == before + 2
+        )
         theirs.append(f"{name}x", "z")
         assert theirs.get(f"{name}x") == b"xz"
     there.set("seen", "by all")
-    assert here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == there.num_keys()
+    assert (
+        here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == there.num_keys()
+    )
 
 
 def test_what_torch_clones_is_of_use_as_long_as_the_store_is(served: tuple[str, int]) -> None:
@@ -159,9 +170,14 @@ def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -
 
 def test_who_waits_for_several_is_woken_by_the_last(served: tuple[str, int]) -> None:
     """In whatever order they come, and though one of them goes again."""
-    store, other = MeetingStore(Remote(served, TOKEN), 30.0), MeetingStore(Remote(served, TOKEN), 30.0)
+    store, other = (
+        MeetingStore(Remote(served, TOKEN), 30.0),
+        MeetingStore(Remote(served, TOKEN), 30.0),
+    )
     with ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(store.wait, keys) for keys in (["a", "b", "c"], ["c", "a"], ["b"], [])]
+        waiting = [
+            threads.submit(store.wait, keys) for keys in (["a", "b", "c"], ["c", "a"], ["b"], [])
+        ]
         for key in "cab":
             other.set(key, "x")
         assert [one.result(30.0) for one in waiting] == [None] * 4
@@ -209,7 +225,9 @@ def test_who_says_what_no_rank_says_is_hung_up_on(served: tuple[str, int], said:
 def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
     remote = Remote(served, TOKEN)
     remote.set("key", b"value")
-    with pytest.raises(ConnectionError, match=r"has not let this rank in .*: who listens has closed the connection"):
+    with pytest.raises(
+        ConnectionError, match=r"has not let this rank in .*: who listens has closed the connection"
+    ):
         Remote(served, b"w" * 32, 0.2).get("key", 1.0)
     with socket.create_connection(served) as stranger:
         stranger.sendall(b"\x00" * 4096)
@@ -276,7 +294,9 @@ def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.Mon
     assert found == [0]
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"),
+        pytest.raises(
+            TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"
+        ),
     ):
         Remote(silent.getsockname(), TOKEN, 0.2).count()
 
@@ -300,11 +320,21 @@ raise SystemExit(7)
 
 
 @pytest.mark.skipif(
-    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0, reason="needs user namespaces"
+    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0,
+    reason="needs user namespaces",
 )
 def test_ranks_of_one_node_meet_where_each_is_in_a_container_of_its_own() -> None:
     """The kernel then lets none open the others' files in memory."""
-    words = [sys.executable, "-W", "ignore", "-m", "relax_hpc.supervise.ranks", "2", "-c", IN_A_CONTAINER]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "relax_hpc.supervise.ranks",
+        "2",
+        "-c",
+        IN_A_CONTAINER,
+    ]
     done = subprocess.run(words, timeout=120, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
 

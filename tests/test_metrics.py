@@ -1,4 +1,5 @@
-"""metrics.jsonl and TensorBoard survive crashes and rollbacks; progress lines; benchmark figures."""
+"""metrics.jsonl and TensorBoard survive crashes and rollbacks; progress lines; benchmark
+figures."""
 
 from __future__ import annotations
 
@@ -100,7 +101,10 @@ def test_rollback_within_an_incarnation(tmp_path):
 
 
 def test_a_straggler_of_an_older_incarnation_does_not_come_back(tmp_path):
-    with MetricsWriter(tmp_path, incarnation=1) as old, MetricsWriter(tmp_path, incarnation=2) as new:
+    with (
+        MetricsWriter(tmp_path, incarnation=1) as old,
+        MetricsWriter(tmp_path, incarnation=2) as new,
+    ):
         old.write(0, {"reward/mean": 0})
         new.rolled_back(1)
         new.write(1, {"reward/mean": 10})
@@ -110,7 +114,10 @@ def test_a_straggler_of_an_older_incarnation_does_not_come_back(tmp_path):
 
 
 def test_the_newest_incarnation_wins_without_a_rollback(tmp_path):
-    with MetricsWriter(tmp_path, incarnation=1) as old, MetricsWriter(tmp_path, incarnation=2) as new:
+    with (
+        MetricsWriter(tmp_path, incarnation=1) as old,
+        MetricsWriter(tmp_path, incarnation=2) as new,
+    ):
         new.write(0, {"reward/mean": 2})
         old.write(0, {"reward/mean": 1, "loss/total": 5})
     [row] = read_metrics(tmp_path)
@@ -154,15 +161,27 @@ def test_tensorboard_has_texts_as_they_are_and_the_configuration(tmp_path):
     from tensorboard.plugins.text.text_plugin import text_array_to_html
 
     with MetricsWriter(tmp_path, incarnation=1) as metrics:
-        metrics.tensorboard.configured({"steps": 7, "algorithm.name": "grpo", "colocate": False}, ["reward/mean"])
+        metrics.tensorboard.configured(
+            {"steps": 7, "algorithm.name": "grpo", "colocate": False}, ["reward/mean"]
+        )
         metrics.write(0, {"reward/mean": 0.5})
-        metrics.tensorboard.show(0, "samples", "reward 1\n# no heading\n```\n<script>alert(1)</script>")
+        metrics.tensorboard.show(
+            0, "samples", "reward 1\n# no heading\n```\n<script>alert(1)</script>"
+        )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     [text] = events.Tensors("samples")
     html = text_array_to_html(np.array(text.tensor_proto.string_val[0]), enable_markdown=True)
-    assert "<code>reward 1\n# no heading\n```\n&lt;script&gt;alert(1)&lt;/script&gt;\n</code>" in html
-    found = session(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content).hparams
-    assert (found["steps"].number_value, found["algorithm.name"].string_value, found["colocate"].bool_value) == (
+    assert (
+        "<code>reward 1\n# no heading\n```\n&lt;script&gt;alert(1)&lt;/script&gt;\n</code>" in html
+    )
+    found = session(
+        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    ).hparams
+    assert (
+        found["steps"].number_value,
+        found["algorithm.name"].string_value,
+        found["colocate"].bool_value,
+    ) == (
         7.0,
         "grpo",
         False,
@@ -200,7 +219,12 @@ def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
 
 
-VALUES = {"reward/mean": 0.4313, "staleness/mean": 1.0, "perf/rollout_tokens_per_s": 12345.6, "idle/actor": 0.125}
+VALUES = {
+    "reward/mean": 0.4313,
+    "staleness/mean": 1.0,
+    "perf/rollout_tokens_per_s": 12345.6,
+    "idle/actor": 0.125,
+}
 
 
 def test_progress_line():
@@ -209,12 +233,16 @@ def test_progress_line():
     assert line == "eta  4m07s  step   7/300  reward 0.431  stale 1.0    12k tok/s  digits 0.610"
 
 
-IDLE = {f"idle/{role}": 1.0 for role in ("actor", "actor_fwd", "advantages", "reference", "rollout")}
+IDLE = {
+    f"idle/{role}": 1.0 for role in ("actor", "actor_fwd", "advantages", "reference", "rollout")
+}
 EXTREME = {"reward/mean": -123456.789, "staleness/mean": 12.0, "perf/rollout_tokens_per_s": 1e9}
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 120])
-@pytest.mark.parametrize("values", [VALUES | IDLE, VALUES | IDLE | {"eval/a_set_with_a_name/r": 0.5}, EXTREME | IDLE])
+@pytest.mark.parametrize(
+    "values", [VALUES | IDLE, VALUES | IDLE | {"eval/a_set_with_a_name/r": 0.5}, EXTREME | IDLE]
+)
 def test_a_progress_line_fits_and_what_comes_last_is_left_out(values, width):
     line = progress_line(12345, 1_000_000, values, 1e6, width)
     assert len(line) <= width and line.startswith("eta 11d13h")
@@ -231,12 +259,16 @@ def test_of_idle_roles_the_dearest_are_shown_first():
 
 
 def test_progress_lines_are_aligned():
-    lines = [progress_line(7, 300, {"idle/actor": math.nan}), progress_line(299, 300, VALUES, eta_s=0)]
+    lines = [
+        progress_line(7, 300, {"idle/actor": math.nan}),
+        progress_line(299, 300, VALUES, eta_s=0),
+    ]
     assert len({line.index("  idle") for line in lines}) == 1 and " - tok/s" in lines[0]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(42, "42s"), (59.7, "1m00s"), (3700, "1h01m"), (100000, "1d03h"), (None, "-")]
+    ("seconds", "text"),
+    [(42, "42s"), (59.7, "1m00s"), (3700, "1h01m"), (100000, "1d03h"), (None, "-")],
 )
 def test_eta(seconds, text):
     assert progress_line(0, 2, {}, seconds).startswith(f"eta {text:>6}  ")
@@ -255,8 +287,12 @@ def test_a_log_has_one_plain_line_a_step():
     progress.show("passing by")
     progress.close()
     lines = log.getvalue().splitlines()
-    assert [line.split()[3] for line in lines] == ["0/3", "1/3", "2/3"] and all(len(line) < 80 for line in lines)
-    assert "\x1b" not in log.getvalue() and lines[0].split()[1] == "-" and lines[2].split()[1] == "0s"
+    assert [line.split()[3] for line in lines] == ["0/3", "1/3", "2/3"] and all(
+        len(line) < 80 for line in lines
+    )
+    assert (
+        "\x1b" not in log.getvalue() and lines[0].split()[1] == "-" and lines[2].split()[1] == "0s"
+    )
 
 
 def test_a_step_in_which_no_generation_ended_shows_the_last_pace():
@@ -272,14 +308,20 @@ def test_a_terminal_keeps_some_lines(monkeypatch):
     screen = Terminal()
     progress = Progress(100, screen, keep_every=10)
     for step in range(8, 13):
-        progress.update(step, VALUES | IDLE | ({"eval/digits/answer_exact": 0.5} if step == 12 else {}))
+        progress.update(
+            step, VALUES | IDLE | ({"eval/digits/answer_exact": 0.5} if step == 12 else {})
+        )
     progress.update(13, VALUES)
     progress.show("loading: " + 100 * "x")
     progress.close()
     kept = [line.split("\r")[-1] for line in screen.getvalue().split("\n")[:-1]]
     assert [line.split()[3] for line in kept[:2]] == ["10/100", "12/100"] and "xxx" in kept[2]
     assert all(line.endswith("\x1b[K") for line in kept) and "digits 0.500" in kept[1]
-    passing = [part.removesuffix("\x1b[K") for part in screen.getvalue().split("\r") if part.endswith("\x1b[K")]
+    passing = [
+        part.removesuffix("\x1b[K")
+        for part in screen.getvalue().split("\r")
+        if part.endswith("\x1b[K")
+    ]
     assert len(passing) == 4 and all(len(line) <= 79 for line in passing)
 
 
@@ -335,7 +377,9 @@ def test_figures_are_printed_as_they_come_and_kept_if_the_rest_fails(capsys):
 
     with pytest.raises(RuntimeError, match="the engine died"):
         figures.print_figures(measured(), {}, as_json=True)
-    assert [one["name"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]] == ["a", "b"]
+    assert [
+        one["name"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    ] == ["a", "b"]
 
 
 def test_figures_without_json(capsys):

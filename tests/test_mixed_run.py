@@ -1,4 +1,5 @@
-"""The run of all media, shortened, by its command: real SGLang and megatron-core, towers that learn, damaged files."""
+"""The run of all media, shortened, by its command: real SGLang and megatron-core, towers that
+learn, damaged files."""
 
 from __future__ import annotations
 
@@ -48,20 +49,27 @@ def test_a_model_learns_from_images_videos_sounds_and_texts_at_once(tmp_path: Pa
     last = read_metrics(live.run.root)[-1]
     right = {name: last[f"eval/{name}/answer_exact"] for name in (*PARTS, "exchanged")}
     assert right["exchanged"] < 0.4
-    assert mean(right[name] for name in ("images", "videos", "sounds")) > right["exchanged"] + 0.05, right
+    assert (
+        mean(right[name] for name in ("images", "videos", "sounds")) > right["exchanged"] + 0.05
+    ), right
 
     kinds = [{span["kind"] for span in row["spans"]} for row in rows.values()]
     assert {kind for some in kinds for kind in some} == PLACEHOLDERS.keys() and set() in kinds
     assert all(check_media(row, PLACEHOLDERS) >= 0 for row in rows.values())
     found = audit(live.run)
     assert found.problems == [] and not found.dropped
-    assert set(found.failed) <= {"truncated", "corrupted"} and sum(found.failed.values()) > STEPS // 4
+    assert (
+        set(found.failed) <= {"truncated", "corrupted"} and sum(found.failed.values()) > STEPS // 4
+    )
 
     before, after = load_file(live.run.model / "model.safetensors"), final_weights(live.run)
     assert before.keys() == after.keys()
     for place in ("visual", "audio_tower"):
         tower = [name for name in before if place in name]
-        assert len(tower) > 20 and sum(bool((before[name] != after[name]).any()) for name in tower) > len(tower) * 0.9
+        assert (
+            len(tower) > 20
+            and sum(bool((before[name] != after[name]).any()) for name in tower) > len(tower) * 0.9
+        )
     samples = find(live.run, Wanted(of=None, limit=0)).samples
     shown = [medium for one in samples for medium in one.get("media", ())]
     assert {medium["kind"] for medium in shown} == PLACEHOLDERS.keys()

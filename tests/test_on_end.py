@@ -29,7 +29,8 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "state"), [(0, "job 7 was cancelled", "stopped"), (93, "rollout: $(date)", "failed")]
+    ("code", "reason", "state"),
+    [(0, "job 7 was cancelled", "stopped"), (93, "rollout: $(date)", "failed")],
 )
 def test_a_run_that_was_stopped(
     run_dir: Path, tmp_path: Path, config: Config, code: int, reason: str, state: str
@@ -46,7 +47,9 @@ def test_a_finished_run(run_dir: Path, tmp_path: Path, config: Config) -> None:
     assert (tmp_path / "report").read_text().startswith("finished|")
 
 
-def test_a_run_that_another_job_continues_has_not_ended(run_dir: Path, tmp_path: Path, config: Config) -> None:
+def test_a_run_that_another_job_continues_has_not_ended(
+    run_dir: Path, tmp_path: Path, config: Config
+) -> None:
     report_end(RunDir(run_dir), config)
     assert not (tmp_path / "report").exists()
     report_end(RunDir(run_dir), config, INTERRUPTED)
@@ -87,7 +90,9 @@ def test_a_run_on_slurm_ends_with_an_error_that_no_other_job_can_avoid(
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(Head, "_supervise", supervise)
-    monkeypatch.setattr(head, "GroupJob", lambda *_: SimpleNamespace(attempt=1, end=lambda code: None))
+    monkeypatch.setattr(
+        head, "GroupJob", lambda *_: SimpleNamespace(attempt=1, end=lambda code: None)
+    )
     config.layout = "jobs"
     lease: Any = SimpleNamespace(give_up=lambda: None)
     (run_dir / "rendezvous" / f"supervisor-{group}").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Shared memory that killed processes of MPICH and SGLang leave: removed, unless a process uses it."""
+"""Shared memory that killed processes of MPICH and SGLang leave: removed, unless a process uses
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_the_guard_of_a_killed_run_clears_its_memory_and_holds_nothing(run_dir: 
     staging.mkdir()
     reader, writer = os.pipe()
     command = [sys.executable, "-c", GUARDED, str(run_dir)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[writer]) as run:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[writer]
+    ) as run:
         assert run.stdout and run.stdout.readline() == b"ready\n"
         os.close(writer)
         (child,) = psutil.Process(run.pid).children()
@@ -60,7 +63,14 @@ def test_the_guard_of_a_killed_run_clears_its_memory_and_holds_nothing(run_dir: 
 
 def test_only_unused_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphaned_memory, "MEMORY", tmp_path)
-    names = ("mpich_shm_1_0", "sglang_loads_x.shm", "mpich_shm_mapped", "sglang_loads_open", "psm_1", "other")
+    names = (
+        "mpich_shm_1_0",
+        "sglang_loads_x.shm",
+        "mpich_shm_mapped",
+        "sglang_loads_open",
+        "psm_1",
+        "other",
+    )
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
     users = []

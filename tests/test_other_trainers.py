@@ -92,7 +92,8 @@ def test_a_file_of_another_trainer_is_answered_line_by_line(tmp_path: Path) -> N
     texts = [mistake.removeprefix(f"{path}:") for mistake in caught.value.mistakes]
     assert [text.partition(", allowed")[0] for text in texts] == [
         "1: data.train_files: unknown key; verl's data.train_files is data.train here",
-        "3: actor_rollout_ref.actor.optim.lr: unknown key; verl's optim.lr is actor.optimizer.lr here",
+        "3: actor_rollout_ref.actor.optim.lr: unknown key; verl's optim.lr is actor.optimizer.lr "
+        "here",
         "4: actor_rollout_ref.rollout.n: unknown key; verl's rollout.n is samples_per_prompt here "
         "(responses to a prompt)",
         "5: trainer.save_freq: unknown key; verl's save_freq is checkpoint.every here",

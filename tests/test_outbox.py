@@ -1,4 +1,5 @@
-"""What is done within a few milliseconds goes to the queue in one put, and each hears of its own rows alone."""
+"""What is done within a few milliseconds goes to the queue in one put, and each hears of its own
+rows alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ VERSION = Version(1, 0)
 
 
 class Queue:
-    """Takes rows as a client does: waits for `open`, refuses ticket 2, and is told of a bad row of ticket 13."""
+    """Takes rows as a client does: waits for `open`, refuses ticket 2, and is told of a bad row of
+    ticket 13."""
 
     def __init__(self) -> None:
         self.puts: list[list[int]] = []
@@ -61,7 +63,9 @@ def test_groups_that_are_done_together_are_one_put_and_those_that_come_meanwhile
         return await asyncio.gather(*first, *later)
 
     assert asyncio.run(work()) == [{}, {}, {2: "duplicate"}, {}, {}, {}]
-    assert queue.said == [(1, {"reward/generated": 6.0}), [0, 1, 2, 3], [5, 6]], "counts come before their rows"
+    assert queue.said == [(1, {"reward/generated": 6.0}), [0, 1, 2, 3], [5, 6]], (
+        "counts come before their rows"
+    )
 
 
 def test_a_bad_row_is_refused_with_its_own_group_alone() -> None:

@@ -30,7 +30,8 @@ IMPORT_NAMES = {
     "markdown_it": "markdown-it-py",
     "decord": "decord2",
     "nixl_cu12": "nixl-cu12",
-    # What torch for CUDA brings along; nothing imports it but by name, see relax_hpc.models.kernels.
+    # What torch for CUDA brings along; nothing imports it but by name, see
+    # relax_hpc.models.kernels.
     "triton": "torch",
 }
 LIGHT = ["cli.py", "errors.py", "versions.py", "config", "launch", "rendezvous"]
@@ -41,19 +42,29 @@ def canonical(name: str) -> str:
 
 
 def pins(lock: Path) -> dict[str, str]:
-    return {canonical(name): version for name, version in re.findall(r"(?m)^([^#=\s]+)==(\S+)", lock.read_text())}
+    return {
+        canonical(name): version
+        for name, version in re.findall(r"(?m)^([^#=\s]+)==(\S+)", lock.read_text())
+    }
 
 
 def hashes(lock: Path) -> dict[str, set[str]]:
     """Pin -> its hashes."""
     entries = lock.read_text().replace("\\\n", "").splitlines()
-    return {pin: set(rest) for pin, *rest in (line.split() for line in entries if not line.startswith("#"))}
+    return {
+        pin: set(rest)
+        for pin, *rest in (line.split() for line in entries if not line.startswith("#"))
+    }
 
 
 def declared(*extras: str) -> set[str]:
     found = map(Requirement, metadata.requires("relax_hpc") or [])
     contexts = [{"extra": extra} for extra in ("", *extras)]
-    return {canonical(r.name) for r in found if not r.marker or any(r.marker.evaluate(c) for c in contexts)}
+    return {
+        canonical(r.name)
+        for r in found
+        if not r.marker or any(r.marker.evaluate(c) for c in contexts)
+    }
 
 
 def third_party(path: Path, everywhere: bool) -> Iterator[str]:
@@ -61,7 +72,9 @@ def third_party(path: Path, everywhere: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree) if everywhere else tree.body:
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        modules += (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        )
         for top in {module.split(".")[0] for module in modules}:
             if top not in sys.stdlib_module_names | {"relax_hpc"}:
                 yield canonical(IMPORT_NAMES.get(top, top))
@@ -70,7 +83,9 @@ def third_party(path: Path, everywhere: bool) -> Iterator[str]:
 def test_every_import_is_declared() -> None:
     known = declared("all", "puzzles")
     files = [path for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")]
-    missing = {f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, True) if n not in known}
+    missing = {
+        f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, True) if n not in known
+    }
     assert not missing, f"add to setup.py: {sorted(missing)}"
 
 
@@ -78,33 +93,49 @@ def test_light_modules_import_only_the_base_requirements() -> None:
     base = declared()
     paths = [ROOT / "relax_hpc" / name for name in LIGHT]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    heavy = {f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, False) if n not in base}
+    heavy = {
+        f"{f.relative_to(ROOT)}: {n}" for f in files for n in third_party(f, False) if n not in base
+    }
     assert not heavy, f"import these inside the function that needs them: {sorted(heavy)}"
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    folders = {path.parent for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")}
+    folders = {
+        path.parent for name in ("relax_hpc", "examples") for path in (ROOT / name).rglob("*.py")
+    }
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_the_wheel_has_the_examples_instead_of_what_stands_for_them_in_a_checkout(tmp_path: Path) -> None:
+def test_the_wheel_has_the_examples_instead_of_what_stands_for_them_in_a_checkout(
+    tmp_path: Path,
+) -> None:
     for name in ("setup.py", "pyproject.toml", "LICENSE", "relax_hpc", "slurm", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         is_folder = (ROOT / name).is_dir()
         copy = partial(shutil.copytree, ignore=ignored) if is_folder else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    build = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
+    build = (
+        "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
+    )
     command = [sys.executable, "-I", "-c", build, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
-        shipped = {name: wheel.read(name) for name in wheel.namelist() if name.startswith("relax_hpc/examples/")}
+        shipped = {
+            name: wheel.read(name)
+            for name in wheel.namelist()
+            if name.startswith("relax_hpc/examples/")
+        }
     sources = (ROOT / "examples").rglob("*.py")
     assert shipped == {f"relax_hpc/{path.relative_to(ROOT)}": path.read_bytes() for path in sources}
 
 
 def test_console_script_is_declared() -> None:
-    scripts = {e.name: e.value for e in metadata.distribution("relax_hpc").entry_points if e.group == "console_scripts"}
+    scripts = {
+        e.name: e.value
+        for e in metadata.distribution("relax_hpc").entry_points
+        if e.group == "console_scripts"
+    }
     assert scripts == {"relax-hpc": "relax_hpc.cli:main"}
 
 
@@ -125,7 +156,9 @@ def test_the_libraries_of_torchs_cuda_build_are_those_of_the_gpu_lock() -> None:
 
 def test_the_gpu_lock_takes_no_cpu_build_of_torch() -> None:
     locks = [hashes(ROOT / f"env/requirements-{name}.txt") for name in ("cpu", "gpu")]
-    cpu, gpu = (next(found for pin, found in lock.items() if pin.startswith("torch==")) for lock in locks)
+    cpu, gpu = (
+        next(found for pin, found in lock.items() if pin.startswith("torch==")) for lock in locks
+    )
     assert gpu < cpu, "the CPU lock lists the CPU build that CI installs on top"
 
 
@@ -135,12 +168,25 @@ def test_locks_satisfy_the_declared_requirements(lock: str) -> None:
     wanted = [Requirement(r) for r in metadata.requires("relax_hpc") or []]
     unlocked = [f'extra == "{extra}"' for extra in ("rdma", "puzzles", "all")]
     wanted = [r for r in wanted if not any(extra in str(r) for extra in unlocked)]
-    assert not [str(r) for r in wanted if not r.specifier.contains(have.get(canonical(r.name), "0"), prereleases=True)]
+    assert not [
+        str(r)
+        for r in wanted
+        if not r.specifier.contains(have.get(canonical(r.name), "0"), prereleases=True)
+    ]
 
 
 def test_gpu_and_cpu_locks_agree_on_what_defines_results() -> None:
     cpu, gpu = (pins(ROOT / f"env/requirements-{name}.txt") for name in ("cpu", "gpu"))
-    for name in ("torch", "sglang", "megatron-core", "transformers", "tokenizers", "mpi4py", "mpich", "xgrammar"):
+    for name in (
+        "torch",
+        "sglang",
+        "megatron-core",
+        "transformers",
+        "tokenizers",
+        "mpi4py",
+        "mpich",
+        "xgrammar",
+    ):
         assert cpu[name] == gpu[name], name
 
 
@@ -151,7 +197,9 @@ def verify(site: Path, lock: Path) -> list[str]:
         "main = runpy.run_path(sys.argv[2])['main']; main(sys.argv[3:])"
     )
     command = [sys.executable, "-I", "-c", code, str(site), str(ROOT / "env/verify.py"), str(lock)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=30
+    ).stdout.splitlines()
 
 
 def make_package(site: Path, name: str, version: str) -> None:
@@ -173,13 +221,22 @@ def test_verify_finds_missing_wrong_and_damaged_packages(tmp_path: Path) -> None
     names = ["good", "Local.Tag", "truncated", "deleted", "unfinished", "old", "absent"]
     lock = tmp_path / "lock.txt"
     lock.write_text(
-        "# a comment\n" + "".join(f"{name}==1.0 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n" for name in names)
+        "# a comment\n"
+        + "".join(
+            f"{name}==1.0 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n" for name in names
+        )
     )
-    assert verify(site, lock) == [f"{name}==1.0 --hash=sha256:1 --hash=sha256:2" for name in names[2:]]
-    assert not (site / "unfinished-1.0.dist-info").exists(), "pip cannot replace a package that has no RECORD"
+    assert verify(site, lock) == [
+        f"{name}==1.0 --hash=sha256:1 --hash=sha256:2" for name in names[2:]
+    ]
+    assert not (site / "unfinished-1.0.dist-info").exists(), (
+        "pip cannot replace a package that has no RECORD"
+    )
 
 
-@pytest.mark.parametrize(("text", "missing"), [("x = 1\n", []), ("x = 1 \n", []), ("x", ["one==1.0", "two==1.0"])])
+@pytest.mark.parametrize(
+    ("text", "missing"), [("x = 1\n", []), ("x = 1 \n", []), ("x", ["one==1.0", "two==1.0"])]
+)
 def test_verify_takes_a_file_of_two_packages_at_the_size_that_either_records(
     tmp_path: Path, text: str, missing: list[str]
 ) -> None:
@@ -187,7 +244,11 @@ def test_verify_takes_a_file_of_two_packages_at_the_size_that_either_records(
     for name, size in (("one", 6), ("two", 7)):
         make_package(site, name, "1.0")
         with (site / f"{name}-1.0.dist-info/RECORD").open("a") as record:
-            record.write(f"tools/../build_backend.py,,{size}\n" if name == "two" else f"build_backend.py,,{size}\n")
+            record.write(
+                f"tools/../build_backend.py,,{size}\n"
+                if name == "two"
+                else f"build_backend.py,,{size}\n"
+            )
     (site / "tools").mkdir()
     (site / "build_backend.py").write_text(text)
     lock.write_text("one==1.0\ntwo==1.0\n")
@@ -195,23 +256,36 @@ def test_verify_takes_a_file_of_two_packages_at_the_size_that_either_records(
 
 
 def wheels_of(version: str, *tags: str) -> dict[str, str]:
-    return {f"tiny-{version}-{tag}.whl": hashlib.sha256(f"{version}{tag}".encode()).hexdigest() for tag in tags}
+    return {
+        f"tiny-{version}-{tag}.whl": hashlib.sha256(f"{version}{tag}".encode()).hexdigest()
+        for tag in tags
+    }
 
 
 @pytest.fixture
 def index() -> Iterator[str]:
     """Address of a package index that has one package, in the files that real ones have."""
     linux, mac = "manylinux_2_17_x86_64.manylinux2014_x86_64", "macosx_11_0_arm64"
-    files = wheels_of("1", f"cp311-cp311-{linux}", f"cp312-cp312-{linux}", f"cp313-cp313-{linux}", f"cp311-cp311-{mac}")
+    files = wheels_of(
+        "1",
+        f"cp311-cp311-{linux}",
+        f"cp312-cp312-{linux}",
+        f"cp313-cp313-{linux}",
+        f"cp311-cp311-{mac}",
+    )
     files |= (
-        wheels_of("2", f"cp310-abi3-{linux}") | wheels_of("3", f"cp311-cp311-{linux}") | {"tiny-1.tar.gz": "0" * 64}
+        wheels_of("2", f"cp310-abi3-{linux}")
+        | wheels_of("3", f"cp311-cp311-{linux}")
+        | {"tiny-1.tar.gz": "0" * 64}
     )
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/simple/tiny/" else 404)
             self.end_headers()
-            listing = [{"filename": name, "hashes": {"sha256": sha256}} for name, sha256 in files.items()]
+            listing = [
+                {"filename": name, "hashes": {"sha256": sha256}} for name, sha256 in files.items()
+            ]
             self.wfile.write(json.dumps({"files": listing}).encode())
 
         def log_message(self, *_: object) -> None:
@@ -225,7 +299,12 @@ def index() -> Iterator[str]:
 
 def write_hashes(lock: Path, index: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "env/hashes.py"), str(lock)]
-    env = {**os.environ, "PIP_INDEX_URL": index, "NO_PROXY": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {
+        **os.environ,
+        "PIP_INDEX_URL": index,
+        "NO_PROXY": "127.0.0.1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -244,23 +323,36 @@ def test_hashes_are_those_of_all_wheels_for_both_pythons(tmp_path: Path, index: 
     lock.write_text("absent==1\ntiny==3\n")
     done = write_hashes(lock, index)
     problems = ["absent==1: no wheel for Python 3.11, 3.12", "tiny==3: no wheel for Python 3.12"]
-    assert (done.returncode, done.stderr.splitlines()) == (1, [f"{lock}: {problem}" for problem in problems])
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [f"{lock}: {problem}" for problem in problems],
+    )
     assert lock.read_text() == "absent==1\ntiny==3\n"
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 @pytest.mark.parametrize("lock", ["cpu", "cuda", "gpu"])
 def test_lock_resolves_with_binaries_only(lock: str, python: str, tmp_path: Path) -> None:
-    """By pip's dry run: what a login node without a driver, a compiler and its package index can install."""
+    """By pip's dry run: what a login node without a driver, a compiler and its package index can
+    install."""
     if not os.environ.get("RELAX_WHOLE"):
-        pytest.skip("asks the package index for every pin, a minute a lock: RELAX_WHOLE=1 (env/test.sh --all)")
+        pytest.skip(
+            "asks the package index for every pin, a minute a lock: RELAX_WHOLE=1 (env/test.sh "
+            "--all)"
+        )
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True, timeout=120)
     pip = [tmp_path / "bin/python", "-m", "pip", "install", "-q"]
     # Debian's own pip downloads whole files for a dry run; a later one reads their metadata.
     subprocess.run([*pip, "-U", "pip"], check=True, timeout=300)
     names = tmp_path / "lock.txt"
     names.write_text("".join(f"{pin}\n" for pin in hashes(ROOT / f"env/requirements-{lock}.txt")))
-    options = ["--dry-run", "--only-binary=:all:", "--no-deps", "--ignore-installed", "--use-feature=fast-deps"]
+    options = [
+        "--dry-run",
+        "--only-binary=:all:",
+        "--no-deps",
+        "--ignore-installed",
+        "--use-feature=fast-deps",
+    ]
     options += ["--python-version", python, "--report", tmp_path / "report", "-r", names]
     done = subprocess.run([*pip, *options], capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
@@ -279,14 +371,18 @@ def test_the_image_holds_what_the_package_is_built_from(tmp_path: Path) -> None:
     for source, target in files_of_the_image():
         at = tmp_path / Path(target).relative_to(home)
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / source, at, ignore=ignored) if (ROOT / source).is_dir() else shutil.copy(
-            ROOT / source, at
-        )
+        shutil.copytree(ROOT / source, at, ignore=ignored) if (
+            ROOT / source
+        ).is_dir() else shutil.copy(ROOT / source, at)
     build = "from setuptools import build_meta; import sys; build_meta.build_editable(sys.argv[1])"
     command = [sys.executable, "-I", "-c", build, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("relax_hpc-*.whl"))
     script = (ROOT / "env/relax_hpc.def").read_text()
-    assert {str(path) for path in map(Path, re.findall(r"/opt/relax_hpc/(env/\S+)", script))} == {"env/setup.sh"}
-    assert (tmp_path / "env/setup.sh").exists() and all((tmp_path / "env" / lock.name).exists() for lock in LOCKS)
+    assert {str(path) for path in map(Path, re.findall(r"/opt/relax_hpc/(env/\S+)", script))} == {
+        "env/setup.sh"
+    }
+    assert (tmp_path / "env/setup.sh").exists() and all(
+        (tmp_path / "env" / lock.name).exists() for lock in LOCKS
+    )

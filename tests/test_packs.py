@@ -1,4 +1,5 @@
-"""Rows in a pack are what each is alone, however many there are, whole or cut over context ranks; little is padding."""
+"""Rows in a pack are what each is alone, however many there are, whole or cut over context ranks;
+little is padding."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.training_helpers import one_rank_fixture, policy, tiny_fixture  # noq
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 SPLITS = st.builds(PackSplit, st.integers(1, 4), st.integers(1, 4))
-DTYPE, NEAR = (torch.float32, {}) if DEVICE == "cpu" else (torch.bfloat16, {"atol": 0.02, "rtol": 0.02})
+DTYPE, NEAR = (
+    (torch.float32, {}) if DEVICE == "cpu" else (torch.bfloat16, {"atol": 0.02, "rtol": 0.02})
+)
 
 
 @given(lengths=LENGTHS, split=SPLITS)
@@ -28,7 +31,10 @@ def test_every_token_has_one_place_in_one_rank(lengths, split):
     places = Places.of(lengths, split)
     parts = [places.of_rank(rank) for rank in range(split.context)]
     assert sorted(np.concatenate(parts)) == list(range(places.total))
-    assert all(len(part) * split.context == places.total and len(part) % split.sequence == 0 for part in parts)
+    assert all(
+        len(part) * split.context == places.total and len(part) % split.sequence == 0
+        for part in parts
+    )
     assert np.concatenate(parts)[places.gathered()].tolist() == list(range(places.total))
     for start, length in zip(places.starts, lengths, strict=False):
         assert places.positions()[start : start + length].tolist() == list(range(length))
@@ -39,7 +45,10 @@ def test_every_token_has_one_place_in_one_rank(lengths, split):
 @settings(max_examples=30, deadline=None)
 def test_attention_sees_what_is_before_in_the_row_and_nothing_else(lengths, split):
     places, generator = Places.of(lengths, split), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(places.total, heads, 8, generator=generator).to(DEVICE, DTYPE) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(places.total, heads, 8, generator=generator).to(DEVICE, DTYPE)
+        for heads in (4, 2, 2)
+    )
     attention = CausalAttention(SimpleNamespace(context_parallel_size=1))
     found = torch.zeros_like(q)
     everybody = np.concatenate([places.of_rank(rank) for rank in range(split.context)])
@@ -49,7 +58,9 @@ def test_attention_sees_what_is_before_in_the_row_and_nothing_else(lengths, spli
         found[mine] = attention.attend(q[mine], k[seen], v[seen], rows)
     for start, length in zip(places.starts, lengths, strict=False):
         row = (x[start : start + length].transpose(0, 1)[None] for x in (q, k, v))
-        expected = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        expected = F.scaled_dot_product_attention(*row, is_causal=True, enable_gqa=True)[
+            0
+        ].transpose(0, 1)
         torch.testing.assert_close(found[start : start + length], expected, **NEAR)
 
 
@@ -74,15 +85,23 @@ def test_rows_of_a_pack_are_as_each_is_alone(tiny):
         model.module.zero_grad()
         values, _ = model.logprobs(collate(rows, 0, DEVICE, split), 0.9)
         values.sum().backward()
-        return values.detach(), torch.cat([one.grad.flatten().clone() for one in model.module.parameters()])
+        return values.detach(), torch.cat(
+            [one.grad.flatten().clone() for one in model.module.parameters()]
+        )
 
     check()
 
 
 def test_less_than_a_hundredth_of_a_lognormal_batch_is_padding():
     rng = random.Random(0)
-    rows = [{"token_ids": [1] * min(max(int(rng.lognormvariate(6.55, 1.0)), 8), 8192)} for _ in range(64)]
+    rows = [
+        {"token_ids": [1] * min(max(int(rng.lognormvariate(6.55, 1.0)), 8), 8192)}
+        for _ in range(64)
+    ]
     tokens = sum(len(row["token_ids"]) for row in rows)
     for split in (PackSplit(), PackSplit(sequence=8), PackSplit(sequence=8, context=2)):
-        packs = [Places.of([len(row["token_ids"]) for row in part], split) for part in split_rows(rows, 16384)]
+        packs = [
+            Places.of([len(row["token_ids"]) for row in part], split)
+            for part in split_rows(rows, 16384)
+        ]
         assert sum(pack.total for pack in packs) < 1.01 * tokens

@@ -31,7 +31,10 @@ for batch in sys.stdin:
 
 def test_a_log_that_others_write_to_is_cut_and_they_go_on(tmp_path: Path) -> None:
     """Also processes that have inherited it, as engines do."""
-    log, words = tmp_path / "rank-0.log", [sys.executable, "-c", WRITER, str(tmp_path / "rank-0.log")]
+    log, words = (
+        tmp_path / "rank-0.log",
+        [sys.executable, "-c", WRITER, str(tmp_path / "rank-0.log")],
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, cwd=Path(__file__).parents[1], **pipes) as process:
         for batch in range(4):
@@ -72,7 +75,9 @@ def test_a_log_is_as_it_was_where_there_is_no_room_for_its_part(
     assert list(tmp_path.iterdir()) == [log] and log.read_bytes() == b"line\n" * 100
 
 
-def test_a_part_counts_once_while_it_is_compressed_and_damage_hides_no_other(tmp_path: Path) -> None:
+def test_a_part_counts_once_while_it_is_compressed_and_damage_hides_no_other(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "spans.jsonl"
     for number in (1, 2, 3):
         path.with_name(f"spans.jsonl.{number:06d}").write_bytes(b"%d\n" % number)
@@ -109,6 +114,8 @@ def test_a_process_knows_its_own_log(tmp_path: Path, name: str, known: bool) -> 
     code = "import sys; from relax_hpc.parts import own_log; sys.stderr.write(str(own_log()))"
     with (tmp_path / name).open("ab") as file:
         words = [sys.executable, "-c", code]
-        done = subprocess.run(words, stdout=file, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+        done = subprocess.run(
+            words, stdout=file, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        )
     assert (str(tmp_path / name) in done.stderr) == known
     assert own_log() == [] or own_log()[0].suffix == ".log"

@@ -1,4 +1,5 @@
-"""`relax-hpc plan`: what a run takes of memory, what would make it fit, and the sizes that come with the toolkit."""
+"""`relax-hpc plan`: what a run takes of memory, what would make it fit, and the sizes that come
+with the toolkit."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ COUNTS = {
 
 
 def sized(cluster: str, model: str, **overrides: Any) -> Config:
-    values = {"model.path": str(MODELS / model), "data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 6144}
+    values = {
+        "model.path": str(MODELS / model),
+        "data.max_prompt_tokens": 2048,
+        "rollout.max_new_tokens": 6144,
+    }
     return load([CLUSTERS[cluster]], values | overrides)
 
 
@@ -57,14 +62,17 @@ def test_models_have_as_many_parameters_as_the_published_ones() -> None:
     for name, count in COUNTS.items():
         spec = spec_at(ModelConfig(path=str(MODELS / name)))
         assert parameters(spec, ParallelConfig(), 0) == count
-        stages = [parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)]
+        stages = [
+            parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)
+        ]
         # Norms and towers are on every rank, and a tied embedding on both stages.
         whole = count + sum(map(tower_memory.parameters, spec.towers))
         assert whole < 2 * sum(stages) < whole * (1.3 if spec.tied else 1.001)
         uneven = ParallelConfig(tensor=2, pipeline=2, last_stage_layers=spec.layers // 2 - 3)
-        layer = (stages[0] - parameters(spec, ParallelConfig(tensor=2, pipeline=2, first_stage_layers=1), 0)) / (
-            spec.layers // 2 - 1
-        )
+        layer = (
+            stages[0]
+            - parameters(spec, ParallelConfig(tensor=2, pipeline=2, first_stage_layers=1), 0)
+        ) / (spec.layers // 2 - 1)
         moved = [parameters(spec, uneven, stage) - stages[stage] for stage in range(2)]
         assert moved == [3 * layer, -3 * layer]
 
@@ -74,9 +82,13 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
     found = CLAIM.search(CLUSTERS[cluster].read_text())
     assert found, "say up to which model it is meant for"
     config = sized(cluster, found[1])
-    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens == int(found[2].replace(",", ""))
+    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens == int(
+        found[2].replace(",", "")
+    )
     assert not [lack for place in plan(config, spec_at(config.model)) for lack in place.lacks]
-    assert config.model.dtype == "bfloat16" and "reference" not in {*config.groups} | {*config.actor.forward}
+    assert config.model.dtype == "bfloat16" and "reference" not in {*config.groups} | {
+        *config.actor.forward
+    }
     parallel = config.actor.parallel
     # Experts that no two ranks have leave them hardly any states to share.
     assert config.actor.optimizer.distributed == (parallel.data > 1 and parallel.expert == 1)
@@ -93,13 +105,17 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
         ("Qwen3-Omni-30B-A3B-Thinking", "Qwen3-30B-A3B", "1-nodes-moe"),
     ],
 )
-def test_models_that_see_take_what_their_decoders_do_and_their_towers(model: str, decoder: str, cluster: str) -> None:
+def test_models_that_see_take_what_their_decoders_do_and_their_towers(
+    model: str, decoder: str, cluster: str
+) -> None:
     found = []
     for name in (model, decoder):
         config = sized(cluster, name)
         places = plan(config, spec_at(config.model))
         assert [place.lacks for place in places] == [[]] * len(places)
-        found.append(next(one for place in places for one in place.footprints if one.role == "actor"))
+        found.append(
+            next(one for place in places for one in place.footprints if one.role == "actor")
+        )
     seeing, plain = found
     towers = spec_at(ModelConfig(path=str(MODELS / model))).towers
     more = seeing.resident["weights"] - plain.resident["weights"]
@@ -117,10 +133,17 @@ def test_models_that_see_take_what_their_decoders_do_and_their_towers(model: str
         ("genrm", "Qwen3-8B", {"genrm.path": str(MODELS / "Qwen3-32B")}),
     ],
 )
-def test_a_file_that_adds_a_group_gives_it_a_node_in_which_it_fits(group: str, policy: str, more: dict) -> None:
+def test_a_file_that_adds_a_group_gives_it_a_node_in_which_it_fits(
+    group: str, policy: str, more: dict
+) -> None:
     """Beside the others, of which it changes nothing; also as jobs of their own."""
     base = sized("8-nodes", policy)
-    given = {"model.path": base.model.path, "data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 6144, **more}
+    given = {
+        "model.path": base.model.path,
+        "data.max_prompt_tokens": 2048,
+        "rollout.max_new_tokens": 6144,
+        **more,
+    }
     config = load([CLUSTERS["8-nodes"], ROOT / f"configs/groups/{group}.yaml"], given)
     assert set(config.groups) - set(base.groups) == {group}
     places = plan(config, spec_at(config.model))
@@ -136,7 +159,11 @@ def test_a_file_that_adds_a_group_gives_it_a_node_in_which_it_fits(group: str, p
 
 def test_what_is_said_to_make_it_fit_does() -> None:
     """Each setting, and no other: without any of them it would not."""
-    base = {"model.dtype": "float32", "actor.optimizer.distributed": False, "actor.recompute": "none"}
+    base = {
+        "model.dtype": "float32",
+        "actor.optimizer.distributed": False,
+        "actor.recompute": "none",
+    }
     config = sized("4-nodes", "Qwen3-14B", **base)
     (place,) = (place for place in plan(config, spec_at(config.model)) if "actor" in place.groups)
     assert place.lacks and place.remedies
@@ -144,14 +171,21 @@ def test_what_is_said_to_make_it_fit_does() -> None:
     for left_out in (None, *changes):
         some = {key: value for key, value in changes.items() if key != left_out}
         tried = plan(sized("4-nodes", "Qwen3-14B", **base | some), spec_at(config.model))
-        assert all(one.lacks == [] for one in tried if "actor" in one.groups) == (left_out is None), left_out
+        assert all(one.lacks == [] for one in tried if "actor" in one.groups) == (
+            left_out is None
+        ), left_out
 
 
 @pytest.mark.parametrize(
     ("cluster", "model", "place", "mend"),
     [
         ("8-nodes", "Qwen3-30B-A3B", "actor", ["actor.parallel.expert: 8"]),
-        ("4-nodes", "Qwen3-30B-A3B", "actor", ["actor.optimizer.offload: true", "actor.parallel.expert: 8"]),
+        (
+            "4-nodes",
+            "Qwen3-30B-A3B",
+            "actor",
+            ["actor.optimizer.offload: true", "actor.parallel.expert: 8"],
+        ),
         ("4-nodes", "Qwen3-235B-A22B", "reference", ["reference.parallel.expert: 8"]),
         ("8-nodes", "Qwen3-235B-A22B", "actor", []),
         ("8-nodes-moe", "Qwen3-30B-A3B", "", []),
@@ -162,7 +196,10 @@ def test_what_is_said_to_make_it_fit_does() -> None:
 def test_experts_that_do_not_fit_are_dealt_out_or_refused(
     cluster: str, model: str, place: str, mend: list[str]
 ) -> None:
-    scorer = {"groups.reference.resources": {"nodes": 1, "gpus_per_node": 8}, "reference.parallel.data": 8}
+    scorer = {
+        "groups.reference.resources": {"nodes": 1, "gpus_per_node": 8},
+        "reference.parallel.data": 8,
+    }
 
     def lacking(**overrides: Any) -> dict[str, list[str]]:
         config = sized(cluster, model, **(scorer if place == "reference" else {}), **overrides)
@@ -181,7 +218,10 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
         found = [one for place in plan(config, spec_at(config.model)) for one in place.footprints]
         actor = next(one for one in found if one.role == "actor")
         count = parameters(spec_at(config.model), config.actor.parallel, 0)
-        sizes = {name: size / count for name, size in (Counter(actor.resident) + Counter(actor.pinned)).items()}
+        sizes = {
+            name: size / count
+            for name, size in (Counter(actor.resident) + Counter(actor.pinned)).items()
+        }
         return sizes | {"peak": actor.peak, "logits": actor.moments["output layer"]["logits"]}
 
     whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
@@ -197,18 +237,27 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
     assert of_actor(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
 
 
-def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_it_and_says_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = ["plan", f"--config={CLUSTERS['1-nodes-of-4']}", f"--model.path={MODELS}/Qwen3-14B"]
     assert main(line) == 78
     told = capsys.readouterr().out
     assert "DOES NOT FIT (actor: " in told and "not measured" in told
-    found = re.search(r"it would with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told)
-    assert main([*line, *found[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, "as it says"
+    found = re.search(
+        r"it would with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told
+    )
+    assert main([*line, *found[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, (
+        "as it says"
+    )
     assert "fits" in capsys.readouterr().out
     assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [place["fits"] for place in found["places"]] == [True] * 2
-    assert {role["role"] for place in found["places"] for role in place["roles"]} == {"rollout", "actor"}
+    assert {role["role"] for place in found["places"] for role in place["roles"]} == {
+        "rollout",
+        "actor",
+    }
 
 
 def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,20 +269,35 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=0"]) == 78
     assert "found 0, with which nothing is compared" in capsys.readouterr().err
     assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=81559"]) == 78
-    assert "site.gpu_memory_gib: found 81559.0 (float), allowed: 0.0 to 4096.0" in capsys.readouterr().err
+    assert (
+        "site.gpu_memory_gib: found 81559.0 (float), allowed: 0.0 to 4096.0"
+        in capsys.readouterr().err
+    )
     # Others say what is wrong with these.
-    flags = {"rollout.engine.flags": {"tp_size": 0, "mem_fraction_static": "much", "max_total_tokens": None}}
+    flags = {
+        "rollout.engine.flags": {
+            "tp_size": 0,
+            "mem_fraction_static": "much",
+            "max_total_tokens": None,
+        }
+    }
     assert not list(check_memory(sized("1-nodes", "Qwen3-4B", **flags)))
 
 
 def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     (found,) = check_memory(sized("1-nodes", "Qwen3-8B"))
     assert (
-        found.startswith("groups.actor: found actor: ") and "it would fit with actor.optimizer.offload: true;" in found
+        found.startswith("groups.actor: found actor: ")
+        and "it would fit with actor.optimizer.offload: true;" in found
     )
     assert not list(check_memory(sized("1-nodes", "Qwen3-8B", **{"site.gpu_memory_gib": 0})))
-    (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1}))
-    assert "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 GiB, and" in found
+    (found,) = check_memory(
+        sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1})
+    )
+    assert (
+        "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 "
+        "GiB, and" in found
+    )
     assert "it would fit with rollout.engine.flags.mem_fraction_static: 0.85" in found
 
 
@@ -244,7 +308,10 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
         ({"tp_size": 4}, "6 engines of tp_size 4 take 24 GPUs, and group rollout has 6"),
         ({"pp_size": 2}, "6 engines of tp_size 1 and pp_size 2 take 12 GPUs"),
         ({"dp_size": 2}, "6 engines of tp_size 1 and dp_size 2 take 12 GPUs"),
-        ({"base_gpu_id": 1}, "6 engines of tp_size 1 take 6 GPUs, and group rollout has 5 without the 1 before"),
+        (
+            {"base_gpu_id": 1},
+            "6 engines of tp_size 1 take 6 GPUs, and group rollout has 5 without the 1 before",
+        ),
     ],
 )
 def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], said: str) -> None:
@@ -262,22 +329,35 @@ def test_stored_peaks_are_told(tmp_path: Path) -> None:
     }
     result = {"machine": {"device": "H100", "commit": "abc"}, "measured": measured}
     (tmp_path / "gpu-h100.json").write_text(json.dumps(result))
-    assert basis(tmp_path).endswith("; peaks of GPU runs: 38.0 GiB, worked out 37.0 (0.6B: fused; H100, commit abc)")
+    assert basis(tmp_path).endswith(
+        "; peaks of GPU runs: 38.0 GiB, worked out 37.0 (0.6B: fused; H100, commit abc)"
+    )
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
 def test_8b_with_rows_of_16384_fits_one_gpu_with_its_states_on_the_host(kernels: str) -> None:
-    """Weights, float32 gradients, and of a step what is on its way; 12 bytes a parameter are in host memory."""
+    """Weights, float32 gradients, and of a step what is on its way; 12 bytes a parameter are in
+    host memory."""
     rows = {"data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 14_336, "rollout.replicas": 2}
-    settings = {"actor.max_tokens_per_micro_batch": 16_384, "actor.kernels": kernels, "actor.optimizer.offload": True}
+    settings = {
+        "actor.max_tokens_per_micro_batch": 16_384,
+        "actor.kernels": kernels,
+        "actor.optimizer.offload": True,
+    }
     config = sized("1-nodes-of-4", "Qwen3-8B", **rows, **settings)
     [place] = [one for one in plan(config, spec_at(config.model)) if one.groups == ("actor",)]
     assert place.footprints[0].gpus == 1 and not place.lacks
     [actor] = place.footprints
     count = COUNTS["Qwen3-8B"]
     assert actor.resident["weights"] + actor.resident["gradients"] == 6 * count
-    assert actor.resident["optimizer states"] == 0 and actor.pinned["optimizer states"] == 12 * count
-    assert place.bytes == sum(actor.resident.values()) + sum(actor.moments[actor.worst].values()) < 60 * GIB
+    assert (
+        actor.resident["optimizer states"] == 0 and actor.pinned["optimizer states"] == 12 * count
+    )
+    assert (
+        place.bytes
+        == sum(actor.resident.values()) + sum(actor.moments[actor.worst].values())
+        < 60 * GIB
+    )
 
 
 def test_engines_and_an_actor_that_take_turns_share_their_gpus() -> None:
@@ -296,8 +376,8 @@ def test_memory_of_nodes_is_reckoned_too() -> None:
     config = sized("4-nodes", "Qwen3-8B")
     needed = {part.name: host_mib(config, part) / 1024 for part in components(config)}
     assert needed["hub"] == 0.0
-    # Eight processes and those that wait to take their places, slabs, room for a checkpoint of two data ranks, and the
-    # states of a fourth of the model that each of eight ranks gathers for one.
+    # Eight processes and those that wait to take their places, slabs, room for a checkpoint of two
+    # data ranks, and the states of a fourth of the model that each of eight ranks gathers for one.
     count = COUNTS["Qwen3-8B"] / GIB
     expected = 8 * (2 + 1) + 2 * 2 * count + 14 * count + 8 * (24 + 12 / 2) * count / 4
     assert needed["actor"] == pytest.approx(expected, rel=0.01)

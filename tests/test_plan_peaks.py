@@ -1,6 +1,8 @@
-"""`relax-hpc plan` beside what megatron-core's model and optimizer really take, counted on a CPU byte by byte.
+"""`relax-hpc plan` beside what megatron-core's model and optimizer really take, counted on a CPU
+byte by byte.
 
-Of several ranks one is there, and its collectives are of torch's backend `fake`: they take what others would take.
+Of several ranks one is there, and its collectives are of torch's backend `fake`: they take what
+others would take.
 """
 
 from __future__ import annotations
@@ -38,9 +40,20 @@ from relax_hpc.models.layer_spec import RMSNorm  # noqa: E402
 from relax_hpc.training.model import PolicyModel  # noqa: E402
 
 TOKENS, ROW = 512, 128
-SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4000}
-DENSE = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, **SHAPE}
+DENSE = {
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    **SHAPE,
+}
 MANY = {"moe_intermediate_size": 64, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 500}
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], Grpo]] = {
     "kept": (DENSE, "bfloat16", {"recompute": "none"}, Grpo()),
@@ -65,7 +78,12 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], Grpo]] = {
         Grpo(),
     ),
     "context": (DENSE | {"vocab_size": 500}, "bfloat16", {"parallel": {"context": 2}}, Grpo()),
-    "context, recomputed": (DENSE, "bfloat16", {"parallel": {"context": 2}, "recompute": "full"}, Grpo()),
+    "context, recomputed": (
+        DENSE,
+        "bfloat16",
+        {"parallel": {"context": 2}, "recompute": "full"},
+        Grpo(),
+    ),
     "tensor and sequence": (
         DENSE | {"vocab_size": 500},
         "bfloat16",
@@ -73,30 +91,58 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], Grpo]] = {
         Grpo(),
     ),
     "offloaded": (DENSE, "bfloat16", {"recompute": "full", "optimizer": {"offload": True}}, Grpo()),
-    "offloaded, float32": (DENSE, "float32", {"recompute": "full", "optimizer": {"offload": True}}, Grpo()),
+    "offloaded, float32": (
+        DENSE,
+        "float32",
+        {"recompute": "full", "optimizer": {"offload": True}},
+        Grpo(),
+    ),
     "offloaded by two, moments in bfloat16": (
         DENSE | {"vocab_size": 500},
         "bfloat16",
-        {"parallel": {"data": 2}, "optimizer": {"distributed": True, "offload": True, "states": "bfloat16"}},
+        {
+            "parallel": {"data": 2},
+            "optimizer": {"distributed": True, "offload": True, "states": "bfloat16"},
+        },
         Grpo(),
     ),
-    "moments in bfloat16": (DENSE, "bfloat16", {"recompute": "full", "optimizer": {"states": "bfloat16"}}, Grpo()),
+    "moments in bfloat16": (
+        DENSE,
+        "bfloat16",
+        {"recompute": "full", "optimizer": {"states": "bfloat16"}},
+        Grpo(),
+    ),
     "fused": (DENSE | {"vocab_size": 500}, "bfloat16", {"kernels": "fused"}, Grpo()),
     "fused, recomputed, offloaded": (
         DENSE,
         "bfloat16",
-        {"kernels": "fused", "recompute": "full", "optimizer": {"offload": True, "states": "bfloat16"}},
+        {
+            "kernels": "fused",
+            "recompute": "full",
+            "optimizer": {"offload": True, "states": "bfloat16"},
+        },
         Grpo(),
     ),
-    "experts": (MIXED | SHAPE | {"moe_intermediate_size": 128}, "bfloat16", {"recompute": "full"}, Grpo()),
+    "experts": (
+        MIXED | SHAPE | {"moe_intermediate_size": 128},
+        "bfloat16",
+        {"recompute": "full"},
+        Grpo(),
+    ),
     "many experts": (MIXED | SHAPE | MANY, "bfloat16", {"recompute": "none"}, Grpo()),
     "many experts, recomputed": (MIXED | SHAPE | MANY, "bfloat16", {"recompute": "full"}, Grpo()),
-    "many experts, in one piece": (MIXED | SHAPE | MANY, "bfloat16", {"experts": "grouped"}, Grpo()),
+    "many experts, in one piece": (
+        MIXED | SHAPE | MANY,
+        "bfloat16",
+        {"experts": "grouped"},
+        Grpo(),
+    ),
 }
 
 
 class KernelNorm(torch.autograd.Function):
-    """Keeps what torch's kernel for GPUs keeps: its input. What it has on a CPU keeps two float32 copies of it."""
+    """Keeps what torch's kernel for GPUs keeps: its input. What it has on a CPU keeps two float32
+    copies of it."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -130,16 +176,24 @@ def held(trainer: Trainer) -> dict[str, int]:
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             states += group["params"]
-            states += [value for one in group["params"] for value in part.optimizer.state[one].values()]
+            states += [
+                value for one in group["params"] for value in part.optimizer.state[one].values()
+            ]
     seen: set[int] = set()
 
     def fresh(tensors: list[Tensor]) -> int:
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }
         new = {where: size for where, size in storages.items() if where not in seen}
         seen.update(new)
         return sum(new.values())
 
-    kinds = {"weights": parameters, "gradients": [one.main_grad for one in parameters], "optimizer states": states}
+    kinds = {
+        "weights": parameters,
+        "gradients": [one.main_grad for one in parameters],
+        "optimizer states": states,
+    }
     return {name: fresh(tensors) for name, tensors in kinds.items()}
 
 
@@ -170,7 +224,9 @@ class Unwritten(Peak):
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """What only torch's operations for CPUs, or Triton's interpreter, take is not there."""
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: KernelNorm.apply(x, self.weight, self.eps))
+    monkeypatch.setattr(
+        RMSNorm, "forward", lambda self, x: KernelNorm.apply(x, self.weight, self.eps)
+    )
     monkeypatch.setattr(logprobs, "_add_product", add_product)
     if kernels == "fused":
         requires("triton")
@@ -180,10 +236,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
         monkeypatch.setattr(parity, "check", lambda *_: 0.0)
 
 
-def run_of(hf: dict[str, Any], dtype: str, actor: dict[str, Any], algorithm: Grpo, folder: Path) -> tuple[Config, Path]:
+def run_of(
+    hf: dict[str, Any], dtype: str, actor: dict[str, Any], algorithm: Grpo, folder: Path
+) -> tuple[Config, Path]:
     """A colocated run, and its model."""
     settings = build(ActorConfig, actor | {"max_tokens_per_micro_batch": TOKENS})
-    config = Config(actor=settings, algorithm=algorithm, model=ModelConfig(dtype=dtype), colocate=True, max_staleness=0)
+    config = Config(
+        actor=settings,
+        algorithm=algorithm,
+        model=ModelConfig(dtype=dtype),
+        colocate=True,
+        max_staleness=0,
+    )
     config.data.max_prompt_tokens, config.rollout.max_new_tokens = 1, ROW - 1
     return config, model(folder, hf)
 
@@ -206,13 +270,18 @@ def check_what_stays(trainer: Trainer, expected: Footprint) -> int:
     states = expected.resident["optimizer states"] + expected.pinned.get("optimizer states", 0)
     found = held(trainer)
     for name, size in found.items():
-        assert size == pytest.approx((dict(expected.resident) | {"optimizer states": states})[name], rel=0.01), name
+        assert size == pytest.approx(
+            (dict(expected.resident) | {"optimizer states": states})[name], rel=0.01
+        ), name
     return round(sum(expected.resident[name] for name in found))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_takes_what_was_worked_out(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that stay to 1 %, all of them at the worst moment to 10 %, and what a step takes of pieces."""
+def test_a_step_takes_what_was_worked_out(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that stay to 1 %, all of them at the worst moment to 10 %, and what a step takes of
+    pieces."""
     config, directory = run_of(*CASES[case], tmp_path / "hf")
     settings = config.actor
     as_on_a_gpu(monkeypatch, settings.kernels)
@@ -231,14 +300,22 @@ def test_a_step_takes_what_was_worked_out(case: str, tmp_path: Path, monkeypatch
         stays = check_what_stays(trainer, expected)
         with Peak() as gathering:
             sharded_state(trainer, loading=False)
-        away = 0 if settings.optimizer.offload else sum(one.nbytes for one in StateAway(trainer)._rooms)
+        away = (
+            0
+            if settings.optimizer.offload
+            else sum(one.nbytes for one in StateAway(trainer)._rooms)
+        )
     # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here.
-    worst = max(sum(parts.values()) for moment, parts in expected.moments.items() if moment != "checkpoint")
+    worst = max(
+        sum(parts.values()) for moment, parts in expected.moments.items() if moment != "checkpoint"
+    )
     assert stays + worst == pytest.approx(stays + max(passes.bytes, update.bytes), rel=0.1)
     if type(trainer.optimizer.chained_optimizers[0].optimizer) is not torch.optim.AdamW:
         assert sum(expected.moments["update"].values()) == pytest.approx(update.bytes, rel=0.15)
     if settings.optimizer.distributed:
-        assert expected.host["states gathered for a checkpoint"] == pytest.approx(gathering.bytes, rel=0.05)
+        assert expected.host["states gathered for a checkpoint"] == pytest.approx(
+            gathering.bytes, rel=0.05
+        )
     if not settings.optimizer.offload:
         assert expected.pinned["what makes way for engines"] == pytest.approx(away, rel=0.01)
 
@@ -248,9 +325,12 @@ def test_a_step_takes_what_was_worked_out(case: str, tmp_path: Path, monkeypatch
 def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
     stage: int, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers, and of one and the output layer; the first has begun two micro-batches when the last one ends."""
+    """Of two layers, and of one and the output layer; the first has begun two micro-batches when
+    the last one ends."""
     actor = {"parallel": {"pipeline": 2, "last_stage_layers": 1}, "recompute": recompute}
-    config, directory = run_of(DENSE | {"vocab_size": 500}, "bfloat16", actor, Grpo(), tmp_path / "hf")
+    config, directory = run_of(
+        DENSE | {"vocab_size": 500}, "bfloat16", actor, Grpo(), tmp_path / "hf"
+    )
     as_on_a_gpu(monkeypatch, "plain")
     # What the other stage would say.
     shape = [TOKENS, 1, SHAPE["hidden_size"]]
@@ -262,7 +342,9 @@ def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
         stays = check_what_stays(trainer, expected)
         with Unwritten() as passes:
             trainer.accumulate([batch(whole_rows(ROW)) for _ in range(4)])
-    worst = max(sum(expected.moments[name].values()) for name in ("backward", "output layer")[: 1 + stage])
+    worst = max(
+        sum(expected.moments[name].values()) for name in ("backward", "output layer")[: 1 + stage]
+    )
     assert stays + worst == pytest.approx(stays + passes.bytes, rel=0.1)
 
 
@@ -275,11 +357,15 @@ def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
     ],
     ids=str,
 )
-def test_experts_that_are_dealt_out_take_their_part(parallel: dict[str, Any], tmp_path: Path) -> None:
-    """Weights, gradients, and states that ranks with the same experts share: others than share the rest."""
+def test_experts_that_are_dealt_out_take_their_part(
+    parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights, gradients, and states that ranks with the same experts share: others than share the
+    rest."""
     actor = {"parallel": parallel, "optimizer": {"distributed": True}}
     config, directory = run_of(MIXED | SHAPE, "bfloat16", actor, Grpo(), tmp_path / "hf")
     with one_of(config.actor.parallel):
         check_what_stays(
-            trainer_of(config, directory), roles.actor(config, spec_of(read_config(directory)), "actor", 1)
+            trainer_of(config, directory),
+            roles.actor(config, spec_of(read_config(directory)), "actor", 1),
         )

@@ -46,13 +46,19 @@ def test_a_mapped_record_cannot_be_written(shm_maker):
         with pytest.raises(TypeError, match="read-only"):
             record[0] = 1
         assert not np.frombuffer(record, np.uint8).flags.writeable
-        assert sorted((Counter(mapped()) - before).elements()) == ["r--s", "r--s", "rw-s"], "the last is its own board"
+        assert sorted((Counter(mapped()) - before).elements()) == ["r--s", "r--s", "rw-s"], (
+            "the last is its own board"
+        )
 
 
 def test_memory_of_a_maker_is_sealed(shm_maker):
     """Even to one who opens it by the maker's own file descriptor."""
     shm_maker.publish(next(NAMES), 10_000)
-    files = [path for path in Path(f"/proc/{shm_maker.pid}/fd").iterdir() if "memfd:relax-" in str(path.readlink())]
+    files = [
+        path
+        for path in Path(f"/proc/{shm_maker.pid}/fd").iterdir()
+        if "memfd:relax-" in str(path.readlink())
+    ]
     assert len(files) >= 2, "the board and a memfd of slabs"
     for path in files:
         with path.open("rb+") as file:
@@ -128,19 +134,39 @@ def test_another_user_is_refused():
         if os.getuid() == user.entry.pw_uid:
             pytest.skip("needs root, to be another user")
         record = maker.publish("r", memoryview(b"mine"))
-        words = (user.python, "-m", "tests.plane_helpers", "read", "shm", TOKEN.hex(), json.dumps(record))
-        assert f"the peer is of user {os.getuid()}, allowed is {user.entry.pw_uid}" in user.run(*words).stdout
-        code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
-        assert user.run(user.python, "-c", code, record["socket"]).stdout.strip() == "b''", "hung up on at once"
+        words = (
+            user.python,
+            "-m",
+            "tests.plane_helpers",
+            "read",
+            "shm",
+            TOKEN.hex(),
+            json.dumps(record),
+        )
+        assert (
+            f"the peer is of user {os.getuid()}, allowed is {user.entry.pw_uid}"
+            in user.run(*words).stdout
+        )
+        code = (
+            "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + "
+            "sys.argv[1]); print(s.recv(1))"
+        )
+        assert user.run(user.python, "-c", code, record["socket"]).stdout.strip() == "b''", (
+            "hung up on at once"
+        )
 
 
-# -- slabs -------------------------------------------------------------------------------------------------------------
+# -- slabs -----------------------------------------------------------------------------------------
 
 
 @given(size=st.integers(0, 1 << 40))
 def test_slab_sizes_waste_little_and_are_their_own_size(size):
     found = slab_size(size)
-    assert size <= found <= max(1.25 * size, size + 4095, 4096) and found % 4096 == 0 and slab_size(found) == found
+    assert (
+        size <= found <= max(1.25 * size, size + 4095, 4096)
+        and found % 4096 == 0
+        and slab_size(found) == found
+    )
 
 
 @settings(max_examples=25)

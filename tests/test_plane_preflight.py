@@ -1,4 +1,5 @@
-"""The preflight of planes: every pair is tried once, nothing is waited for longer than said, and the table tells."""
+"""The preflight of planes: every pair is tried once, nothing is waited for longer than said, and
+the table tells."""
 
 from __future__ import annotations
 
@@ -13,8 +14,24 @@ import msgpack
 import pytest
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transport import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane, plane_check
-from relax_hpc.transport.plane_check import Trial, best, make_offer, missing, table, try_offers, withdraw
+from relax_hpc.transport import (
+    Descriptor,
+    Plane,
+    PlaneError,
+    ShmPlane,
+    SlabPool,
+    TcpPlane,
+    plane_check,
+)
+from relax_hpc.transport.plane_check import (
+    Trial,
+    best,
+    make_offer,
+    missing,
+    table,
+    try_offers,
+    withdraw,
+)
 from tests.plane_helpers import ROOT, TOKEN, WAIT_S
 
 TIMEOUT_S = 10.0
@@ -91,21 +108,33 @@ def try_odd(how: str) -> Trial:
 
 def test_real_planes_of_real_processes_are_tried():
     with ExitStack() as stack:
-        offers = [stack.enter_context(process_with_an_offer(name)) for name in ("actor/0", "actor/1")]
+        offers = [
+            stack.enter_context(process_with_an_offer(name)) for name in ("actor/0", "actor/1")
+        ]
         planes = stack.enter_context(planes_here())
         own = make_offer("rollout/0", planes, ABSENT)
         trials = try_offers("rollout/0", planes, [*offers, own], TIMEOUT_S, ABSENT)
     assert [(trial.maker, trial.plane, trial.ok) for trial in trials] == [
-        (maker, plane, plane != "rdma") for maker in ("actor/0", "actor/1") for plane in ("shm", "rdma", "tcp")
+        (maker, plane, plane != "rdma")
+        for maker in ("actor/0", "actor/1")
+        for plane in ("shm", "rdma", "tcp")
     ]
-    assert all(trial.reader == "rollout/0" and trial.path == trial.plane for trial in trials if trial.ok)
+    assert all(
+        trial.reader == "rollout/0" and trial.path == trial.plane for trial in trials if trial.ok
+    )
     assert all(0 < trial.seconds < TIMEOUT_S for trial in trials if trial.ok)
     assert best(trials) == {("rollout/0", "actor/0"): "shm", ("rollout/0", "actor/1"): "shm"}
-    assert {trial.why for trial in trials if not trial.ok} == {f"actor/{n}: {ABSENT['rdma']}" for n in (0, 1)}
+    assert {trial.why for trial in trials if not trial.ok} == {
+        f"actor/{n}: {ABSENT['rdma']}" for n in (0, 1)
+    }
 
 
 def test_withdrawn_offers_and_other_tokens_are_told_apart():
-    with planes_here() as ours, planes_here() as theirs, planes_here(b"another token" * 4) as strange:
+    with (
+        planes_here() as ours,
+        planes_here() as theirs,
+        planes_here(b"another token" * 4) as strange,
+    ):
         offer = make_offer("b", theirs)
         refused = try_offers("a", strange, [offer], TIMEOUT_S)
         assert not any(trial.ok for trial in refused) and best(refused) == {("a", "b"): ""}
@@ -132,7 +161,9 @@ def test_whatever_a_plane_does_it_goes_to_the_table(monkeypatch, how, path, why)
 
 def test_what_one_side_lacks_is_said_with_the_reason():
     offer = make_offer("b", {"odd": Odd("full"), "even": Odd("")}, ABSENT)
-    trials = try_offers("a", {"odd": Odd(""), "mine": Odd("")}, [offer], TIMEOUT_S, {"even": "broken driver"})
+    trials = try_offers(
+        "a", {"odd": Odd(""), "mine": Odd("")}, [offer], TIMEOUT_S, {"even": "broken driver"}
+    )
     assert {trial.plane: trial.why for trial in trials} == {
         "rdma": f"b: {ABSENT['rdma']}",
         "even": "a: broken driver",
@@ -150,7 +181,9 @@ def test_offers_are_retired_by_name():
 
 
 def trials_of(working: Mapping[str, bool]) -> list[Trial]:
-    return [Trial("a", "b", name, ok, 0.0, why="" if ok else "no way") for name, ok in working.items()]
+    return [
+        Trial("a", "b", name, ok, 0.0, why="" if ok else "no way") for name, ok in working.items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +202,9 @@ def test_the_best_that_works_is_chosen(working, chosen):
 
 def test_required_planes_that_fail_are_named():
     trials = trials_of({"shm": True, "rdma": False, "tcp": False})
-    assert missing(trials, ["shm", "rdma"]) == ["plane rdma is required, but a cannot read b by it: no way"]
+    assert missing(trials, ["shm", "rdma"]) == [
+        "plane rdma is required, but a cannot read b by it: no way"
+    ]
 
 
 def test_the_table_is_for_reading():

@@ -1,4 +1,5 @@
-"""The plane over NIXL, within a node by process_vm_readv and by TCP; which way is taken needs no NIXL to test."""
+"""The plane over NIXL, within a node by process_vm_readv and by TCP; which way is taken needs no
+NIXL to test."""
 
 from __future__ import annotations
 
@@ -35,15 +36,20 @@ from tests.queue_helpers import Roles, in_thread, make_run, small
 from tests.requirements import requires
 
 needs_nixl = pytest.mark.usefixtures("nixl")
-WAYS = {"cma": "all", "tcp": "tcp,self"} | ({"verbs": "rc,ud,self"} if rdma_path.has_fabric() else {})
+WAYS = {"cma": "all", "tcp": "tcp,self"} | (
+    {"verbs": "rc,ud,self"} if rdma_path.has_fabric() else {}
+)
 """UCX_TLS that leads to each."""
 BIG = 3_000_000
 
 
 class RdmaPeer(Peer):
-    """A process with an `RdmaPlane`, over ``way``; ``options`` are the plane's, ``inside`` is a command around it."""
+    """A process with an `RdmaPlane`, over ``way``; ``options`` are the plane's, ``inside`` is a
+    command around it."""
 
-    def __init__(self, way: str, owner: str = "one-e1", inside: tuple[str, ...] = (), **options: Any) -> None:
+    def __init__(
+        self, way: str, owner: str = "one-e1", inside: tuple[str, ...] = (), **options: Any
+    ) -> None:
         self._pipe, theirs = Pipe()
         options = {"emulated": way == "tcp", **options}
         words = [
@@ -114,9 +120,14 @@ class _Server:
         return [digest(memory) for memory in self.abandoned]
 
     def state(self) -> dict[str, Any]:
-        """Routes by agent, agents that were given up, and which of those that abandoned a read are still there."""
+        """Routes by agent, agents that were given up, and which of those that abandoned a read are
+        still there."""
         routes = {agent: str(found) for agent, found in self.plane.routes.items()}
-        return {"routes": routes, "restarts": self.plane.restarts, "alive": [bool(ref()) for ref in self.agents]}
+        return {
+            "routes": routes,
+            "restarts": self.plane.restarts,
+            "alive": [bool(ref()) for ref in self.agents],
+        }
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +139,11 @@ def nixl() -> None:
 def pairs() -> Iterator[Callable[[str], tuple[RdmaPeer, RdmaPeer]]]:
     """A reader and a maker for each way, which live as long as this module's tests."""
     with ExitStack() as stack:
-        yield cache(lambda way: tuple(stack.enter_context(RdmaPeer(way, f"{role}-e1")) for role in ("reader", "good")))
+        yield cache(
+            lambda way: tuple(
+                stack.enter_context(RdmaPeer(way, f"{role}-e1")) for role in ("reader", "good")
+            )
+        )
 
 
 @needs_nixl
@@ -156,7 +171,8 @@ def test_a_maker_that_stands_still_is_read_one_sided(pairs):
 
 @needs_nixl
 def test_what_lands_late_overwrites_nothing(pairs):
-    """The destination of a read that was given up on is written when its maker goes on, and nobody else has it."""
+    """The destination of a read that was given up on is written when its maker goes on, and nobody
+    else has it."""
     reader, other = pairs("tcp")
     reader.call("set", suspect_s=0)
     with RdmaPeer("tcp") as slow:
@@ -177,7 +193,8 @@ def test_what_lands_late_overwrites_nothing(pairs):
 
 @needs_nixl
 def test_nothing_lands_any_more_once_the_agent_was_changed(pairs):
-    """Not even while somebody keeps the error of the read. Over TCP the maker may not survive that."""
+    """Not even while somebody keeps the error of the read. Over TCP the maker may not survive
+    that."""
     reader, other = pairs("tcp")
     reader.call("set", suspect_s=0)
     with RdmaPeer("tcp") as slow:
@@ -239,14 +256,26 @@ def test_makers_survive_readers_that_are_killed(pairs):
 def test_emulated_reads_are_refused(pairs):
     _, maker = pairs("tcp")
     with RdmaPeer("tcp", emulated=False) as reader:
-        why = "the only way is tcp (UCX_TLS=tcp,self), slow and unsafe for its maker; take plane tcp"
+        why = (
+            "the only way is tcp (UCX_TLS=tcp,self), slow and unsafe for its maker; take plane tcp"
+        )
         assert reader.read(maker.publish("r", 10)) == f"rdma: record r from good-e1: {why}"
 
 
 @needs_nixl
 def test_what_every_plane_promises_holds_over_tcp():
     """The tests of all planes again, in a process that may use nothing better."""
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/test_planes.py", "-k", "rdma"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "tests/test_planes.py",
+        "-k",
+        "rdma",
+    ]
     env = {**os.environ, "UCX_TLS": WAYS["tcp"]}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
@@ -254,9 +283,13 @@ def test_what_every_plane_promises_holds_over_tcp():
 
 @needs_nixl
 def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
-    code = "import os; before = dict(os.environ); from relax_hpc.transport.rdma_agent import Agent; "
+    code = (
+        "import os; before = dict(os.environ); from relax_hpc.transport.rdma_agent import Agent; "
+    )
     code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
     assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
 
 
@@ -267,7 +300,9 @@ def test_rows_of_a_queue_pass_by_it(tmp_path):
     with in_thread(run, config), Roles(run, config) as roles:
         roles.start()
         roles.step(0)
-        assert [set(roles[role].store.ways.shards) for role in ("reference", "actor")] == [{"rdma_cma"}] * 2
+        assert [set(roles[role].store.ways.shards) for role in ("reference", "actor")] == [
+            {"rdma_cma"}
+        ] * 2
 
 
 @needs_nixl
@@ -278,7 +313,9 @@ def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
     name = "rollout-i000001-4000000-0123abcd-000001.h5"
     offers = {plane.name: plane.publish(name, pool.take(4096).memory) for plane in planes}
     assert list(offers) == ["shm", "rdma", "tcp"]
-    assert len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_OPAQUE_BYTES // 8
+    assert (
+        len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_OPAQUE_BYTES // 8
+    )
     for plane in planes:
         plane.close()
     pool.close()
@@ -287,7 +324,10 @@ def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
 @needs_nixl
 def test_another_pid_namespace_is_noticed(pairs):
     inside = ("unshare", "--pid", "--fork", "--kill-child")
-    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs the right to make a pid namespace: run as root")
     reader, _ = pairs("cma")
     with RdmaPeer("cma", inside=inside) as maker:
@@ -311,7 +351,10 @@ def test_memory_of_another_user_is_not_there():
     memory = SlabPool().take(10).memory
     with plain_user() as user:
         words = [user.python, "-c", code, json.dumps(card()), str(rdma_agent.address_of(memory))]
-        assert f"tcp (a process of user 0, this one is of {user.entry.pw_uid})" in user.run(*words).stdout
+        assert (
+            f"tcp (a process of user 0, this one is of {user.entry.pw_uid})"
+            in user.run(*words).stdout
+        )
 
 
 def fabric(folder: Path, driver: str, state: str) -> Path:
@@ -335,7 +378,9 @@ def fabric(folder: Path, driver: str, state: str) -> Path:
         ("irdma", "4: ACTIVE", True, "all", "tcp"),
     ],
 )
-def test_between_nodes_it_takes_a_card_that_nixl_knows_on_both(tmp_path, monkeypatch, driver, state, there, tls, kind):
+def test_between_nodes_it_takes_a_card_that_nixl_knows_on_both(
+    tmp_path, monkeypatch, driver, state, there, tls, kind
+):
     monkeypatch.setattr(rdma_path, "_FABRIC", fabric(tmp_path, driver, state))
     monkeypatch.setattr(rdma_path, "knows_all_cards", lambda: False)
     monkeypatch.setenv("UCX_TLS", tls)
@@ -359,10 +404,13 @@ def test_nixl_with_the_systems_drivers_knows_all_cards(tmp_path, monkeypatch, is
 
 
 @pytest.mark.parametrize(
-    ("tls", "kind"), [(None, "cma"), ("shm,tcp", "cma"), ("^tcp", "cma"), ("^cma", "tcp"), ("tcp,self", "tcp")]
+    ("tls", "kind"),
+    [(None, "cma"), ("shm,tcp", "cma"), ("^tcp", "cma"), ("^cma", "tcp"), ("tcp,self", "tcp")],
 )
 def test_ucx_tls_is_respected(monkeypatch, tls, kind):
-    monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv("UCX_TLS", tls)
+    monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv(
+        "UCX_TLS", tls
+    )
     memory = SlabPool().take(10).memory
     assert route(card() | {"fabric": False}, rdma_agent.address_of(memory)).kind == kind
 
@@ -370,7 +418,9 @@ def test_ucx_tls_is_respected(monkeypatch, tls, kind):
 def test_a_process_that_has_ended_is_told():
     with subprocess.Popen(["true"]) as gone:
         gone.wait(WAIT_S)
-    assert route(card() | {"pid": gone.pid}, 0) == rdma_path.Route("tcp", f"process {gone.pid} has ended")
+    assert route(card() | {"pid": gone.pid}, 0) == rdma_path.Route(
+        "tcp", f"process {gone.pid} has ended"
+    )
 
 
 PLACE = Place("r", 10, "one-e1", "one-e1-ab", b"metadata", {"pid": 1}, 4096, 8192, 7)
@@ -380,7 +430,14 @@ def test_a_descriptor_comes_back_from_the_wire():
     assert Place.of(msgpack.unpackb(msgpack.packb(PLACE.descriptor(TOKEN))), TOKEN) == PLACE
 
 
-VALUES = st.one_of(st.none(), st.integers(), st.text(max_size=9), st.binary(max_size=20), st.floats(), st.booleans())
+VALUES = st.one_of(
+    st.none(),
+    st.integers(),
+    st.text(max_size=9),
+    st.binary(max_size=20),
+    st.floats(),
+    st.booleans(),
+)
 
 
 @given(field=st.sampled_from([*PLACE.__slots__, "proof", "surplus"]), value=VALUES)
@@ -407,7 +464,8 @@ def test_without_nixl_the_reason_is_told(monkeypatch):
 
 
 def main(*words: str) -> None:
-    """`OWNER OPTIONS FD`: be an `RdmaPeer`; nothing: print what reading from one gives, and by which way."""
+    """`OWNER OPTIONS FD`: be an `RdmaPeer`; nothing: print what reading from one gives, and by
+    which way."""
     if words:
         die_with_parent()
         serve(_Server(words[0], json.loads(words[1])), Connection(int(words[2])))

@@ -1,4 +1,5 @@
-"""Planes on sockets of ours: makers and readers that hang or lie, and the wrong token, harm nobody else."""
+"""Planes on sockets of ours: makers and readers that hang or lie, and the wrong token, harm nobody
+else."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def reader(kind: str) -> Iterator[Plane]:
         yield plane
 
 
-# -- makers that hang or lie -------------------------------------------------------------------------------------------
+# -- makers that hang or lie -----------------------------------------------------------------------
 
 
 def test_a_maker_that_hangs_is_waited_for_until_the_deadline(kind, maker, reader):
@@ -55,7 +56,9 @@ def test_a_maker_that_hangs_is_waited_for_until_the_deadline(kind, maker, reader
         assert open_files() == files, "what comes late comes to nobody"
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(reader.read, slow_record, READ_S)
-            assert digest(reader.read(maker.publish(next(NAMES), 1000, 5), READ_S)) == digest(pattern(1000, 5))
+            assert digest(reader.read(maker.publish(next(NAMES), 1000, 5), READ_S)) == digest(
+                pattern(1000, 5)
+            )
             assert not waiting.done()
             slow.go_on()
             assert digest(waiting.result()) == digest(pattern(BIG, 1))
@@ -63,12 +66,17 @@ def test_a_maker_that_hangs_is_waited_for_until_the_deadline(kind, maker, reader
 
 @contextmanager
 def impostor(kind: str, answer: Callable[[socket.socket, bytes], object]) -> Iterator[Descriptor]:
-    """What in a descriptor leads to a process that accepts one connection and calls ``answer(it, its purpose)``."""
+    """What in a descriptor leads to a process that accepts one connection and calls ``answer(it,
+    its purpose)``."""
     listening = socket.socket(socket.AF_UNIX if kind == "shm" else socket.AF_INET)
     listening.bind(f"\0relax-impostor-{os.getpid()}" if kind == "shm" else ("127.0.0.1", 0))
     listening.listen()
     name = listening.getsockname()
-    leads = {"socket": name[1:].decode()} if kind == "shm" else {"host": name[0], "port": name[1], "maker": "m"}
+    leads = (
+        {"socket": name[1:].decode()}
+        if kind == "shm"
+        else {"host": name[0], "port": name[1], "maker": "m"}
+    )
 
     def accept() -> None:
         connection, _ = listening.accept()
@@ -118,7 +126,10 @@ def hang_up(connection: socket.socket, _: bytes) -> None:
 @pytest.mark.parametrize("answer", [accept_any_proof, reflect_the_proof, talk_nonsense, hang_up])
 def test_a_maker_without_the_token_is_refused(kind, maker, reader, answer):
     record = maker.publish(next(NAMES), 1000)
-    with impostor(kind, answer) as leads, pytest.raises(PlaneError, match=r"token|no listener|closed"):
+    with (
+        impostor(kind, answer) as leads,
+        pytest.raises(PlaneError, match=r"token|no listener|closed"),
+    ):
         reader.read(record | leads, READ_S)
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
@@ -146,7 +157,9 @@ def test_who_listens_and_says_nothing_is_not_waited_for(kind, maker, reader, mon
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
-@pytest.mark.parametrize("answer", [b"", b"x", bytes(17), b"\1" * 17, b"\1" + b"\xff" * 8 + bytes(8), bytes(1000)])
+@pytest.mark.parametrize(
+    "answer", [b"", b"x", bytes(17), b"\1" * 17, b"\1" + b"\xff" * 8 + bytes(8), bytes(1000)]
+)
 def test_a_maker_that_lies_harms_one_read(kind, maker, reader, answer):
     def lie(connection: socket.socket, purpose: bytes) -> None:
         challenge = Challenge(TOKEN, purpose)
@@ -161,7 +174,7 @@ def test_a_maker_that_lies_harms_one_read(kind, maker, reader, answer):
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
-# -- readers that lie --------------------------------------------------------------------------------------------------
+# -- readers that lie ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -204,7 +217,9 @@ def test_what_hostile_readers_send_harms_nobody(kind, maker, reader, frames, pro
     assert maker.is_alive()
 
 
-@pytest.mark.parametrize("request_", [(1.0, 60_000), (math.nan, 1), (-1.0, 1), (math.inf, 1), (1e300, 1)])
+@pytest.mark.parametrize(
+    "request_", [(1.0, 60_000), (math.nan, 1), (-1.0, 1), (math.inf, 1), (1e300, 1)]
+)
 def test_tcp_hangs_up_on_what_no_reader_asks(request_):
     with plane_here("tcp") as plane:
         record = plane.publish("r", memoryview(b"bytes"))
@@ -224,7 +239,11 @@ def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
     monkeypatch.setattr("relax_hpc.transport.links.MAX_CONNECTIONS", 2)
     with plane_here(kind) as plane, plane_here(kind) as other:
         record = plane.publish("r", memoryview(b"bytes"))
-        with stranger(record) as (first, purpose), stranger(record) as (second, _), stranger(record) as (third, _):
+        with (
+            stranger(record) as (first, purpose),
+            stranger(record) as (second, _),
+            stranger(record) as (third, _),
+        ):
             for one in (first, second, third):
                 prove(one, TOKEN, purpose, Deadline(READ_S))
             assert third.recv(1) == b"" and len(readers(kind)) == 2
@@ -250,7 +269,9 @@ def test_who_connects_and_hangs_up_makes_no_threads(kind, monkeypatch):
     """In actors and rollouts, which have other things to do."""
     begun: list[str] = []
     start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda self: begun.append(self.name) or start(self))
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda self: begun.append(self.name) or start(self)
+    )
     with plane_here(kind) as plane, plane_here(kind) as other:
         record = plane.publish("r", memoryview(b"bytes"))
         begun.clear()
@@ -285,7 +306,12 @@ def test_who_holds_the_token_gets_in_while_strangers_come_and_go(kind):
 
 def test_who_holds_the_token_waits_where_strangers_fill_the_line():
     """Of unix sockets the kernel says so; to others it knocks again by itself."""
-    with Peer("shm") as slow, plane_here("shm") as reader, ExitStack() as held, ThreadPoolExecutor() as threads:
+    with (
+        Peer("shm") as slow,
+        plane_here("shm") as reader,
+        ExitStack() as held,
+        ThreadPoolExecutor() as threads,
+    ):
         record = slow.publish(next(NAMES), 1000, 1)
         slow.stop()
         with suppress(BlockingIOError):
@@ -298,7 +324,7 @@ def test_who_holds_the_token_waits_where_strangers_fill_the_line():
         assert digest(waiting.result()) == digest(pattern(1000, 1))
 
 
-# -- tcp ---------------------------------------------------------------------------------------------------------------
+# -- tcp -------------------------------------------------------------------------------------------
 
 
 def test_damaged_bytes_are_noticed():

@@ -1,4 +1,5 @@
-"""What every plane promises, with makers and readers in processes of their own that die, hang and come back."""
+"""What every plane promises, with makers and readers in processes of their own that die, hang and
+come back."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def reader(kind: str) -> Iterator[Plane]:
 def test_bytes_come_as_they_went(maker, reader, size, seed, copied):
     name = next(NAMES)
     record = reader.read(maker.publish(name, size, seed, copied), READ_S)
-    assert record.readonly and record.nbytes == size and digest(record) == digest(pattern(size, seed))
+    assert (
+        record.readonly and record.nbytes == size and digest(record) == digest(pattern(size, seed))
+    )
     maker.call("retire", name=name)
 
 
@@ -74,7 +77,9 @@ def test_many_processes_read_at_once(kind, maker):
             for record in records * 3:
                 one.ask("read", descriptor=record)
         for one in readers:
-            assert [one.answer() for _ in records * 3] == [digest(pattern(size, size)) for size in sizes] * 3
+            assert [one.answer() for _ in records * 3] == [
+                digest(pattern(size, size)) for size in sizes
+            ] * 3
     finally:
         for one in readers:
             one.__exit__()
@@ -137,14 +142,18 @@ def test_the_death_of_a_maker_concerns_its_own_records(kind, maker, reader):
         mortal.kill()
     with pytest.raises(PlaneError):
         reader.read(unseen, READ_S)
-    assert digest(reader.read(maker.publish(next(NAMES), 1000, 7), READ_S)) == digest(pattern(1000, 7))
+    assert digest(reader.read(maker.publish(next(NAMES), 1000, 7), READ_S)) == digest(
+        pattern(1000, 7)
+    )
     with plane_here(kind) as newcomer, pytest.raises(PlaneError):
         newcomer.read(seen, READ_S)
 
 
 def test_the_death_of_a_reader_concerns_nobody(kind, maker, reader):
     if kind == "rdma" and is_emulated():
-        pytest.skip("it may end the maker, for which reason emulated reads are refused outside of tests")
+        pytest.skip(
+            "it may end the maker, for which reason emulated reads are refused outside of tests"
+        )
     record = maker.publish(next(NAMES), BIG, 3)
     with Peer(kind) as mortal:
         mortal.call("read", descriptor=record)
@@ -158,7 +167,13 @@ def test_the_death_of_a_reader_concerns_nobody(kind, maker, reader):
     "change",
     [
         *({"size": -1}, {"size": 1 << 62}, {"size": "7"}, {"surplus": 1}),
-        *({"port": 1 << 20}, {"host": "\0"}, {"maker": "another"}, {"socket": "x" * 200}, {"socket": "nobody"}),
+        *(
+            {"port": 1 << 20},
+            {"host": "\0"},
+            {"maker": "another"},
+            {"socket": "x" * 200},
+            {"socket": "nobody"},
+        ),
         *({"slot": 1 << 40}, {"serial": 0}, {"at": 1 << 40}, {"at": -1}, {"node": "elsewhere"}),
         *({"memfd": 10**6}, {"memfd": 1 << 70}, {"memfd": 7.5}, {"socket": []}, {"slot": "0"}),
     ],
@@ -195,7 +210,15 @@ def test_a_user_without_rights_can_do_it_all(kind):
 
 
 def test_the_benchmark_compares_planes_with_a_memcpy():
-    words = [sys.executable, ROOT / "tools/bench/planes.py", "--size", "4KiB", "--rounds", "1", "--json"]
+    words = [
+        sys.executable,
+        ROOT / "tools/bench/planes.py",
+        "--size",
+        "4KiB",
+        "--rounds",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     nixl = ["rdma", "nixl"] if CHECKS["nixl"][0]() else []

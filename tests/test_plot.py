@@ -13,7 +13,16 @@ import pytest
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.metrics import plot
-from relax_hpc.metrics.plot import HELD_OUT, Curve, main, plot_runs, run_labels, short_names, smooth, unit_of
+from relax_hpc.metrics.plot import (
+    HELD_OUT,
+    Curve,
+    main,
+    plot_runs,
+    run_labels,
+    short_names,
+    smooth,
+    unit_of,
+)
 from relax_hpc.metrics.read import Metrics
 from relax_hpc.metrics.writer import MetricsWriter
 from tests.requirements import requires
@@ -61,7 +70,13 @@ def test_each_tag_is_a_panel(tmp_path, capsys):
 def test_text_stays_text_in_svg(tmp_path):
     runs = [make_run(tmp_path / name, steps=20) for name in ("sync", "async")]
     text = plot_runs(runs, tmp_path / "plot.svg").read_text()
-    words = ("Training reward", "Held-out evaluation: eval/digits/answer_exact", "training step", "sync", "restart")
+    words = (
+        "Training reward",
+        "Held-out evaluation: eval/digits/answer_exact",
+        "training step",
+        "sync",
+        "restart",
+    )
     assert all(f">{word}<" in text for word in words)
 
 
@@ -107,7 +122,9 @@ def test_a_run_with_nothing_to_show_is_named(tmp_path):
     good = make_run(tmp_path / "good", steps=4)
     with MetricsWriter(tmp_path / "bad", 1) as metrics:
         metrics.write(0, {"loss/total": 1.0})
-    with pytest.raises(ConfigError, match=r"bad.*no values for reward/mean, eval/\*; it has the tags: loss/total"):
+    with pytest.raises(
+        ConfigError, match=r"bad.*no values for reward/mean, eval/\*; it has the tags: loss/total"
+    ):
         plot_runs([good, tmp_path / "bad"], tmp_path / "plot.png")
 
 
@@ -154,7 +171,11 @@ def test_smoothing_keeps_length_and_constants(length):
 def test_the_tool(tmp_path):
     run = make_run(tmp_path / "a", steps=4)
     command = [sys.executable, str(TOOL), str(run), "-o", str(tmp_path / "plot.png")]
-    settings = {"env": os.environ | {"PYTHONPATH": str(TOOL.parents[1])}, "timeout": 60, "capture_output": True}
+    settings = {
+        "env": os.environ | {"PYTHONPATH": str(TOOL.parents[1])},
+        "timeout": 60,
+        "capture_output": True,
+    }
     subprocess.run(command, check=True, **settings)
     assert size_of_png(tmp_path / "plot.png")
     failed = subprocess.run([*command, "--tag", "kl/k9"], text=True, check=False, **settings)

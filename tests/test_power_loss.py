@@ -39,7 +39,9 @@ def test_a_run_goes_on_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.Mo
     assert_something_was_lost(live.run, before)
     with running(tmp_path, OVER, None, "--resume") as live:
         live.finish(WAIT_S)
-    assert live.run.events.read_bytes().splitlines()[: len(told)] == told, "what was said to be done is done"
+    assert live.run.events.read_bytes().splitlines()[: len(told)] == told, (
+        "what was said to be done is done"
+    )
     result = audit(live.run)
     assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"}
     state = queue_state(live.run)
@@ -64,6 +66,8 @@ def assert_something_was_lost(run: RunDir, before: RunDir) -> None:
     assert any(before.weights.iterdir()) and not any(run.weights.iterdir())
     assert before.metrics.stat().st_size > 0 and not run.metrics.exists()
     state = queue_state(run)
-    saved = {shard.descriptor["name"] for shard in state.shards.by_number.values() if not shard.unsaved}
+    saved = {
+        shard.descriptor["name"] for shard in state.shards.by_number.values() if not shard.unsaved
+    }
     assert saved and saved <= {path.name for path in run.shards.iterdir()}
     assert state.progress.trained_steps > EVERY and state.progress.checkpoints[-1]["step"] >= EVERY

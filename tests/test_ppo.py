@@ -1,4 +1,5 @@
-"""PPO: generalized advantages against sums written out, the value loss, and what a run with a critic consists of."""
+"""PPO: generalized advantages against sums written out, the value loss, and what a run with a
+critic consists of."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ from tests.test_episodes import groups, whole_and_cut
 shares = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
-def written_out(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> list[float]:
+def written_out(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float
+) -> list[float]:
     """The sum of equation 16, each term by itself."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * later - v for r, later, v in zip(rewards, after, values, strict=True)]
     size = len(deltas)
-    return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, size)) for t in range(size)]
+    return [
+        sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, size))
+        for t in range(size)
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -39,7 +45,8 @@ def written_out(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambd
 def test_advantages_are_the_sum_of_the_paper(lengths, gamma, gae_lambda, seed) -> None:
     draw = np.random.default_rng(seed)
     rewards, values = (
-        np.stack([np.pad(draw.normal(size=n), (0, max(lengths) - n)) for n in lengths], axis=1) for _ in range(2)
+        np.stack([np.pad(draw.normal(size=n), (0, max(lengths) - n)) for n in lengths], axis=1)
+        for _ in range(2)
     )
     found = gae(rewards, values, gamma, gae_lambda)
     for column, n in enumerate(lengths):
@@ -50,14 +57,17 @@ def test_advantages_are_the_sum_of_the_paper(lengths, gamma, gae_lambda, seed) -
 def row_of(reward: float, mask: list[int], values: list[float], **more: list[float]) -> Row:
     """A row whose trained tokens are those that the policy drew, unless ``more`` has other
     `token_versions`."""
-    arrays = {name: np.array(value, np.float32) for name, value in {"values": values, **more}.items()}
+    arrays = {
+        name: np.array(value, np.float32) for name, value in {"values": values, **more}.items()
+    }
     masks = {"loss_mask": np.array(mask, np.uint8), "token_versions": np.array(mask, np.int32)}
     return {"reward": reward, **masks, **arrays}
 
 
 def test_tokens_of_others_are_no_steps() -> None:
-    """Values 1, 2, 4 of the trained tokens, lambda 0: A = V' - V, and R - V at the end; the observation between them,
-    whatever the critic would say of it, counts for nothing, and the second row goes on where the first one ends."""
+    """Values 1, 2, 4 of the trained tokens, lambda 0: A = V' - V, and R - V at the end; the
+    observation between them, whatever the critic would say of it, counts for nothing, and the
+    second row goes on where the first one ends."""
     first = row_of(10.0, [0, 1, 0, 1], [9, 1, 99, 2])
     second = row_of(10.0, [0, 1], [9, 4])
     other = row_of(0.0, [0, 1], [9, 0])
@@ -87,7 +97,9 @@ def test_tokens_that_are_drawn_and_not_trained_are_paid_for_by_the_one_before() 
     return."""
     ratio = {"rollout_logprobs": [0, -1, -1, -1], "ref_logprobs": [0, -1.5, -1.25, -1.125]}
     first = row_of(1.0, [0, 1, 0, 1], [0] * 4, **ratio, token_versions=[0, 4, 4, 5])
-    second = row_of(1.0, [0, 0], [0, 0], rollout_logprobs=[0, -1], ref_logprobs=[0, -2], token_versions=[0, 4])
+    second = row_of(
+        1.0, [0, 0], [0, 0], rollout_logprobs=[0, -1], ref_logprobs=[0, -2], token_versions=[0, 4]
+    )
     fields, _ = Ppo(kl_in_reward=0.1, whiten=False).given([[[first, second]]])
     assert fields["returns"] == pytest.approx([0, 1 - 0.1 * 1.875, 0, 1 - 0.1 * 1.125])
     fields, _ = Ppo(kl_in_reward=0.1, whiten=False, gae_lambda=0.0).given([[[first, second]]])
@@ -100,19 +112,25 @@ def test_tokens_that_are_drawn_and_not_trained_are_paid_for_by_the_one_before() 
 @given(groups)
 def test_whitened_advantages_leave_returns_as_they_are(group) -> None:
     rows = whole_and_cut(*group)[1]
-    plain, white = (advantages_of(rows, Ppo(whiten=whiten, gae_lambda=0.9), seed=0) for whiten in (False, True))
+    plain, white = (
+        advantages_of(rows, Ppo(whiten=whiten, gae_lambda=0.9), seed=0) for whiten in (False, True)
+    )
     mask = np.concatenate([row["loss_mask"] for row in rows]) > 0
-    before, after = (np.concatenate([one["advantages"] for one in made])[mask] for made in (plain, white))
+    before, after = (
+        np.concatenate([one["advantages"] for one in made])[mask] for made in (plain, white)
+    )
     assert after == pytest.approx((before - before.mean()) / before.std(ddof=1), rel=1e-4, abs=1e-4)
-    assert all(np.array_equal(a["returns"], b["returns"]) for a, b in zip(plain, white, strict=True))
+    assert all(
+        np.array_equal(a["returns"], b["returns"]) for a, b in zip(plain, white, strict=True)
+    )
 
 
-# -- the critic's loss ---------------------------------------------------------------------------------------------
+# -- the critic's loss -----------------------------------------------------------------------------
 
 
 def test_a_value_that_moved_too_far_has_no_gradient() -> None:
-    """Return 1, value 0 before, clip 0.2: at 0.5 the clipped one is worse and does not move; at 0.1 both are the same;
-    at -0.5, further from the return, there is no clip."""
+    """Return 1, value 0 before, clip 0.2: at 0.5 the clipped one is worse and does not move; at 0.1
+    both are the same; at -0.5, further from the return, there is no clip."""
     requires("torch")
     import torch
 
@@ -130,7 +148,9 @@ def test_a_value_that_moved_too_far_has_no_gradient() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 5), st.sampled_from([0.0, 0.2]), st.integers(0, 2**31))
-def test_the_value_loss_equals_a_sum_by_hand_and_its_gradient_finite_differences(rows, columns, clip, seed) -> None:
+def test_the_value_loss_equals_a_sum_by_hand_and_its_gradient_finite_differences(
+    rows, columns, clip, seed
+) -> None:
     """compute_value_loss of verl, which takes means: half the mean of the larger square."""
     requires("torch")
     import torch
@@ -146,17 +166,21 @@ def test_the_value_loss_equals_a_sum_by_hand_and_its_gradient_finite_differences
     loss, metrics = clipped_value_loss(predicted, values, returns, mask, clip)
     assert loss.item() == pytest.approx(expected) and metrics["loss/value"] == loss
     predicted.requires_grad_()
-    assert torch.autograd.gradcheck(lambda new: clipped_value_loss(new, values, returns, mask, clip)[0], (predicted,))
+    assert torch.autograd.gradcheck(
+        lambda new: clipped_value_loss(new, values, returns, mask, clip)[0], (predicted,)
+    )
 
 
 def test_explained_variance_is_one_where_values_are_returns() -> None:
     means = {"value/error_square": 0.0, "value/return": 2.0, "value/return_square": 5.0}
     assert explained_variance(means) == 1.0
     assert explained_variance(means | {"value/error_square": 2.0}) == -1.0, "worse than their mean"
-    assert explained_variance(means | {"value/return_square": 4.0}) == 0.0, "there is nothing to explain"
+    assert explained_variance(means | {"value/return_square": 4.0}) == 0.0, (
+        "there is nothing to explain"
+    )
 
 
-# -- a run with a critic -------------------------------------------------------------------------------------------
+# -- a run with a critic ---------------------------------------------------------------------------
 
 
 def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
@@ -169,18 +193,33 @@ def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
     config = load([], run)
     assert config.groups["critic"].roles == ["critic"] and check(config) == []
     tasks = Plan.of(config).tasks
-    assert (tasks["critic_values"].needs, tasks["critic_values"].gives) == (("token_ids",), ("values",))
-    assert tasks["advantages"].needs == ("reward", "values") and tasks["advantages"].gives == ("advantages", "returns")
+    assert (tasks["critic_values"].needs, tasks["critic_values"].gives) == (
+        ("token_ids",),
+        ("values",),
+    )
+    assert tasks["advantages"].needs == ("reward", "values") and tasks["advantages"].gives == (
+        "advantages",
+        "returns",
+    )
     for trainer in ("actor", "critic"):
-        assert {"values", "returns", "advantages"} <= set(tasks[trainer].needs) and tasks[trainer].gives == ()
+        assert {"values", "returns", "advantages"} <= set(tasks[trainer].needs) and tasks[
+            trainer
+        ].gives == ()
     assert Plan.of(config).trainers == {"actor": "actor", "critic": "critic"}
-    assert [Ppo(critic_warmup_steps=2).trains_policy(step) for step in range(3)] == [False, False, True]
+    assert [Ppo(critic_warmup_steps=2).trains_policy(step) for step in range(3)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"groups.critic": None}, "algorithm.name: found ppo, which needs field values of role critic, which is"),
+        (
+            {"groups.critic": None},
+            "algorithm.name: found ppo, which needs field values of role critic, which is",
+        ),
         (
             {"algorithm.name": "grpo", "groups.critic": {"roles": ["critic"]}},
             "groups: found role critic with algorithm",
@@ -205,7 +244,9 @@ def test_what_a_critic_cannot_be_is_refused(tmp_path: Path, settings: dict, says
 def test_a_critic_has_the_memory_of_an_actor_that_publishes_nothing() -> None:
     config = load([], {"algorithm.name": "ppo", "model.device": "cuda", "critic.parallel.data": 2})
     found = {
-        one.role: one for place in plan(config, spec_of(qwen3_config(config.model.tiny))) for one in place.footprints
+        one.role: one
+        for place in plan(config, spec_of(qwen3_config(config.model.tiny)))
+        for one in place.footprints
     }
     assert found["critic"].resident == found["actor"].resident and found["critic"].gpus == 2
     assert "slabs" in found["actor"].pinned and "slabs" not in found["critic"].pinned

@@ -43,7 +43,10 @@ def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(run: RunDir) -> None:
     """Prints one line, and its exit code says whether the node is good."""
     command = [sys.executable, "-m", "relax_hpc.slurm.node_probe", f"--run_dir={run.root}"]
-    for extra, code in ((["--interface=lo"], 0), (["--min_memory_gib=1e9", "--interface=ib77"], 75)):
+    for extra, code in (
+        (["--interface=lo"], 0),
+        (["--min_memory_gib=1e9", "--interface=ib77"], 75),
+    ):
         done = subprocess.run([*command, *extra], capture_output=True, text=True, timeout=60)
         assert done.returncode == code, done.stderr
         (line,) = done.stdout.splitlines()
@@ -72,14 +75,18 @@ def test_gpus(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gpu_that_is_in_use(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path / "bin", monkeypatch, GPU.format(n=0, used=4) + GPU.format(n=1, used=60000))
-    assert "GPU 1: found 75% of its memory in use, allowed: 10%" in check_node(run, gpus=2).problems[0]
+    assert (
+        "GPU 1: found 75% of its memory in use, allowed: 10%" in check_node(run, gpus=2).problems[0]
+    )
     # Another job's, where Slurm does not hide them.
     for names in ("0", "GPU-00"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
         assert check_node(run, gpus=1).ok
 
 
-@pytest.mark.parametrize(("text", "code"), [("No devices were found\n", 6), ("what?\n", 0), ("0, G, [N/A], 3\n", 0)])
+@pytest.mark.parametrize(
+    ("text", "code"), [("No devices were found\n", 6), ("what?\n", 0), ("0, G, [N/A], 3\n", 0)]
+)
 def test_a_broken_nvidia_smi(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""Clocks stand while a group is not there, loads, or works; they run when all are there and nobody does anything."""
+"""Clocks stand while a group is not there, loads, or works; they run when all are there and nobody
+does anything."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class World:
     def look(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
         """Whom the others wait for after some seconds, and why."""
         self.now += seconds
-        found = {f"{number}": {"incarnation": 1, "at": self.now} | beat for number, beat in enumerate(beats)}
+        found = {
+            f"{number}": {"incarnation": 1, "at": self.now} | beat
+            for number, beat in enumerate(beats)
+        }
         self.presence.look(found, lambda owner: int(owner in self.over), self.now)
         return {name: why for name, (why, _) in self.presence.lacking.items()}
 
@@ -46,7 +50,9 @@ def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
     actor, rollout = {"group": "actor"}, {"group": "rollout"}
     assert world.look(actor) == {"rollout": "is not there"} and world.presence.stood_s == 2.0
     assert world.look(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
-    assert world.presence.report(world.now)["rollout"]["since_s"] == 2.0, "since it was first missed"
+    assert world.presence.report(world.now)["rollout"]["since_s"] == 2.0, (
+        "since it was first missed"
+    )
     assert world.look(actor, rollout) == {} and world.presence.stood_s == 4.0
 
 
@@ -66,8 +72,11 @@ def test_what_is_over_or_silent_is_not_there() -> None:
     assert world.look(*both[1:], both[0] | {"at": world.now - 29.0}) == {"actor": "is not there"}
 
 
-def test_a_wait_outlasts_its_time_while_a_group_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue's own clock, and that of a client, stand together; then the error is the queue's."""
+def test_a_wait_outlasts_its_time_while_a_group_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's own clock, and that of a client, stand together; then the error is the
+    queue's."""
     monkeypatch.setattr(presence, "LOOK_S", 0.05)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.beat_s = 0.3, 0.05
@@ -79,15 +88,23 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(tmp_path: Path, monkey
             # A look at the clock that stands; the deadline above ends it.
             time.sleep(0.01)
         assert controller.service.presence.lacking.keys() >= {"rollout"}
-        others = [QueueClient(run, config, name, 1) for name in config.groups if name not in ("hub", "actor")]
-        with pytest.raises(DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"):
+        others = [
+            QueueClient(run, config, name, 1)
+            for name in config.groups
+            if name not in ("hub", "actor")
+        ]
+        with pytest.raises(
+            DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"
+        ):
             asked.result(20.0)
         assert not controller.service.presence.lacking
         for client in others:
             client.close()
 
 
-def test_nobody_is_waited_for_longer_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_waited_for_longer_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(presence, "LOOK_S", 0.05)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.longest_wait_s = 0.2, 0.5
@@ -115,8 +132,11 @@ def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: 
         assert "loading_s" not in actor.beat.about(), "it may wait for the hub"
 
 
-def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it waited for: it is the actor that loads, and the wait is no part of an engine's start."""
+def test_who_waits_for_its_turn_on_devices_is_not_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it waited for: it is the actor that loads, and the wait is no part of an engine's
+    start."""
     monkeypatch.setattr(presence, "LOOK_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.05
@@ -128,10 +148,16 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkey
         about = client.beat.about()
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
-        until(lambda: "rollout" not in controller.service.presence.lacking, 20.0, "the rollout is there")
+        until(
+            lambda: "rollout" not in controller.service.presence.lacking,
+            20.0,
+            "the rollout is there",
+        )
         client.beat.at_work("starting")
         client.beat._doing_since -= 100.0
-        assert client.beat.about()["loads"] and client.beat.about()["loading_s"] < 60.0, "it has waited until now"
+        assert client.beat.about()["loads"] and client.beat.about()["loading_s"] < 60.0, (
+            "it has waited until now"
+        )
         until(
             lambda: controller.service.presence.lacking.get("rollout", [""])[0] == "is loading",
             20.0,
@@ -171,7 +197,8 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
 
 
 def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:
-    """It may be away for longer than anything may take, and is told of that before it has answered."""
+    """It may be away for longer than anything may take, and is told of that before it has
+    answered."""
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "reference", 1) as client:
         client.beat.busy = lambda: 3600.0

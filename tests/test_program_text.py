@@ -14,7 +14,10 @@ PYTHON = "print(1)\n"
     [
         (f"Install:\n```bash\ntrue\n```\nThen run this:\n```python\n{PYTHON}```\n", PYTHON),
         (f'```json\n{{"a": 1}}\n```\nThen\n```py\n{PYTHON}```', PYTHON),
-        (f"```python\n{PYTHON}```\nIt prints\n```text\n1\n```\nin\n```bash\npython a.py\n```", PYTHON),
+        (
+            f"```python\n{PYTHON}```\nIt prints\n```text\n1\n```\nin\n```bash\npython a.py\n```",
+            PYTHON,
+        ),
         (f"```python\n{PYTHON}```\nIt prints:\n```\n1\n```", PYTHON),
         (f"```python\n{PYTHON}```\nIt prints:\n```\n1 2 3\n```", PYTHON),
         (f"```python\nprint(0)\n```\nBetter:\n```\n{PYTHON}```", PYTHON),

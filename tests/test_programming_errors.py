@@ -1,4 +1,5 @@
-"""Programming errors in plug-ins end a run before it has made progress, and are retried afterwards."""
+"""Programming errors in plug-ins end a run before it has made progress, and are retried
+afterwards."""
 
 from __future__ import annotations
 
@@ -191,8 +192,12 @@ CASES = {
     ),
 }
 MORE_CASES = {
-    "engine_result": Case("engine", "MyEngine", engine(WRONG_RESULT), "AttributeError: 'dict' object has no attribute"),
-    "reward_result": Case("reward", "my_reward", WRONG_REWARD, "reward_not_a_number: returned str", "def my_reward"),
+    "engine_result": Case(
+        "engine", "MyEngine", engine(WRONG_RESULT), "AttributeError: 'dict' object has no attribute"
+    ),
+    "reward_result": Case(
+        "reward", "my_reward", WRONG_REWARD, "reward_not_a_number: returned str", "def my_reward"
+    ),
     "advantages": Case(
         "algorithm",
         "MyAlgorithm",
@@ -262,7 +267,7 @@ def test_the_same_error_after_a_step_is_retried(
     assert "AttributeError" in live.output.read_text()
 
 
-# -- the decision, without a run -----------------------------------------------------------------------
+# -- the decision, without a run -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -287,7 +292,10 @@ def has_bad_data(): return {}["key"]
     ("function", "says"),
     [
         ("fails", "NameError: name 'undefined_name' is not defined at FILE:4 in fails; a restart"),
-        ("fails_below", "TypeError: 'NoneType' object is not subscriptable at FILE:5 in fails_below"),
+        (
+            "fails_below",
+            "TypeError: 'NoneType' object is not subscriptable at FILE:5 in fails_below",
+        ),
         ("fails_to_import", "ModuleNotFoundError: No module named 'no_such_module' at FILE:6"),
         ("loses_connection", ""),
         ("has_bad_data", ""),
@@ -315,7 +323,12 @@ def test_an_error_in_this_package_names_the_plugins_that_may_have_caused_it(
 
 
 def test_names_of_plugins_are_found_in_settings() -> None:
-    config = {"a": {"kind": "my.module:Class"}, "b": ["m:f", "host:80", "a b:c"], "c": 1, "d": "sglang"}
+    config = {
+        "a": {"kind": "my.module:Class"},
+        "b": ["m:f", "host:80", "a b:c"],
+        "c": 1,
+        "d": "sglang",
+    }
     assert list(plugin_names(config)) == ["my.module:Class", "m:f"]
 
 
@@ -352,9 +365,13 @@ BAD = failure("reward_exception: TypeError: no", "/home/user/rewards.py:3 in rew
         ([failure("TypeError: no", f"/home/user/rewards.py:{n}") for n in range(16)], False),
     ],
 )
-def test_only_what_every_group_fails_by_is_a_programming_error(failures: list[Failure], ends: bool) -> None:
+def test_only_what_every_group_fails_by_is_a_programming_error(
+    failures: list[Failure], ends: bool
+) -> None:
     outcomes = Outcomes(RolloutConfig())
     assert [outcomes.is_programming_error(each) for each in failures][-1] == ends
     outcomes = Outcomes(RolloutConfig())
     outcomes.count([])
-    assert not any(outcomes.is_programming_error(each) for each in failures), "one group had rewards"
+    assert not any(outcomes.is_programming_error(each) for each in failures), (
+        "one group had rewards"
+    )

@@ -1,4 +1,5 @@
-"""Prompts by an index: the same as all of them at once, less memory, and never another prompt than the one indexed."""
+"""Prompts by an index: the same as all of them at once, less memory, and never another prompt than
+the one indexed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ HOW = PromptRules(12)
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
+    make_tiny_model(
+        directory,
+        TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8),
+        seed=0,
+    )
     return load_tokenizer(directory)
 
 
@@ -49,12 +54,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 texts = st.text("123?é\U0001f600 \t<s>", max_size=20) | st.text(max_size=4)
 rows = st.fixed_dictionaries(
     {"id": st.integers(0, 5) | texts, "prompt": texts, "answer": st.sampled_from(["1", 2, None])},
-    optional={"token_ids": st.lists(st.integers(-1, 70), max_size=14), "more": st.lists(texts, max_size=2)},
+    optional={
+        "token_ids": st.lists(st.integers(-1, 70), max_size=14),
+        "more": st.lists(texts, max_size=2),
+    },
 )
 lines = st.one_of(
     rows.map(lambda row: json.dumps(row).encode()),
     rows.map(lambda row: json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")),
-    st.sampled_from([b"", b" \t", b"{", b"[1]", b"null", b"\xff", b"\r", b'{"id": "\\ud800"}', b'"' + b"x" * 70_000]),
+    st.sampled_from(
+        [
+            b"",
+            b" \t",
+            b"{",
+            b"[1]",
+            b"null",
+            b"\xff",
+            b"\r",
+            b'{"id": "\\ud800"}',
+            b'"' + b"x" * 70_000,
+        ]
+    ),
     st.binary(max_size=8).map(lambda data: data.replace(b"\n", b"").replace(b"\0", b"")),
 )
 
@@ -67,9 +87,15 @@ lines = st.one_of(
     keeps_end=st.booleans(),
 )
 def test_an_index_finds_what_reading_all_at_once_finds(
-    content: list[bytes], end: bytes, closed: bool, keeps_end: bool, tokenizer: Tokenizer, folder: Path
+    content: list[bytes],
+    end: bytes,
+    closed: bool,
+    keeps_end: bool,
+    tokenizer: Tokenizer,
+    folder: Path,
 ) -> None:
-    """And with the rules of tokens and lines as they are: order, bad lines with their numbers, duplicates."""
+    """And with the rules of tokens and lines as they are: order, bad lines with their numbers,
+    duplicates."""
     good = b'{"id": "first", "prompt": "1?", "answer": "1"}'
     path = folder / "any.jsonl"
     path.write_bytes(end.join([good, *content]) + (end if closed else b""))
@@ -77,11 +103,15 @@ def test_an_index_finds_what_reading_all_at_once_finds(
 
 
 def write(path: Path, *ids: object, prompt: str = "12?") -> Path:
-    path.write_text("".join(json.dumps({"id": name, "prompt": prompt, "answer": "1"}) + "\n" for name in ids))
+    path.write_text(
+        "".join(json.dumps({"id": name, "prompt": prompt, "answer": "1"}) + "\n" for name in ids)
+    )
     return path
 
 
-def opened(path: Path, tokenizer: Tokenizer, how: PromptRules = HOW, share: float = 0.0) -> PromptFile:
+def opened(
+    path: Path, tokenizer: Tokenizer, how: PromptRules = HOW, share: float = 0.0
+) -> PromptFile:
     return open_prompts(path, path.parent / "of.index", tokenizer, how, share)
 
 
@@ -89,7 +119,12 @@ def test_a_ticket_has_the_prompt_that_it_always_had(tmp_path: Path, tokenizer: T
     """Also where bad lines lie between, and whoever fetched it before."""
     path = write(tmp_path / "p.jsonl", *range(40))
     content = path.read_text().splitlines()
-    content[7], content[11], content[20], content[33] = "{", content[3], "", json.dumps({"id": "long"})
+    content[7], content[11], content[20], content[33] = (
+        "{",
+        content[3],
+        "",
+        json.dumps({"id": "long"}),
+    )
     path.write_text("\n".join(content))
     before, bad = read_prompts(path, tokenizer, HOW)
     source = PromptSource(opened(path, tokenizer, share=1.0), Config(seed=5))
@@ -135,7 +170,9 @@ def grown(path: Path) -> None:
         file.write(json.dumps({"id": 4, "prompt": "1?", "answer": "1"}) + "\n")
 
 
-@pytest.mark.parametrize("change", [replaced, grown, lambda path: write(path, 1)], ids=["replaced", "grown", "cut"])
+@pytest.mark.parametrize(
+    "change", [replaced, grown, lambda path: write(path, 1)], ids=["replaced", "grown", "cut"]
+)
 def test_a_file_that_was_changed_is_refused_by_name(
     change: Callable[[Path], object], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -150,7 +187,9 @@ def test_a_file_that_was_changed_is_refused_by_name(
     assert opened(path, tokenizer)[:] == read_prompts(path, tokenizer, HOW)[0]
 
 
-def test_a_file_that_was_copied_or_touched_is_the_same(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_file_that_was_copied_or_touched_is_the_same(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     path = write(tmp_path / "p.jsonl", 1, 2, 3)
     opened(path, tokenizer)
     shutil.copy(path, tmp_path / "copy")
@@ -158,7 +197,9 @@ def test_a_file_that_was_copied_or_touched_is_the_same(tmp_path: Path, tokenizer
     assert len(opened(path, tokenizer)) == 3
 
 
-def test_a_line_that_changes_while_a_run_reads_it_is_noticed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_line_that_changes_while_a_run_reads_it_is_noticed(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """Whatever the file's times say: no other prompt than the one that was indexed is ever used."""
     path = write(tmp_path / "p.jsonl", 1, 2, 3)
     times, prompts = path.stat(), opened(path, tokenizer)
@@ -169,7 +210,9 @@ def test_a_line_that_changes_while_a_run_reads_it_is_noticed(tmp_path: Path, tok
     again = opened(path, tokenizer)
     for each in (prompts, again):
         assert each[0].text == each[2].text == "12?"
-        with pytest.raises(ConfigError, match=r"p\.jsonl: has changed since the run began \(line 2 is another\)"):
+        with pytest.raises(
+            ConfigError, match=r"p\.jsonl: has changed since the run began \(line 2 is another\)"
+        ):
             each[1]
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="line 3 is another"):
@@ -182,12 +225,16 @@ def test_the_index_is_made_once_and_again_for_other_files(
     path, other = write(tmp_path / "p.jsonl", 1, 2), write(tmp_path / "o.jsonl", 1, 2, 3)
     made: list[Path] = []
     build = prompt_file.build
-    monkeypatch.setattr(prompt_file, "build", lambda files, *rest: made.append(files.lines) or build(files, *rest))
+    monkeypatch.setattr(
+        prompt_file, "build", lambda files, *rest: made.append(files.lines) or build(files, *rest)
+    )
     for _ in range(3):
         assert len(opened(path, tokenizer)) == 2
     assert made == [path]
     # Under other rules tickets would silently get other prompts.
-    with pytest.raises(ConfigError, match="would become other prompts than when the run began: the chat template"):
+    with pytest.raises(
+        ConfigError, match="would become other prompts than when the run began: the chat template"
+    ):
         opened(path, tokenizer, PromptRules(3, keeps_end=True))
     assert len(opened(other, tokenizer)) == 3 and made == [path, other]
     whole = (tmp_path / "of.index").read_bytes()
@@ -203,12 +250,15 @@ def test_bad_lines_are_kept_up_to_a_number_and_counted_beyond(
     path = write(tmp_path / "p.jsonl", *"aabbccdd", prompt="1?")
     path.write_text("{\n" + path.read_text() + "{\n")
     assert [line.line for line in opened(path, tokenizer, share=0.7).bad] == [1, 3, 5]
-    says = r"6 of 10 lines are bad: 4 duplicate_id \(first line 3: id a\); 2 broken_json \(first line 1"
+    says = (
+        r"6 of 10 lines are bad: 4 duplicate_id \(first line 3: id a\); 2 broken_json \(first "
+        r"line 1"
+    )
     with pytest.raises(ConfigError, match=says):
         opened(path, tokenizer, share=0.5)
 
 
-# -- parquet -----------------------------------------------------------------------------------------------------------
+# -- parquet ---------------------------------------------------------------------------------------
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -221,8 +271,13 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_rows_of_parquet_are_those_of_lines(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    rows = [{"id": n, "prompt": f"{n}?", "answer": Decimal("1.5") if n % 2 else None, "more": [n]} for n in range(5)]
-    path = parquet(tmp_path / "p.parquet", [row | {"answer": str(n)} for n, row in enumerate(rows)] + [rows[0]])
+    rows = [
+        {"id": n, "prompt": f"{n}?", "answer": Decimal("1.5") if n % 2 else None, "more": [n]}
+        for n in range(5)
+    ]
+    path = parquet(
+        tmp_path / "p.parquet", [row | {"answer": str(n)} for n, row in enumerate(rows)] + [rows[0]]
+    )
     prompts = opened(path, tokenizer, share=0.5)
     assert prompts[:] == read_prompts(path, tokenizer, HOW)[0]
     assert [(one.prompt_id, one.answer, one.metadata) for one in prompts[:2]] == [
@@ -272,33 +327,45 @@ def test_numbers_of_float32_are_the_shortest_that_name_them(values: list[float])
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.parquet"
-        parquet.write_table(pyarrow.table({"answer": pyarrow.array(values, pyarrow.float32())}), path)
+        parquet.write_table(
+            pyarrow.table({"answer": pyarrow.array(values, pyarrow.float32())}), path
+        )
         numbers = [record["answer"] for _, record in read_rows(path)]
     assert numbers == [float(str(np.float32(value))) for value in values]
 
 
-def test_columns_that_json_has_no_word_for_are_texts_or_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_columns_that_json_has_no_word_for_are_texts_or_bad(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     row = {"id": "a", "prompt": "1?", "answer": "1"}
-    (prompt,) = opened(parquet(tmp_path / "p.parquet", [row | {"price": Decimal("1.50")}]), tokenizer)
+    (prompt,) = opened(
+        parquet(tmp_path / "p.parquet", [row | {"price": Decimal("1.50")}]), tokenizer
+    )
     assert prompt.metadata == {"price": "1.50"}
     path = parquet(tmp_path / "b.parquet", [row | {"image": b"\x89PNG"}])
     with pytest.raises(ConfigError, match=r"1 wrong_type \(first line 1: a column holds bytes"):
         open_prompts(path, tmp_path / "b.index", tokenizer, HOW, 0.5)
 
 
-def test_parquet_that_cannot_be_read_is_named_whatever_its_library_raises(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_parquet_that_cannot_be_read_is_named_whatever_its_library_raises(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     requires("pyarrow")
     import pyarrow
     from pyarrow import parquet as pq
 
     path = tmp_path / "p.parquet"
     late = pyarrow.array([10**7], pyarrow.int32()).cast(pyarrow.date32())
-    pq.write_table(pyarrow.table({"id": ["a"], "prompt": ["1?"], "answer": ["1"], "when": late}), path)
+    pq.write_table(
+        pyarrow.table({"id": ["a"], "prompt": ["1?"], "answer": ["1"], "when": late}), path
+    )
     with pytest.raises(ConfigError, match=r"p\.parquet: no parquet file that can be read: .*range"):
         opened(path, tokenizer)
     path.write_bytes(b"PAR1" + b"?" * 20)
     for read in (lambda: opened(path, tokenizer), lambda: count_rows(path)):
-        with pytest.raises(ConfigError, match=r"p\.parquet: no parquet file that can be read: .*; write it again"):
+        with pytest.raises(
+            ConfigError, match=r"p\.parquet: no parquet file that can be read: .*; write it again"
+        ):
             read()
 
 
@@ -307,11 +374,13 @@ def test_parquet_without_its_library_says_what_to_do(
 ) -> None:
     (tmp_path / "p.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"p\.parquet: found parquet, which needs pyarrow.*pip install"):
+    with pytest.raises(
+        ConfigError, match=r"p\.parquet: found parquet, which needs pyarrow.*pip install"
+    ):
         opened(tmp_path / "p.parquet", tokenizer)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 MEMORY = """
 import sys
@@ -338,7 +407,8 @@ print(len(prompts), most() - before)
 
 
 def test_a_process_does_not_hold_the_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """The largest that it ever was, beside what an empty file takes: less than the file, and so much a prompt."""
+    """The largest that it ever was, beside what an empty file takes: less than the file, and so
+    much a prompt."""
     count, found = effort(30_000, 1_000_000), dict[int, int]()
     for lines in (1, count):
         path = tmp_path / f"{lines}.jsonl"
@@ -349,7 +419,9 @@ def test_a_process_does_not_hold_the_file(tmp_path: Path, tokenizer: Tokenizer) 
         words = [str(path), str(path.with_suffix(".index")), str(tokenizer.directory)]
         used = []
         for _ in range(2):
-            done = subprocess.run([sys.executable, "-c", MEMORY, *words], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", MEMORY, *words], capture_output=True, text=True, check=True
+            )
             prompts, most = map(int, done.stdout.split())
             used.append(most)
         found[prompts] = used
@@ -360,7 +432,9 @@ def test_a_process_does_not_hold_the_file(tmp_path: Path, tokenizer: Tokenizer) 
     assert having < 6e6 + 60 * count and making < 6e6 + 150 * count < size
 
 
-def test_a_file_that_cannot_be_read_now_is_said(tmp_path: Path, tokenizer: Tokenizer, monkeypatch) -> None:
+def test_a_file_that_cannot_be_read_now_is_said(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch
+) -> None:
     prompts = opened(write(tmp_path / "p.jsonl", 1), tokenizer)
 
     def ill(*_: object) -> bytes:

@@ -25,7 +25,11 @@ GOOD = {"id": "a", "prompt": "12?", "answer": "12", "level": 3}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
+    make_tiny_model(
+        directory,
+        TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8),
+        seed=0,
+    )
     return load_tokenizer(directory)
 
 
@@ -36,7 +40,9 @@ def load_prompts(
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines) + b"\n")
+    path.write_bytes(
+        b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines) + b"\n"
+    )
     return path
 
 
@@ -83,14 +89,17 @@ def test_a_bad_line_is_skipped_with_its_reason(tmp_path, tokenizer, line, reason
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path, tokenizer):
-    path = write(tmp_path / "p.jsonl", GOOD, {"id": "b", "prompt": "1?", "answer": "1", "more": "\U0001f600"})
+    path = write(
+        tmp_path / "p.jsonl", GOOD, {"id": "b", "prompt": "1?", "answer": "1", "more": "\U0001f600"}
+    )
     assert "\\ud83d" in path.read_text() and load_prompts(path, tokenizer, 8, 0.0)[1] == []
 
 
 def test_too_many_bad_lines(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", GOOD, b"{", GOOD)
     with pytest.raises(
-        ConfigError, match=r"p\.jsonl: 2 of 3 lines are bad: 1 broken_json \(first line 2.*max_bad_share"
+        ConfigError,
+        match=r"p\.jsonl: 2 of 3 lines are bad: 1 broken_json \(first line 2.*max_bad_share",
     ):
         load_prompts(path, tokenizer, 8, 0.5)
     assert len(load_prompts(path, tokenizer, 8, 0.67)[1]) == 2
@@ -98,12 +107,17 @@ def test_too_many_bad_lines(tmp_path, tokenizer):
 
 def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
     messages = {"id": "m", "prompt": [{"role": "user", "content": "1?"}], "answer": "1"}
-    rest = [{"id": "b", "prompt": "1?"}, {"id": "c", "prompt": "1?"}, GOOD | {"id": "d", "prompt": "12345678"}]
+    rest = [
+        {"id": "b", "prompt": "1?"},
+        {"id": "c", "prompt": "1?"},
+        GOOD | {"id": "d", "prompt": "12345678"},
+    ]
     with pytest.raises(ConfigError) as caught:
         load_prompts(write(tmp_path / "p.jsonl", messages, *rest), tokenizer, 8, 0.5)
     for part in (
         "4 of 4 lines are bad: 2 missing_field (first line 2: no answer)",
-        "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: model",
+        "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: "
+        "model",
         "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
         "raise that limit, or mend the file",
     ):
@@ -146,8 +160,12 @@ def test_special_tokens_in_a_text_are_text_unless_the_column_says_otherwise(tmp_
     assert tokenizer.encode(hostile, special_tokens=True) == ended
     assert tokenizer.encode(hostile)[: len(plain)] == plain and 2 not in tokenizer.encode(hostile)
     path = write(tmp_path / "p.jsonl", GOOD | {"prompt": hostile})
-    (as_text,), (as_tokens,) = (load_prompts(path, tokenizer, 32, 0.0, columns)[0] for columns in ([], ["prompt"]))
-    assert list(as_text.token_ids) == tokenizer.encode(hostile) and list(as_tokens.token_ids) == ended
+    (as_text,), (as_tokens,) = (
+        load_prompts(path, tokenizer, 32, 0.0, columns)[0] for columns in ([], ["prompt"])
+    )
+    assert (
+        list(as_text.token_ids) == tokenizer.encode(hostile) and list(as_tokens.token_ids) == ended
+    )
     assert 2 not in tokenizer.encode(hostile), "whatever was asked before"
 
 
@@ -169,7 +187,13 @@ def test_each_epoch_visits_each_prompt_once(count, epoch, seed, shuffle):
         assert visited == list(range(count))
 
 
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 50), st.integers(0, 2**40), st.booleans())
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+    st.integers(1, 50),
+    st.integers(0, 2**40),
+    st.booleans(),
+)
 def test_a_replacement_is_another_prompt(ticket, attempt, count, seed, shuffle):
     index = prompt_at(ticket, attempt, count, seed, shuffle)
     assert 0 <= index < count
@@ -177,7 +201,11 @@ def test_a_replacement_is_another_prompt(ticket, attempt, count, seed, shuffle):
 
 
 def test_order_depends_on_seed_and_epoch_and_never_changes():
-    orders = [tuple(prompt_at(e * 20 + i, 0, 20, s, True) for i in range(20)) for s in range(3) for e in range(3)]
+    orders = [
+        tuple(prompt_at(e * 20 + i, 0, 20, s, True) for i in range(20))
+        for s in range(3)
+        for e in range(3)
+    ]
     assert len(set(orders)) == 9
     assert [prompt_at(i, 0, 8, 0, True) for i in range(8)] == [3, 4, 1, 7, 0, 6, 2, 5]
     assert [prompt_at(5, attempt, 1000, 0, True) for attempt in range(4)] == [619, 636, 121, 979]
@@ -188,7 +216,12 @@ def test_tokenizer(tokenizer):
     assert tokenizer.encode("4312?", special=False) == [7, 6, 4, 5, 18]
     assert tokenizer.decode([4, 5, 6, 2]) == "123"
     assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
-    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id, tokenizer.vocab_size) == ((2,), 0, 1, 64)
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id, tokenizer.vocab_size) == (
+        (2,),
+        0,
+        1,
+        64,
+    )
 
 
 def test_where_end_tokens_come_from(tmp_path):

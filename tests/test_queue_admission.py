@@ -1,7 +1,8 @@
-"""The staleness bound, proven in the small: every order of everything that two engines and an actor can do.
+"""The staleness bound, proven in the small: every order of everything that two engines and an actor
+can do.
 
-A node of the exploration is a state of the queue and of its users. Each of their steps that is no death brings the run
-forward, so that it ends; where no step is left it must have finished.
+A node of the exploration is a state of the queue and of its users. Each of their steps that is no
+death brings the run forward, so that it ends; where no step is left it must have finished.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Small:
         self.plan, self.service, self.keys = plan, InMemory(plan), 0
         self.engines, self.actor, self.deaths = {name: Engine() for name in ENGINES}, 1, 0
         if node:
-            self.service.state = QueueState.load(plan, msgpack.unpackb(node.image, strict_map_key=False))
+            self.service.state = QueueState.load(
+                plan, msgpack.unpackb(node.image, strict_map_key=False)
+            )
             self.engines = dict(zip(ENGINES, node.engines, strict=True))
             self.actor, self.deaths = node.actor, node.deaths
         else:
@@ -88,7 +91,7 @@ class Small:
         self.keys += 1
         return self.service.ask(group, incarnation, f"{self.deaths}-{self.keys}", op, **args)
 
-    # -- what an engine does -----------------------------------------------------------------------------------
+    # -- what an engine does -----------------------------------------------------------------------
 
     def pull(self, name: str) -> bool:
         engine = self.engines[name]
@@ -115,10 +118,18 @@ class Small:
         """No ticket that the engine may start is left."""
         state = self.service.state
         if engine.serving in state.lineage:
-            again = [t for t in state.tickets.reissued.lowest(9) if admission._in_time(state, engine.serving, [t])]
+            again = [
+                t
+                for t in state.tickets.reissued.lowest(9)
+                if admission._in_time(state, engine.serving, [t])
+            ]
             step = self.plan.step_of(min([state.tickets.next, *again]))
             lags = state.progress.trained_steps - engine.serving.number > self.plan.publish_lag
-            assert lags or step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
+            assert (
+                lags
+                or step >= self.plan.steps
+                or engine.serving.number < step - self.plan.max_staleness
+            )
 
     def put(self, name: str) -> bool:
         engine = self.engines[name]
@@ -126,7 +137,14 @@ class Small:
             return False
         (ticket, began), *later = engine.flight
         codes = sorted({began.encode(), engine.serving.encode()})
-        rows = [{"ticket": ticket, "episodes": self.plan.undeclared, "lengths": packed([3, 3]), "versions": codes}]
+        rows = [
+            {
+                "ticket": ticket,
+                "episodes": self.plan.undeclared,
+                "lengths": packed([3, 3]),
+                "versions": codes,
+            }
+        ]
         shard = {"name": f"{name}-{engine.incarnation}-{ticket}-{self.service.state.shards.next}"}
         put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
         refused = self.ask(name, engine.incarnation, "put", **put)["refused"]
@@ -140,7 +158,7 @@ class Small:
         self.ask("supervisor", 1, "down", group=name, incarnation=self.engines[name].incarnation)
         self.engines[name] = Engine(self.engines[name].incarnation + 1)
 
-    # -- what the actor does -----------------------------------------------------------------------------------
+    # -- what the actor does -----------------------------------------------------------------------
 
     def train(self) -> bool:
         """A whole step, with its checkpoint."""
@@ -152,12 +170,25 @@ class Small:
         if claim is None:
             return False
         assert claim["tickets"] == list(state.tickets_of(step))
-        versions = [Version.decode(code) for ticket in claim["tickets"] for code in state.groups[ticket].versions]
+        versions = [
+            Version.decode(code)
+            for ticket in claim["tickets"]
+            for code in state.groups[ticket].versions
+        ]
         assert all(version in state.lineage for version in versions)
         assert min(version.number for version in versions) >= step - self.plan.max_staleness
-        self.ask("actor", self.actor, "publish", version=str(Version(self.actor, step + 1)), digest="d")
+        self.ask(
+            "actor", self.actor, "publish", version=str(Version(self.actor, step + 1)), digest="d"
+        )
         self.ask("actor", self.actor, "trained", step=step, leases=[claim["lease"]])
-        self.ask("actor", self.actor, "checkpoint", step=step + 1, name=f"{self.actor}-{step}", digest="d")
+        self.ask(
+            "actor",
+            self.actor,
+            "checkpoint",
+            step=step + 1,
+            name=f"{self.actor}-{step}",
+            digest="d",
+        )
         return True
 
     def kill_actor(self, older: int) -> None:
@@ -169,7 +200,7 @@ class Small:
         self.ask("actor", self.actor, "resume", step=step)
         self.ask("actor", self.actor, "publish", version=str(Version(self.actor, step)), digest="d")
 
-    # -- all of it ---------------------------------------------------------------------------------------------
+    # -- all of it ---------------------------------------------------------------------------------
 
     def acts(self) -> list[tuple]:
         return [(act, name) for act in ("pull", "admit", "put") for name in ENGINES] + [("train",)]
@@ -183,7 +214,9 @@ class Small:
 
 def plan_of(groups: int, steps: int, staleness: int) -> Plan:
     config = small(groups, 2, steps, staleness, keep_steps=1)
-    config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES} | {"actor": GroupConfig(roles=["actor"])}
+    config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES} | {
+        "actor": GroupConfig(roles=["actor"])
+    }
     return Plan.of(config)
 
 
@@ -217,16 +250,20 @@ def test_no_order_of_events_breaks_the_bound_or_stops_the_run(groups, steps, sta
 
 
 def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
-    """Behind the newest version by more than publish_lag, none gets a ticket, and all runs end nevertheless.
+    """Behind the newest version by more than publish_lag, none gets a ticket, and all runs end
+    nevertheless.
 
-    Of three steps without a death, of two with one; `env/test.sh --all` has both at once, ten times as many states.
+    Of three steps without a death, of two with one; `env/test.sh --all` has both at once, ten times
+    as many states.
     """
     plan = replace(plan_of(1, 3, 2), publish_lag=0)
     assert explore(plan, effort(0, 1)) > 300
     assert explore(replace(plan_of(1, 2, 2), publish_lag=0), 1) > 300
     state = Small(plan).service.state
     state.progress.trained["actor"] = 2
-    assert admission.admissible(state, Version(1, 2), 1) and not admission.admissible(state, Version(1, 1), 1)
+    assert admission.admissible(state, Version(1, 2), 1) and not admission.admissible(
+        state, Version(1, 1), 1
+    )
     assert admission.why_not(state, Version(1, 1))[0] == (
         "serves i000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
     )
@@ -235,7 +272,9 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
 def test_without_the_bound_the_exploration_finds_what_breaks_it(monkeypatch):
     """The proof would see a mistake: one version of slack too many."""
     plan = plan_of(1, 3, 0)
-    monkeypatch.setattr(handlers, "admissible", lambda state, *args: admissible(loose(state), *args))
+    monkeypatch.setattr(
+        handlers, "admissible", lambda state, *args: admissible(loose(state), *args)
+    )
     with pytest.raises(AssertionError):
         explore(plan, 0)
 

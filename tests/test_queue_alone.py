@@ -1,4 +1,5 @@
-"""The queue without the rest of the toolkit: its example works as it is printed, and no torch comes with it."""
+"""The queue without the rest of the toolkit: its example works as it is printed, and no torch comes
+with it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ assert "torch" not in sys.modules
 
 
 def test_the_example_works_and_does_not_import_torch():
-    done = subprocess.run([sys.executable, "-c", EXAMPLE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", EXAMPLE], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -60,10 +63,16 @@ def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
         actor.connection.call("publish", version="i000001-v000000", digest="d")
         it.connection.call("serve", reader="r", version="i000001-v000000")
         tickets = it.connection.call("admit", reader="r", count=1)["tickets"]
-        mine = {"bits": np.array([True, False]), "halves": np.arange(3, dtype=np.float16), "whole": np.arange(9)}
+        mine = {
+            "bits": np.array([True, False]),
+            "halves": np.arange(3, dtype=np.float16),
+            "whole": np.arange(9),
+        }
         rows = [{**row, **mine} for row in rows_of(tickets, Version(1, 0))]
         with pytest.raises(RefusedError, match="mine: found an array of <U1"):
-            it.put([{**row, "mine": np.array(["a"])} for row in rows], ["token_ids", "reward", "mine"])
+            it.put(
+                [{**row, "mine": np.array(["a"])} for row in rows], ["token_ids", "reward", "mine"]
+            )
         assert it.put(rows, [name for name in rows[0] if name != "row_id"]) == {}
         it.settle()
         claim = actor.claim("reference", 1 << 20)
@@ -74,7 +83,9 @@ def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
 
 def planes_of(*names: str) -> PlanesConfig:
     """These and no others."""
-    return PlanesConfig(**{name: "auto" if name in names else "off" for name in ("shm", "rdma", "tcp")})
+    return PlanesConfig(
+        **{name: "auto" if name in names else "off" for name in ("shm", "rdma", "tcp")}
+    )
 
 
 @pytest.mark.parametrize("planes", [[], ["shm"], ["tcp"]])
@@ -95,10 +106,14 @@ def test_columns_are_rows_end_to_end(tmp_path, planes, shards, size):
         fields = ["token_ids", "reward", "finish_reason"]
         room = np.zeros(size, np.uint8)
         columns = roles["reference"].columns(claim, fields, memoryview(room))
-        assert np.shares_memory(columns["token_ids"].flat, room) == (bool(planes) and shards == 1 and size > 64)
+        assert np.shares_memory(columns["token_ids"].flat, room) == (
+            bool(planes) and shards == 1 and size > 64
+        )
         assert list(columns) == fields
         assert columns["token_ids"].lengths == [len(row["token_ids"]) for row in rows]
-        assert np.array_equal(columns["token_ids"].flat, np.concatenate([row["token_ids"] for row in rows]))
+        assert np.array_equal(
+            columns["token_ids"].flat, np.concatenate([row["token_ids"] for row in rows])
+        )
         assert columns["reward"].flat.tolist() == [row["reward"] for row in rows]
         assert columns["finish_reason"].values == ["stop"] * len(rows)
         with pytest.raises(LookupError, match="nothing"):
@@ -114,8 +129,17 @@ def test_columns_leave_out_rows_that_were_generated_again(tmp_path):
         for name, rows, tickets in (("a", first, [0]), ("b", again, [1])):
             record = pack(rows, GENERATED, {"group": "rollout", "incarnation": 1})
             planes = {"shm": shm.publish(name, record)}
-            shards.append({"name": name, "bytes": len(record), "planes": planes, "tickets": tickets})
+            shards.append(
+                {"name": name, "bytes": len(record), "planes": planes, "tickets": tickets}
+            )
         reader = ShardReader(files, [shm])
         for tickets, expected in (((0, 1), [4, 4, 7, 7]), ((1,), [7, 7])):
-            claim = Claim(1, 0, tickets, tuple(shards[2 - len(tickets) :]), 0, episodes=(b"\1\1",) * len(tickets))
+            claim = Claim(
+                1,
+                0,
+                tickets,
+                tuple(shards[2 - len(tickets) :]),
+                0,
+                episodes=(b"\1\1",) * len(tickets),
+            )
             assert read_columns(reader, claim, ["token_ids"])["token_ids"].lengths == expected

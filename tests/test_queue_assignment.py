@@ -1,4 +1,5 @@
-"""Who trains which rows is decided once, journaled, and the same for everybody who asks, whatever ends in between."""
+"""Who trains which rows is decided once, journaled, and the same for everybody who asks, whatever
+ends in between."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ WINDOW = {"task": "actor", "budget": BUDGET, "boundary": 4, **DEALT}
 
 
 def service_with(tickets: list[int], saved: bool = True) -> InMemory:
-    """A service whose actor needs nothing but generated rows; ``tickets`` came in this order, each in its shard."""
+    """A service whose actor needs nothing but generated rows; ``tickets`` came in this order, each
+    in its shard."""
     config = small(4, 2)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     service = InMemory(Plan.of(config))
@@ -39,8 +41,18 @@ def service_with(tickets: list[int], saved: bool = True) -> InMemory:
     service.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
     service.ask("rollout", 1, "admit", "admit", reader="r", count=4)
     for ticket in tickets:
-        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed(LENGTHS[ticket]), "versions": [V0.encode()]}
-        put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED), "saved": saved}
+        row = {
+            "ticket": ticket,
+            "episodes": b"\1\1",
+            "lengths": packed(LENGTHS[ticket]),
+            "versions": [V0.encode()],
+        }
+        put = {
+            "shard": {"name": f"s{ticket}"},
+            "rows": [row],
+            "fields": list(GENERATED),
+            "saved": saved,
+        }
         assert service.ask("rollout", 1, f"put{ticket}", "put", **put) == {"refused": {}}
     return service
 
@@ -63,13 +75,18 @@ def test_lengths_come_back_as_they_were_packed(sizes):
     ranks=st.integers(1, 3),
 )
 def test_what_is_compared_is_in_one_micro_batch_in_its_order(lengths, ranks):
-    groups = {ticket: SimpleNamespace(size=GroupSize(rows, [0, 0], 0)) for ticket, rows in enumerate(lengths)}
+    groups = {
+        ticket: SimpleNamespace(size=GroupSize(rows, [0, 0], 0))
+        for ticket, rows in enumerate(lengths)
+    }
     state = SimpleNamespace(groups=groups, plan=SimpleNamespace(compares=True))
     found = assignment(state, range(len(lengths)), ranks, 64, batch=1)
     rows = [row for rank in found for part in rank for row in part]
     assert sorted(rows) == list(range(2 * len(lengths)))
     for part in (part for rank in found for part in rank):
-        assert [row % 2 for row in part] == [0, 1] * (len(part) // 2) and part[::2] == [row - 1 for row in part[1::2]]
+        assert [row % 2 for row in part] == [0, 1] * (len(part) // 2) and part[::2] == [
+            row - 1 for row in part[1::2]
+        ]
         assert sum(lengths[row // 2][row % 2] for row in part) <= 64 or len(part) == 2
     assert len({len(rank) for rank in found}) == 1
 
@@ -104,13 +121,23 @@ def test_media_of_rows_count_twice_and_may_be_bounded(restarted):
     service, named = service_with([]), ["a" * 64]
     service.ask("rollout", 1, "m", "media", ticket=1, ids=named)
     for ticket, about in LENGTHS.items():
-        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed(about), "versions": [V0.encode()]}
+        row = {
+            "ticket": ticket,
+            "episodes": b"\1\1",
+            "lengths": packed(about),
+            "versions": [V0.encode()],
+        }
         put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED)}
         extras = [{"ticket": 1, "media": named, "tokens": packed(MEDIA)}] if ticket == 1 else []
-        assert service.ask("rollout", 1, f"put{ticket}", "put", **put, extras=extras) == {"refused": {}}
+        assert service.ask("rollout", 1, f"put{ticket}", "put", **put, extras=extras) == {
+            "refused": {}
+        }
     service.state = restarted(service)
     claim = service.ask("actor", 1, "c", "claim", **WINDOW, max_media=8)
-    sizes = [GroupSize(rows, [9, 9] if ticket == 1 else [0, 0], 9 * (ticket == 1)) for ticket, rows in LENGTHS.items()]
+    sizes = [
+        GroupSize(rows, [9, 9] if ticket == 1 else [0, 0], 9 * (ticket == 1))
+        for ticket, rows in LENGTHS.items()
+    ]
     assert claim["assignment"] == dealt(sizes, 2, 64, 8, batch=1) != expected()
     assert refused_kind(service, "actor", 1, "d", "claim", **WINDOW, max_media=-1) == "refused"
 
@@ -135,7 +162,9 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
     service.state = restarted(service)
     left = service.ask("actor", 1, "c", "claim", **WINDOW)
     assert left["tickets"] == [1] and left["lease"] == claim["lease"]
-    kept = [[row - 2 for part in rank for row in part if row in (2, 3)] for rank in claim["assignment"]]
+    kept = [
+        [row - 2 for part in rank for row in part if row in (2, 3)] for rank in claim["assignment"]
+    ]
     assert [[row for part in rank for row in part] for rank in left["assignment"]] == kept
     assert len({len(rank) for rank in left["assignment"]}) == 1
 
@@ -144,17 +173,23 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
 def test_windows_come_in_order_however_they_were_given_back(restarted):
     service = service_with([0, 1, 2, 3])
     window = {**WINDOW, "budget": 1}
-    leases = [service.ask("actor", 1, f"c{number}", "claim", **window)["lease"] for number in range(3)]
+    leases = [
+        service.ask("actor", 1, f"c{number}", "claim", **window)["lease"] for number in range(3)
+    ]
     for lease in (leases[1], leases[2], leases[0]):
         service.ask("actor", 1, f"r{lease}", "release", lease=lease)
     service.state = restarted(service)
-    again = [service.ask("actor", 1, f"again{number}", "claim", **window)["tickets"] for number in range(4)]
+    again = [
+        service.ask("actor", 1, f"again{number}", "claim", **window)["tickets"]
+        for number in range(4)
+    ]
     assert again == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
-    """It was claimed ahead, and both are given back; the rows of the first one were lost with their maker."""
+    """It was claimed ahead, and both are given back; the rows of the first one were lost with their
+    maker."""
     service = service_with([0, 1, 2, 3], saved=False)
     window = {**WINDOW, "boundary": 2}
     leases = [service.ask("actor", 1, key, "claim", **window)["lease"] for key in ("c1", "c2")]
@@ -166,7 +201,9 @@ def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
     assert service.ask("actor", 1, "c3", "claim", **window) is None, "it waits"
 
 
-@pytest.mark.parametrize("dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}])
+@pytest.mark.parametrize(
+    "dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}]
+)
 def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
     window = {"task": "actor", "budget": BUDGET, "boundary": 4}
     assert refused_kind(service_with([0]), "actor", 1, "c", "claim", **window, **dealt) == "refused"
@@ -181,20 +218,27 @@ def test_lengths_that_are_not_those_of_the_samples_are_refused(lengths):
 
 
 def test_a_client_gets_the_rows_that_it_was_assigned(tmp_path):
-    """Through sockets, with a new controller between the claim and the same claim of another actor."""
+    """Through sockets, with a new controller between the claim and the same claim of another
+    actor."""
     run, config = make_run(tmp_path / "run"), small()
     with Roles(run, config) as roles:
         with in_thread(run, config):
             version = roles.start()
             tickets = roles.admit(version)
-            rows = [row for n, ticket in enumerate(tickets) for row in rows_of([ticket], version, length=9 - 4 * n)]
+            rows = [
+                row
+                for n, ticket in enumerate(tickets)
+                for row in rows_of([ticket], version, length=9 - 4 * n)
+            ]
             assert roles["rollout"].generated(rows[::-1]) == {}
             roles["rollout"].settle()
             roles.learn(version)
             claim = roles["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)
             read = roles["actor"].rows(claim)
         assert [len(row["token_ids"]) for row in read] == [9, 9, 5, 5]
-        assert sorted(len(read[row]["token_ids"]) for part in claim.assignment[0] for row in part) == [5, 9]
+        assert sorted(
+            len(read[row]["token_ids"]) for part in claim.assignment[0] for row in part
+        ) == [5, 9]
         with in_thread(run, config), Roles(run, config, incarnation=2) as successors:
             again = successors["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)
             assert (again.tickets, again.assignment) == (claim.tickets, claim.assignment)

@@ -1,4 +1,5 @@
-"""`relax-hpc queue audit` and `export` as a user calls them: on runs that live, were killed or are damaged."""
+"""`relax-hpc queue audit` and `export` as a user calls them: on runs that live, were killed or are
+damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ from relax_hpc.transfer_queue.inspect import export
 from relax_hpc.transfer_queue.inspect.audit import Audit, Ledger, audit, journal_records
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, small
+from tests.queue_helpers import (
+    BUDGET,
+    GIVES,
+    HubProcess,
+    Roles,
+    in_thread,
+    learned,
+    make_run,
+    small,
+)
 from tests.queue_world import GROUPS, World
 from tests.requirements import requires
 
@@ -46,13 +56,16 @@ def new_run(path: Path, **config: int) -> tuple[RunDir, Config]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 3 trained steps of 4 samples, the fourth being generated; step 0 is not kept any more."""
+    """A run of 3 trained steps of 4 samples, the fourth being generated; step 0 is not kept any
+    more."""
     run, config = new_run(tmp_path_factory.mktemp("queue") / "run", keep_steps=1)
     with in_thread(run, config), Roles(run, config) as roles:
         roles.start()
         for step in range(TRAINED):
             roles.step(step)
-            roles["actor"].connection.call("checkpoint", step=min(step + 1, 2), name="c", digest="d")
+            roles["actor"].connection.call(
+                "checkpoint", step=min(step + 1, 2), name="c", digest="d"
+            )
         roles.generate(Version(1, TRAINED))
     return run.root
 
@@ -67,7 +80,9 @@ def call(*words: object) -> int:
     return main(["queue", *map(str, words)])
 
 
-def audited(run: RunDir, capsys: pytest.CaptureFixture[str], code: int = EXIT_DONE) -> dict[str, Any]:
+def audited(
+    run: RunDir, capsys: pytest.CaptureFixture[str], code: int = EXIT_DONE
+) -> dict[str, Any]:
     """What --json says."""
     assert call("audit", run.root, "--json") == code
     return json.loads(capsys.readouterr().out)
@@ -87,10 +102,14 @@ def rewrite(run: RunDir, change: Callable[[list[dict[str, Any]]], list[dict[str,
 
 def of(records: list[dict[str, Any]], op: str, **about: Any) -> dict[str, Any]:
     """The last record of this kind."""
-    return [r for r in records if r["op"] == op and all(r[name] == value for name, value in about.items())][-1]
+    return [
+        r
+        for r in records
+        if r["op"] == op and all(r[name] == value for name, value in about.items())
+    ][-1]
 
 
-# -- audit -----------------------------------------------------------------------------------------------------------
+# -- audit -----------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_ended_early(run, capsys):
@@ -99,13 +118,18 @@ def test_a_run_that_was_ended_early(run, capsys):
         "accepted            16  rows; each acceptance of one that was dropped before counts",
         "trained             12  once, by steps that were not rolled back",
         "dropped              0",
-        "in flight            4  to be consumed by: actor 4, actor_fwd 4, advantages 4, reference 4",
+        "in flight            4  to be consumed by: actor 4, actor_fwd 4, advantages 4, "
+        "reference 4",
         "torn bytes           0",
         "consumed by: actor 12, actor_fwd 12, advantages 12, reference 12",
         "nothing is wrong",
     ]
     found = audited(run, capsys)
-    assert (found["state"], found["trained_steps"], found["steps"]) == ("not running", TRAINED, STEPS)
+    assert (found["state"], found["trained_steps"], found["steps"]) == (
+        "not running",
+        TRAINED,
+        STEPS,
+    )
 
 
 def test_a_finished_run_by_its_program(tmp_path):
@@ -119,7 +143,9 @@ def test_a_finished_run_by_its_program(tmp_path):
     result = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (EXIT_DONE, "")
     assert "finished, 4 of 4 steps trained" in result.stdout and "nothing is wrong" in result.stdout
-    assert audit(run) == Audit(accepted=16, trained=16, consumed=Counter(dict.fromkeys((*GIVES, "actor"), 16)))
+    assert audit(run) == Audit(
+        accepted=16, trained=16, consumed=Counter(dict.fromkeys((*GIVES, "actor"), 16))
+    )
 
 
 def test_a_live_run_says_so(tmp_path, capsys):
@@ -127,12 +153,17 @@ def test_a_live_run_says_so(tmp_path, capsys):
     with in_thread(run, config), Roles(run, config) as roles:
         roles.generate(roles.start())
         claim = roles["reference"].claim("reference", BUDGET)
-        roles["reference"].put(learned(roles["reference"].rows(claim), Version(1, 0)), GIVES["reference"], claim)
+        roles["reference"].put(
+            learned(roles["reference"].rows(claim), Version(1, 0)), GIVES["reference"], claim
+        )
         assert call("audit", run.root) == EXIT_DONE
         text = capsys.readouterr().out
         assert "live, 0 of 4 steps trained" in text and "as it was a moment ago" in text
         found = audited(run, capsys)
-    assert found["waiting_for"] == {"actor": 4, "actor_fwd": 4, "advantages": 4} and found["in_flight"] == 4
+    assert (
+        found["waiting_for"] == {"actor": 4, "actor_fwd": 4, "advantages": 4}
+        and found["in_flight"] == 4
+    )
 
 
 def test_a_run_of_which_nothing_began(tmp_path, capsys):
@@ -174,7 +205,8 @@ def test_what_a_fenced_controller_still_wrote_does_not_count(run, capsys):
 
 @contextmanager
 def resumed_at_the_start(run: RunDir, config: Config) -> Iterator[Roles]:
-    """Step 0 was trained, and rows of step 1 generated; then the actor went back to step 0, and trained it again."""
+    """Step 0 was trained, and rows of step 1 generated; then the actor went back to step 0, and
+    trained it again."""
     with Roles(run, config) as roles:
         roles.start()
         roles.step(0)
@@ -186,7 +218,8 @@ def resumed_at_the_start(run: RunDir, config: Config) -> Iterator[Roles]:
 
 
 def test_drops_are_told_by_reason(tmp_path, capsys):
-    """The actor goes back to step 0: what its later weights sampled is dropped, and generated again."""
+    """The actor goes back to step 0: what its later weights sampled is dropped, and generated
+    again."""
     run, config = new_run(tmp_path / "run")
     with in_thread(run, config), resumed_at_the_start(run, config) as roles:
         ticket = roles.admit(Version(2, 1))[0]
@@ -196,7 +229,9 @@ def test_drops_are_told_by_reason(tmp_path, capsys):
     assert (found["accepted"], found["trained"], found["in_flight"]) == (8, 4, 0)
 
 
-@pytest.mark.parametrize("command", [["audit"], ["export", "--step", "1", "--output", "rows.jsonl"]])
+@pytest.mark.parametrize(
+    "command", [["audit"], ["export", "--step", "1", "--output", "rows.jsonl"]]
+)
 def test_a_damaged_middle_is_named_with_its_offset(run, command, capsys, monkeypatch):
     monkeypatch.chdir(run.root)
     (path,) = run.journal.iterdir()
@@ -214,7 +249,10 @@ def test_a_damaged_middle_is_named_with_its_offset(run, command, capsys, monkeyp
 def test_records_that_do_not_follow_from_each_other_are_named(run, capsys):
     rewrite(run, lambda records: [r for r in records if r["op"] != "admit"])
     assert call("audit", run.root) == EXIT_CONFIG
-    assert "record " in (error := capsys.readouterr().err) and "(put) cannot follow those before it" in error
+    assert (
+        "record " in (error := capsys.readouterr().err)
+        and "(put) cannot follow those before it" in error
+    )
 
 
 def test_a_finished_run_with_half_a_journal(run, capsys):
@@ -227,7 +265,11 @@ def consumed_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The reference puts once more what it has put."""
     put = of(records, "put", fields=["ref_logprobs"])
     claim = of(records, "claim", number=put["lease"])
-    return [*records, claim | {"number": 99, "key": "x"}, put | {"lease": 99, "key": "y", "shard": {"name": "z"}}]
+    return [
+        *records,
+        claim | {"number": 99, "key": "x"},
+        put | {"lease": 99, "key": "y", "shard": {"name": "z"}},
+    ]
 
 
 def trained_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,7 +280,9 @@ def trained_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def never_consumed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The reference had no part in the last step."""
     put = of(records, "put", fields=["ref_logprobs"])
-    return [r for r in records if r is not put and r is not of(records, "claim", number=put["lease"])]
+    return [
+        r for r in records if r is not put and r is not of(records, "claim", number=put["lease"])
+    ]
 
 
 def accepted_again(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -266,7 +310,9 @@ def test_what_is_not_once_is_wrong(run, change, says, samples, capsys):
     assert "wrong: 0000000" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("old", "new"), [(b'"admitted"', b'"readmitted"'), (b"\n", b"\n{}\n"), (b"{", b"")])
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"admitted"', b'"readmitted"'), (b"\n", b"\n{}\n"), (b"{", b"")]
+)
 def test_events_that_the_journal_does_not_have_are_wrong(run, old, new, capsys):
     run.events.write_bytes(run.events.read_bytes().replace(old, new, 1))
     (problem,) = audited(run, capsys, EXIT_CONFIG)["problems"]
@@ -290,7 +336,12 @@ def test_a_task_that_joined_later_owes_nothing_of_before(tmp_path, capsys):
         roles.generate(Version(2, 1))
         roles.learn(Version(2, 1))
         roles.train(1)
-    assert audited(run, capsys)["consumed_by"] == {"actor": 8, "actor_fwd": 8, "advantages": 8, "reference": 4}
+    assert audited(run, capsys)["consumed_by"] == {
+        "actor": 8,
+        "actor_fwd": 8,
+        "advantages": 8,
+        "reference": 4,
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -315,7 +366,12 @@ def test_random_faults_leave_nothing_wrong(tmp_path, seed):
 def assert_as_accounted(world: World, config: Config, path: Path) -> Audit:
     run = make_run(path)
     dump(config, run.config)
-    rewrite(run, lambda _: [msgpack.unpackb(record, strict_map_key=False) for record in world.service.journal])
+    rewrite(
+        run,
+        lambda _: [
+            msgpack.unpackb(record, strict_map_key=False) for record in world.service.journal
+        ],
+    )
     ledger = Ledger(run)
     found = ledger.judge(ledger.state.progress.trained_steps)
     places = Counter(world.status.values())
@@ -324,11 +380,13 @@ def assert_as_accounted(world: World, config: Config, path: Path) -> Audit:
     # Of what it has retired the queue does not know any more how many rows there were.
     assert found.problems == [] and {**dropped, "retired": 0} == {**counted, "retired": 0}
     assert (found.in_flight, found.trained) == (places["accepted"], places["trained"])
-    assert found.accepted == found.trained + found.in_flight + sum((found.dropped - found.refused).values())
+    assert found.accepted == found.trained + found.in_flight + sum(
+        (found.dropped - found.refused).values()
+    )
     return found
 
 
-# -- export ----------------------------------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
 def exported(run: RunDir, *words: object) -> list[dict[str, Any]]:
@@ -347,10 +405,19 @@ def test_rows_of_a_step_with_all_their_fields(run, capsys):
         "000000003.01.00",
     ]
     row = rows[1]
-    assert (row["step"], row["trained"], row["versions"]) == (1, "i000001-v000001", ["i000001-v000001"])
+    assert (row["step"], row["trained"], row["versions"]) == (
+        1,
+        "i000001-v000001",
+        ["i000001-v000001"],
+    )
     assert (row["token_ids"], row["loss_mask"]) == ([210, 211, 212, 213, 214], [0, 0, 1, 1, 1])
     assert (row["ref_logprobs"], row["advantages"]) == ([-4.0] * 5, [0.0, 0.0, 1.0, 1.0, 1.0])
-    assert (row["prompt_id"], row["finish_reason"], row["spans"], row["reward"]) == ("p2", "stop", [], 1.0)
+    assert (row["prompt_id"], row["finish_reason"], row["spans"], row["reward"]) == (
+        "p2",
+        "stop",
+        [],
+        1.0,
+    )
 
 
 def test_rows_say_what_their_tokens_say(run, capsys):
@@ -362,7 +429,10 @@ def test_rows_say_what_their_tokens_say(run, capsys):
     assert type(row["prompt"]) is type(row["response"]) is str and not capsys.readouterr().err
     kept = export.KeptRows(run)
     kept.spell = str
-    assert (kept.rows(1)[0]["prompt"], kept.rows(1)[0]["response"]) == ("[200, 201]", "[202, 203, 204]")
+    assert (kept.rows(1)[0]["prompt"], kept.rows(1)[0]["response"]) == (
+        "[200, 201]",
+        "[202, 203, 204]",
+    )
 
 
 def test_rows_of_several_steps_also_of_those_not_trained(run):
@@ -424,7 +494,10 @@ def test_wrong_use(words, says, capsys):
 def test_a_damaged_shard_is_named(run, capsys):
     path = max(run.shards.iterdir(), key=lambda path: path.stat().st_size)
     path.write_bytes(path.read_bytes()[:-64])
-    assert call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl") == EXIT_CONFIG
+    assert (
+        call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl")
+        == EXIT_CONFIG
+    )
     assert f"{path}: " in capsys.readouterr().err
 
 
@@ -433,7 +506,10 @@ def test_a_pipe_in_the_place_of_a_shard_is_not_opened(run, capsys):
     path = next(run.shards.iterdir())
     path.unlink()
     os.mkfifo(path)
-    assert call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl") == EXIT_CONFIG
+    assert (
+        call("export", run.root, "--steps", "1-3", "--output", run.root / "rows.jsonl")
+        == EXIT_CONFIG
+    )
     assert f"{path}: [Errno 22] a FIFO, expected a regular file" in capsys.readouterr().err
 
 
@@ -441,13 +517,19 @@ def test_rows_whose_shards_are_gone_are_counted(run, capsys):
     for path in run.shards.glob("rollout-*"):
         path.unlink()
     assert exported(run, "--step", 1) == []
-    assert f"2 prompt groups left out: their shards are not, or no longer, in {run.shards}" in capsys.readouterr().err
+    assert (
+        f"2 prompt groups left out: their shards are not, or no longer, in {run.shards}"
+        in capsys.readouterr().err
+    )
 
 
 def test_parquet_without_its_package_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     output = run.root / "rows.parquet"
-    assert call("export", run.root, "--step", "1", "--format", "parquet", "--output", output) == EXIT_CONFIG
+    assert (
+        call("export", run.root, "--step", "1", "--format", "parquet", "--output", output)
+        == EXIT_CONFIG
+    )
     assert "pip install pyarrow" in capsys.readouterr().err and not output.exists()
 
 
@@ -456,16 +538,26 @@ def test_parquet_has_the_same_rows(run):
     from pyarrow import parquet
 
     output = run.root / "rows.parquet"
-    assert call("export", run.root, "--steps", "1-3", "--format", "parquet", "--output", output) == EXIT_DONE
+    assert (
+        call("export", run.root, "--steps", "1-3", "--format", "parquet", "--output", output)
+        == EXIT_DONE
+    )
     rows = parquet.read_table(output).to_pylist()
     for found, expected in zip(rows, exported(run, "--steps", "1-3"), strict=True):
         assert json.loads(found.pop("spans")) == expected.pop("spans")
-        assert {name: value for name, value in found.items() if value is not None or name == "trained"} == expected
+        assert {
+            name: value for name, value in found.items() if value is not None or name == "trained"
+        } == expected
     assert str(parquet.read_schema(output).field("token_ids").type) == "list<element: int32>"
 
 
 def test_what_the_schema_does_not_know_is_kept(tmp_path):
-    row = {"row_id": "000000000.00.00", "picture": b"ab", "mood": {"a": [1]}, "reward": np.float32(0.5)}
+    row = {
+        "row_id": "000000000.00.00",
+        "picture": b"ab",
+        "mood": {"a": [1]},
+        "reward": np.float32(0.5),
+    }
     export.write_jsonl(tmp_path / "a", [[row]])
     assert json.loads((tmp_path / "a").read_text()) == row | {"picture": "YWI=", "reward": 0.5}
     assert json.loads(export._cell(row, "other")) == {"picture": "YWI=", "mood": {"a": [1]}}

@@ -1,4 +1,5 @@
-"""The controller with real clients: whole steps, notification without polling, requests that are asked twice."""
+"""The controller with real clients: whole steps, notification without polling, requests that are
+asked twice."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transport.wire import pack, unpack
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, Roles, dial, in_thread, make_run, next_payload, rows_of, small
+from tests.queue_helpers import (
+    BUDGET,
+    Roles,
+    dial,
+    in_thread,
+    make_run,
+    next_payload,
+    rows_of,
+    small,
+)
 
 
 @pytest.mark.parametrize(("staleness", "episodes"), [(0, b"\1\1"), (2, b"\3\1")])
@@ -46,7 +56,8 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness, episodes):
 
 
 def test_status_names_the_roles_that_have_worked(tmp_path):
-    """So that a supervisor can tell a first failure of a role from one after work. It survives a restart of the hub."""
+    """So that a supervisor can tell a first failure of a role from one after work. It survives a
+    restart of the hub."""
     run, config = make_run(tmp_path / "run"), small(steps=3)
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
@@ -78,7 +89,8 @@ def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path)
 
 
 def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
-    """No polling quantum: with a controller that would sleep for an hour, the answer still comes at once."""
+    """No polling quantum: with a controller that would sleep for an hour, the answer still comes at
+    once."""
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 300.0
     with in_thread(run, config) as controller, Roles(run, config) as roles:
@@ -101,7 +113,10 @@ def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
     with QueueClient(run, config, "rollout", 1) as client:
         freed: list[str] = []
         client._store = client.connection.shards = SimpleNamespace(
-            holds=lambda: names[len(freed) :], free=freed.extend, settle=lambda _: True, close=lambda: None
+            holds=lambda: names[len(freed) :],
+            free=freed.extend,
+            settle=lambda _: True,
+            close=lambda: None,
         )
         for _ in range(2):
             freed.clear()
@@ -119,7 +134,14 @@ class Wire:
         self.connection = dial(controller.run, controller.endpoint, controller.incarnation)
 
     def ask(self, group: str, number: int, op: str, **args):
-        message = {"id": number, "client": f"{group}-wire", "group": group, "incarnation": 1, "op": op, "args": args}
+        message = {
+            "id": number,
+            "client": f"{group}-wire",
+            "group": group,
+            "incarnation": 1,
+            "op": op,
+            "args": args,
+        }
         self.connection.send(pack({**message, "patience": 5.0}))
         reply = unpack(next_payload(self.connection))
         assert "error" not in reply, reply
@@ -142,8 +164,15 @@ def requests(group_rows: list[dict]):
     assert tickets == [0, 1]
     yield "rollout", "fail", {"ticket": 0, "attempt": 0, "reason": "reward"}
     fields = ["token_ids", "reward"]
-    yield "rollout", "put", {"shard": {"name": "gen"}, "rows": group_rows, "fields": fields, "lease": 0}
-    for task, gives in (("actor_fwd", ["old_logprobs", "old_logprob_version"]), ("reference", ["ref_logprobs"])):
+    yield (
+        "rollout",
+        "put",
+        {"shard": {"name": "gen"}, "rows": group_rows, "fields": fields, "lease": 0},
+    )
+    for task, gives in (
+        ("actor_fwd", ["old_logprobs", "old_logprob_version"]),
+        ("reference", ["ref_logprobs"]),
+    ):
         window = {"task": task, "budget": BUDGET, "boundary": 2}
         claim = yield task, "claim", window
         yield task, "release", {"lease": claim["lease"]}
@@ -151,13 +180,27 @@ def requests(group_rows: list[dict]):
         assert again == {**claim, "lease": claim["lease"] + 1}
         versions = group_rows[0]["versions"] if task == "actor_fwd" else []
         rows = [{**row, "lengths": b"", "versions": versions} for row in group_rows]
-        yield task, "put", {"shard": {"name": task}, "rows": rows, "fields": gives, "lease": again["lease"]}
+        yield (
+            task,
+            "put",
+            {"shard": {"name": task}, "rows": rows, "fields": gives, "lease": again["lease"]},
+        )
     claim = yield "hub", "claim", {"task": "advantages", "budget": BUDGET, "boundary": 2}
-    put = {"shard": {"name": "adv"}, "rows": rows, "fields": ["advantages"], "lease": claim["lease"]}
+    put = {
+        "shard": {"name": "adv"},
+        "rows": rows,
+        "fields": ["advantages"],
+        "lease": claim["lease"],
+    }
     yield "hub", "put", put
     dealt = {"ranks": 2, "max_tokens": 10, "batch": 1}
     claim = yield "actor", "claim", {"task": "actor", "budget": BUDGET, "boundary": 2, **dealt}
-    assert sorted(row for rank in claim["assignment"] for part in rank for row in part) == [0, 1, 2, 3]
+    assert sorted(row for rank in claim["assignment"] for part in rank for row in part) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert [shard["name"] for shard in claim["shards"]] == ["gen", "actor_fwd", "reference", "adv"]
     yield "actor", "publish", {"version": "i000001-v000001", "digest": "d"}
     yield "actor", "trained", {"step": 0, "leases": [claim["lease"]]}
@@ -168,7 +211,12 @@ def requests(group_rows: list[dict]):
 def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
     run, config = make_run(tmp_path / "run"), small()
     rows = [
-        {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [Version(1, 0).encode()]}
+        {
+            "ticket": t,
+            "episodes": b"\1\1",
+            "lengths": packed([5, 5]),
+            "versions": [Version(1, 0).encode()],
+        }
         for t in (0, 1)
     ]
     script = requests(rows)

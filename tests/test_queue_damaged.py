@@ -39,7 +39,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("damage", "reason"), [(cut, DAMAGED), (flip, DAMAGED), (Path.unlink, MISSING)])
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(cut, DAMAGED), (flip, DAMAGED), (Path.unlink, MISSING)]
+)
 def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason, monkeypatch):
     monkeypatch.setattr(claims, "APPEARS_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
@@ -49,7 +51,9 @@ def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason,
         tickets = generated(roles, version)
         damage(newest_shard(run))
         assert not check_claim(roles["reference"], roles["reference"].claim("reference", BUDGET))
-        assert roles["actor"].connection.call("status")["dropped"] == {reason: config.samples_per_prompt}
+        assert roles["actor"].connection.call("status")["dropped"] == {
+            reason: config.samples_per_prompt
+        }
         assert roles.admit(version) == tickets[-1:]
         assert roles["rollout"].generated(rows_of(tickets[-1:], version)) == {}
         roles["rollout"].settle()

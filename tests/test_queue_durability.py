@@ -1,4 +1,5 @@
-"""What accepted means without durability: the journal may be late, and a dead controller has all groups begin again."""
+"""What accepted means without durability: the journal may be late, and a dead controller has all
+groups begin again."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def config():
 
 
 def ask(controller: Controller, number: int, op: str, **args) -> dict:
-    return controller.service.handle(Request(0, number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0))
+    return controller.service.handle(
+        Request(0, number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0)
+    )
 
 
 def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, config, monkeypatch):
@@ -32,7 +35,9 @@ def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, conf
     assert controller._commit() and controller.journal.position.offset > start
     ask(controller, 2, "publish", version="i000001-v000000", digest="d")
     controller.close()
-    assert Controller(run, Plan.of(config), 2).state.weights.published, "who ends in good order leaves nothing out"
+    assert Controller(run, Plan.of(config), 2).state.weights.published, (
+        "who ends in good order leaves nothing out"
+    )
 
 
 def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(tmp_path, config):

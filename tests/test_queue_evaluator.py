@@ -1,4 +1,5 @@
-"""Which engine evaluates: one at a time, and another one when it has left or cannot load what is due."""
+"""Which engine evaluates: one at a time, and another one when it has left or cannot load what is
+due."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_a_hub_that_begins_anew_tells_no_second_engine_to_evaluate(tmp_path: Pat
     run = make_run(tmp_path / "run")
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
-        served = [roles["rollout"].weights.serve(f"rollout/{number}", version, True) for number in (1, 0)]
+        served = [
+            roles["rollout"].weights.serve(f"rollout/{number}", version, True) for number in (1, 0)
+        ]
         assert [one.result() for one in served] == [True, False]
     with in_thread(run, config), Roles(run, config) as roles:
         weights = roles["rollout"].weights
@@ -49,7 +52,9 @@ def test_a_hub_that_begins_anew_tells_no_second_engine_to_evaluate(tmp_path: Pat
         assert waiting.result() is OWED
 
 
-def test_whoever_cannot_load_the_last_version_does_not_keep_others_from_evaluating_it(tmp_path: Path) -> None:
+def test_whoever_cannot_load_the_last_version_does_not_keep_others_from_evaluating_it(
+    tmp_path: Path,
+) -> None:
     config = small(eval_every=1)
     run = make_run(tmp_path / "run")
     with in_thread(run, config), Roles(run, config) as roles:
@@ -62,14 +67,18 @@ def test_whoever_cannot_load_the_last_version_does_not_keep_others_from_evaluati
         assert waiting.result() is OWED
 
 
-def test_engines_that_take_turns_with_the_actor_are_told_to_evaluate_by_what_they_load_alone(tmp_path: Path) -> None:
+def test_engines_that_take_turns_with_the_actor_are_told_to_evaluate_by_what_they_load_alone(
+    tmp_path: Path,
+) -> None:
     """One that waits for news may have made room, whoever was told to evaluate before."""
     config = small(eval_every=1)
     config.colocate, config.rollout.replicas = True, 2
     run = make_run(tmp_path / "run")
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         version, weights = roles.start(), roles["rollout"].weights
-        assert [weights.serve(f"rollout/{number}", version, True).result() for number in (0, 1)] == [True, False]
+        assert [
+            weights.serve(f"rollout/{number}", version, True).result() for number in (0, 1)
+        ] == [True, False]
         hub.service.state.weights.evaluator = ""
         waiting = weights.newer(version, evaluator="rollout/1")
         later = Version(1, 1)

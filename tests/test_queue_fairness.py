@@ -1,7 +1,8 @@
-"""Long answers are trained as often as they are generated: the lengths of both follow one distribution.
+"""Long answers are trained as often as they are generated: the lengths of both follow one
+distribution.
 
-A run in simulated time: engines take tickets as the queue admits them, an answer takes as long as it has tokens, and
-the actor trains a step as soon as the queue gives it all of it.
+A run in simulated time: engines take tickets as the queue admits them, an answer takes as long as
+it has tokens, and the actor trains a step as soon as the queue gives it all of it.
 """
 
 from __future__ import annotations
@@ -31,25 +32,32 @@ SIGNIFICANCE = 1e-2
 
 
 def lengths_of(seed: int, answers: int = GROUPS * STEPS) -> list[int]:
-    """Tokens of the answer to every ticket, log-normal: one in a hundred has ten times the median."""
+    """Tokens of the answer to every ticket, log-normal: one in a hundred has ten times the
+    median."""
     return np.ceil(np.random.default_rng(seed).lognormal(6.0, 1.0, answers)).astype(int).tolist()
 
 
 def distance(some: Sequence[int], others: Sequence[int]) -> float:
-    """The two-sample Kolmogorov-Smirnov statistic: the largest gap between the two empirical distributions."""
+    """The two-sample Kolmogorov-Smirnov statistic: the largest gap between the two empirical
+    distributions."""
     at = np.union1d(some, others)
-    shares = [np.searchsorted(np.sort(sample), at, side="right") / len(sample) for sample in (some, others)]
+    shares = [
+        np.searchsorted(np.sort(sample), at, side="right") / len(sample)
+        for sample in (some, others)
+    ]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
 def alike(some: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether both may be of one distribution, by the asymptotic critical value (Smirnov 1948) at `SIGNIFICANCE`."""
+    """Whether both may be of one distribution, by the asymptotic critical value (Smirnov 1948) at
+    `SIGNIFICANCE`."""
     sizes = (len(some) + len(others)) / (len(some) * len(others))
     return distance(some, others) < math.sqrt(-math.log(SIGNIFICANCE / 2) / 2 * sizes)
 
 
 class Simulation:
-    """Two engines and an actor; `generated` and `trained` are tickets, in the order in which that began or was done."""
+    """Two engines and an actor; `generated` and `trained` are tickets, in the order in which that
+    began or was done."""
 
     def __init__(self, staleness: int, seed: int) -> None:
         config = small(GROUPS, 2, STEPS, staleness)
@@ -78,7 +86,7 @@ class Simulation:
             self.now, _, act = heappop(self.ahead)
             act()
 
-    # -- engines -----------------------------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     def serve(self, name: str) -> None:
         self.ask(name, "serve", reader=name, version=str(self.newest))
@@ -87,7 +95,11 @@ class Simulation:
     def fill(self) -> None:
         """Every engine begins as many answers as it may and can."""
         for name, flight in self.flight.items():
-            answer = self.ask(name, "admit", reader=name, count=SLOTS - len(flight)) if len(flight) < SLOTS else None
+            answer = (
+                self.ask(name, "admit", reader=name, count=SLOTS - len(flight))
+                if len(flight) < SLOTS
+                else None
+            )
             for ticket in (answer or {}).get("tickets", []):
                 flight.add(ticket)
                 self.generated.append(ticket)
@@ -95,14 +107,25 @@ class Simulation:
 
     def end_of(self, name: str, ticket: int) -> Callable[[], None]:
         began, incarnation = self.newest, self.incarnations[name]
-        return lambda: self.put(name, ticket, began) if self.incarnations[name] == incarnation else None
+        return lambda: (
+            self.put(name, ticket, began) if self.incarnations[name] == incarnation else None
+        )
 
     def put(self, name: str, ticket: int, began: Version) -> None:
         """The answer is there; weights may have changed under way."""
         self.flight[name].discard(ticket)
         codes = sorted({began.encode(), self.newest.encode()})
-        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([self.lengths[ticket]] * 2), "versions": codes}
-        put = {"shard": {"name": f"{name}-{next(self.keys)}"}, "rows": [row], "fields": list(GENERATED)}
+        row = {
+            "ticket": ticket,
+            "episodes": b"\1\1",
+            "lengths": packed([self.lengths[ticket]] * 2),
+            "versions": codes,
+        }
+        put = {
+            "shard": {"name": f"{name}-{next(self.keys)}"},
+            "rows": [row],
+            "fields": list(GENERATED),
+        }
         assert self.ask(name, "put", **put) == {"refused": {}}
         self.fill()
         self.claim()
@@ -110,16 +133,31 @@ class Simulation:
     def kill(self, name: str) -> None:
         """What it was at is begun again by another one; a fresh one takes its place."""
         self.service.ask(
-            "supervisor", 1, f"k{next(self.keys)}", "down", group=name, incarnation=self.incarnations[name]
+            "supervisor",
+            1,
+            f"k{next(self.keys)}",
+            "down",
+            group=name,
+            incarnation=self.incarnations[name],
         )
         self.incarnations[name], self.flight[name] = self.incarnations[name] + 1, set()
         self.serve(name)
 
-    # -- actor -------------------------------------------------------------------------------------------------
+    # -- actor -------------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        window = {"task": "actor", "budget": BUDGET, "boundary": GROUPS, "ranks": 2, "max_tokens": 4096}
-        if not self.training and (claim := self.ask("actor", "claim", **window)) and "tickets" in claim:
+        window = {
+            "task": "actor",
+            "budget": BUDGET,
+            "boundary": GROUPS,
+            "ranks": 2,
+            "max_tokens": 4096,
+        }
+        if (
+            not self.training
+            and (claim := self.ask("actor", "claim", **window))
+            and "tickets" in claim
+        ):
             self.training = True
             self.after(TRAINING, lambda: self.end_step(claim))
 
@@ -140,9 +178,12 @@ class Simulation:
 
 
 def first_come_first_trained(lengths: Sequence[int], begun: int) -> tuple[list[int], list[int]]:
-    """Of every ``begun`` answers the first to end make a step, and the rest is dropped: lengths trained, generated."""
+    """Of every ``begun`` answers the first to end make a step, and the rest is dropped: lengths
+    trained, generated."""
     starts = range(0, len(lengths) - begun + 1, begun)
-    trained = [tokens for start in starts for tokens in sorted(lengths[start : start + begun])[:GROUPS]]
+    trained = [
+        tokens for start in starts for tokens in sorted(lengths[start : start + begun])[:GROUPS]
+    ]
     return trained, list(lengths[: len(starts) * begun])
 
 
@@ -153,13 +194,22 @@ def test_trained_lengths_are_those_that_were_generated(staleness: int, deaths: i
     for number in range(deaths):
         it.after(700.0 + 2900.0 * number, lambda name=ENGINES[number % 2]: it.kill(name))
     it.until(STEPS // 2)
-    assert staleness or it.trained == list(range(GROUPS * STEPS // 2)), "each ticket in its step, however long it took"
-    assert alike([it.lengths[ticket] for ticket in it.trained], it.lengths[: GROUPS * STEPS // 2]), "the same tickets"
+    assert staleness or it.trained == list(range(GROUPS * STEPS // 2)), (
+        "each ticket in its step, however long it took"
+    )
+    assert alike(
+        [it.lengths[ticket] for ticket in it.trained], it.lengths[: GROUPS * STEPS // 2]
+    ), "the same tickets"
     assert len(it.generated) > len(it.trained) or not staleness, "more is under way"
-    assert alike([it.lengths[ticket] for ticket in it.trained], [it.lengths[ticket] for ticket in it.generated])
+    assert alike(
+        [it.lengths[ticket] for ticket in it.trained],
+        [it.lengths[ticket] for ticket in it.generated],
+    )
     it.until(STEPS)
     assert sorted(it.trained) == list(range(GROUPS * STEPS)) and not it.service.state.counts.dropped
-    assert (it.trained == sorted(it.trained)) == (staleness == 0), "above, nobody waits for a long one before its time"
+    assert (it.trained == sorted(it.trained)) == (staleness == 0), (
+        "above, nobody waits for a long one before its time"
+    )
     assert alike([it.lengths[ticket] for ticket in it.trained], lengths_of(seed=99, answers=5000))
     assert len(it.generated) == len(it.trained) or deaths
 

@@ -1,4 +1,5 @@
-"""What dies, lies or comes too late: controllers killed for real, torn and corrupted journals, fences, bad frames."""
+"""What dies, lies or comes too late: controllers killed for real, torn and corrupted journals,
+fences, bad frames."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from concurrent.futures import wait
 
 import pytest
 
-from relax_hpc.errors import ConfigError, DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
+from relax_hpc.errors import (
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    RefusedError,
+    RelaxError,
+    StoppedError,
+)
 from relax_hpc.protocol import PROTOCOL
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.transfer_queue.client import QueueClient, connection
@@ -34,7 +42,8 @@ from tests.queue_helpers import (
 
 
 def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
-    """Killed with a step half done and requests waiting; the successor answers them and the run trains on."""
+    """Killed with a step half done and requests waiting; the successor answers them and the run
+    trains on."""
     run, config = make_run(tmp_path / "run"), small()
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
@@ -43,7 +52,9 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
             waiting = roles["actor"].claim_later("actor", BUDGET)
             roles["actor"].connection.call("status")
             hub.kill()
-            lost = roles["rollout"].connection.submit("note", what="engine_fault", name="x", reason="y")
+            lost = roles["rollout"].connection.submit(
+                "note", what="engine_fault", name="x", reason="y"
+            )
         with HubProcess(run) as hub:
             assert hub.incarnation == 2
             roles.learn(Version(1, 0))
@@ -58,11 +69,14 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
 def test_a_hub_of_another_protocol_is_refused_by_name(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     run.rendezvous("hub").mkdir(parents=True)
-    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], "tcp://127.0.0.1:9", PROTOCOL + 1))
+    publish_card(
+        run, Card("hub", claim_incarnation(run, "hub"), [], "tcp://127.0.0.1:9", PROTOCOL + 1)
+    )
     with QueueClient(run, config, "actor", 1) as client:
         for _ in range(2):
             with pytest.raises(
-                ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 1 speaks {PROTOCOL + 1}"
+                ConfigError,
+                match=f"this code speaks {PROTOCOL}, hub incarnation 1 speaks {PROTOCOL + 1}",
             ):
                 client.connection.call("status")
 
@@ -143,7 +157,9 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     first = Journal(tmp_path, 1)
     first.append({"op": "seal", "lengths": {}})
     first.close()
-    with pytest.raises(JournalError, match=r"inc-000001.journal: format 1, this program reads 3; finish the run"):
+    with pytest.raises(
+        JournalError, match=r"inc-000001.journal: format 1, this program reads 3; finish the run"
+    ):
         journal(tmp_path, 2)
 
 
@@ -164,7 +180,11 @@ def test_a_replay_goes_on_from_any_position_that_the_journal_covers(tmp_path):
         last.close()
         last.path.unlink()
     made = Journal(tmp_path, 9)
-    beyond = [Position(3, positions[-1].offset + 1), Position(2, positions[6].offset + 1), Position(4, 0)]
+    beyond = [
+        Position(3, positions[-1].offset + 1),
+        Position(2, positions[6].offset + 1),
+        Position(4, 0),
+    ]
     assert not any(map(made.covers, beyond))
     made.close()
 
@@ -179,13 +199,20 @@ def test_zeros_that_a_power_loss_left_at_the_end_are_cut_off(tmp_path):
 
 
 def test_a_group_of_records_is_on_disk_before_any_is_answered(tmp_path, monkeypatch):
-    """One sync for all of them, a sync of what predecessors wrote, and none where durability is not asked for."""
+    """One sync for all of them, a sync of what predecessors wrote, and none where durability is not
+    asked for."""
     calls = []
     monkeypatch.setattr(os, "fdatasync", lambda _: calls.append("records"))
     monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
-    for durable, sealing in ((True, ["fsync", "records"]), (False, []), (True, ["fsync", "fsync", "fsync", "records"])):
+    for durable, sealing in (
+        (True, ["fsync", "records"]),
+        (False, []),
+        (True, ["fsync", "fsync", "fsync", "records"]),
+    ):
         made = Journal(tmp_path, 1 + len(list(tmp_path.iterdir())), durable)
-        assert list(made.replay()) == [] and calls == sealing, "the folder, the predecessors, the seal"
+        assert list(made.replay()) == [] and calls == sealing, (
+            "the folder, the predecessors, the seal"
+        )
         calls.clear()
         for _ in range(3):
             made.append({"op": "seal", "lengths": {}})
@@ -264,9 +291,23 @@ def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
 
 def test_what_is_no_request_ends_its_connection_and_changes_nothing(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
-    good = {"id": 1, "client": "c", "group": "actor", "incarnation": 9, "op": "beat", "args": {}, "patience": 1.0}
+    good = {
+        "id": 1,
+        "client": "c",
+        "group": "actor",
+        "incarnation": 9,
+        "op": "beat",
+        "args": {},
+        "patience": 1.0,
+    }
     odd = [{"incarnation": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
-    payloads = [b"x" * 100, b"\x01", pack({}), pack(good)[:-1], *(pack(good | change) for change in odd)]
+    payloads = [
+        b"x" * 100,
+        b"\x01",
+        pack({}),
+        pack(good)[:-1],
+        *(pack(good | change) for change in odd),
+    ]
     with in_thread(run, config) as controller, Roles(run, config) as roles:
         roles.start()
         for number, payload in enumerate(payloads, 1):
@@ -308,11 +349,16 @@ def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
 def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "actor", 1) as alone:
-        with pytest.raises(DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/inc-000001"):
+        with pytest.raises(
+            DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/inc-000001"
+        ):
             alone.connection.call("status", timeout=0.1)
     with in_thread(run, config), Roles(run, config) as roles:
         started = time.monotonic()
-        said = r"claim actor: nothing came for 0\.\d s \(waits for rows of rollout\); .*open the logs .*logs"
+        said = (
+            r"claim actor: nothing came for 0\.\d s \(waits for rows of rollout\); .*open the "
+            r"logs .*logs"
+        )
         with pytest.raises(DeadlineError, match=said):
             roles["actor"].connection.call("claim", timeout=0.2, task="actor", budget=1, boundary=2)
         assert 0.15 < time.monotonic() - started < 1.2
@@ -332,14 +378,17 @@ def test_a_closed_client_leaves_nobody_waiting(tmp_path):
 def test_a_waiter_that_goes_away_does_not_break_the_connection(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as client:
-        assert not client.connection.submit("claim", task="actor", budget=1, boundary=2, timeout=0.1).cancel()
+        assert not client.connection.submit(
+            "claim", task="actor", budget=1, boundary=2, timeout=0.1
+        ).cancel()
         assert not client.claim_later("actor", 1).cancel()
         time.monotonic()
         assert client.connection.call("status")["trained_steps"] == 0
 
 
 def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
-    """The rollout's group is renamed with tickets in generation, the reference is dropped while it holds a claim."""
+    """The rollout's group is renamed with tickets in generation, the reference is dropped while it
+    holds a claim."""
     run, config = make_run(tmp_path / "run"), small(staleness=1)
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
@@ -352,7 +401,9 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
     del groups["reference"]
     groups["engines"] = groups.pop("rollout")
     with in_thread(run, config) as controller, Roles(run, config, 2) as roles:
-        assert controller.state.weights.readers == {} and list(controller.state.tickets.reissued) == [2, 3]
+        assert controller.state.weights.readers == {} and list(
+            controller.state.tickets.reissued
+        ) == [2, 3]
         assert not controller.state.leases
         with (
             QueueClient(run, config, "rollout", 1) as former,
@@ -373,7 +424,11 @@ def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):
             supervisor.connection.call("down", group="reference", incarnation=1)
     (kept,) = run.shards.iterdir()
     over = ["reference-i000001-7-ab-000001.shard", ".reference-i000001-7-ab-000001.shard.7"]
-    living = ["reference-i000002-8-ab-000001.shard", "rollout-i000001-9-ab-000009.shard", "unrelated"]
+    living = [
+        "reference-i000002-8-ab-000001.shard",
+        "rollout-i000001-9-ab-000009.shard",
+        "unrelated",
+    ]
     for name in over + living:
         (run.shards / name).touch()
     Controller(run, Plan.of(config), claim_incarnation(run, "hub")).close()
@@ -387,7 +442,10 @@ def test_rows_that_are_not_as_the_schema_says_are_refused_by_field(tmp_path):
         rows = rows_of(roles.admit(version), version)
         bad = {"reward": float("nan"), "token_ids": [1, 2], "prompt_len": 1 << 40}
         bad |= {"loss_mask": rows[0]["loss_mask"][1:]}
-        bad |= {"rollout_logprobs": rows[0]["rollout_logprobs"].astype("float64"), "finish_reason": None}
+        bad |= {
+            "rollout_logprobs": rows[0]["rollout_logprobs"].astype("float64"),
+            "finish_reason": None,
+        }
         for name, value in bad.items():
             with pytest.raises(RefusedError, match=f"put: {name}: "):
                 roles["rollout"].generated([{**rows[0], name: value}, *rows[1:]])

@@ -1,4 +1,5 @@
-"""Rows that stay are gathered into one HDF5 file a step, and whatever is killed meanwhile, none of them is lost."""
+"""Rows that stay are gathered into one HDF5 file a step, and whatever is killed meanwhile, none of
+them is lost."""
 
 from __future__ import annotations
 
@@ -66,10 +67,12 @@ def hub(path: Path, incarnation: int, config: Config, point: str) -> None:
 
 
 def trained(run: RunDir, config: Config, point: str = "") -> dict[str, dict[str, Any]]:
-    """Train with a checkpoint behind the last step but one; the rows of each step. The hub has ended at the point, or
-    is ended when there is nothing left to gather."""
+    """Train with a checkpoint behind the last step but one; the rows of each step. The hub has
+    ended at the point, or is ended when there is nothing left to gather."""
     incarnation = claim_incarnation(run, "hub")
-    process = multiprocessing.get_context("fork").Process(target=hub, args=(run.root, incarnation, config, point))
+    process = multiprocessing.get_context("fork").Process(
+        target=hub, args=(run.root, incarnation, config, point)
+    )
     process.start()
     try:
         with Roles(run, config, episodes=EPISODES) as roles:
@@ -80,7 +83,11 @@ def trained(run: RunDir, config: Config, point: str = "") -> dict[str, dict[str,
                 process.join(WAIT_S)
                 assert process.exitcode == -signal.SIGKILL
             else:
-                wait_for(lambda: len(files_of_steps(run)) == KEPT and not list(run.shards.glob("*.shard")))
+                wait_for(
+                    lambda: (
+                        len(files_of_steps(run)) == KEPT and not list(run.shards.glob("*.shard"))
+                    )
+                )
     finally:
         process.kill()
         process.join()
@@ -105,14 +112,18 @@ def new_run(path: Path) -> tuple[RunDir, Config]:
 
 
 def check_kept(run: RunDir, rows: dict[str, dict[str, Any]]) -> None:
-    """Every row of the steps that are kept is there as it was trained on, whatever kind of file it lies in."""
+    """Every row of the steps that are kept is there as it was trained on, whatever kind of file it
+    lies in."""
     kept = KeptRows(run)
     assert kept.steps() == list(range(STEPS - 1 - KEPT, STEPS - 1))
     found = {row["row_id"]: row for step in kept.steps() for row in kept.rows(step)}
     assert len(found) == KEPT * 2 * sum(EPISODES) and not kept.absent
     for name, row in found.items():
         for field, value in rows[name].items():
-            assert np.array_equal(row[field], value) and type(row[field]) is type(value), (name, field)
+            assert np.array_equal(row[field], value) and type(row[field]) is type(value), (
+                name,
+                field,
+            )
 
 
 def test_steps_that_stay_become_a_file_each_that_h5py_reads(tmp_path: Path) -> None:
@@ -129,12 +140,16 @@ def test_steps_that_stay_become_a_file_each_that_h5py_reads(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name])
-def test_a_controller_that_is_killed_while_it_gathers_loses_nothing(tmp_path: Path, point: str) -> None:
+def test_a_controller_that_is_killed_while_it_gathers_loses_nothing(
+    tmp_path: Path, point: str
+) -> None:
     run, config = new_run(tmp_path / "run")
     rows = trained(run, config, point)
     with in_thread(run, config) as found:
         needed = set(found.state.shards.numbers)
-        assert {path.name for path in run.shards.iterdir()} == needed, "no file is missing, and none is left behind"
+        assert {path.name for path in run.shards.iterdir()} == needed, (
+            "no file is missing, and none is left behind"
+        )
     check_kept(run, rows)
     assert audit(run, steps=STEPS - 1).problems == []
 
@@ -147,11 +162,16 @@ def test_rows_are_trained_on_again_from_the_file_of_their_step(tmp_path: Path) -
         claim = roles["actor"].claim("actor", BUDGET)
         assert claim and [shard["name"] for shard in claim.shards] == [files_of_steps(run)[-1].name]
         for row in roles["actor"].rows(claim):
-            assert all(np.array_equal(value, rows[row["row_id"]][field]) for field, value in row.items())
+            assert all(
+                np.array_equal(value, rows[row["row_id"]][field]) for field, value in row.items()
+            )
 
 
-def test_a_step_that_cannot_be_gathered_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that is killed, a damaged shard, and a disk that is full for a while: the run goes on."""
+def test_a_step_that_cannot_be_gathered_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that is killed, a damaged shard, and a disk that is full for a while: the run goes
+    on."""
     run, config = new_run(tmp_path / "run")
     with in_thread(run, config) as found, Roles(run, config) as roles:
         roles.start()

@@ -1,4 +1,5 @@
-"""Hostile and corrupted messages, shards and journals: the controller lives, and what others have put is there."""
+"""Hostile and corrupted messages, shards and journals: the controller lives, and what others have
+put is there."""
 
 from __future__ import annotations
 
@@ -37,9 +38,19 @@ from tests.queue_world import World, contents
 
 ORIGIN = {"group": "rollout", "incarnation": 1}
 MARK = "@@ deep @@"
-OUTSIDE = ["../../token", "/etc/passwd", "a/../../b", "..", ".hidden", "a\0b", "", "x" * (MAX_NAME_BYTES + 1)]
+OUTSIDE = [
+    "../../token",
+    "/etc/passwd",
+    "a/../../b",
+    "..",
+    ".hidden",
+    "a\0b",
+    "",
+    "x" * (MAX_NAME_BYTES + 1),
+]
 OF_OTHERS = ("down", "resume", "trained", "checkpoint", "publish", "evaluated", "serve")
-"""Who holds the run's token may ask for these in the name of others; the rest harms nobody but who asks."""
+"""Who holds the run's token may ask for these in the name of others; the rest harms nobody but who
+asks."""
 
 
 def deep(levels: int) -> bytes:
@@ -62,15 +73,21 @@ def payload_of(op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
     return payload.replace(msgpack.packb(MARK), deep(levels)) if levels else payload
 
 
-# -- messages, to a service without sockets ----------------------------------------------------------------------------
+# -- messages, to a service without sockets --------------------------------------------------------
 
-whole = st.sampled_from([0, 1, 2, 7, -1, 1 << 31, (1 << 53) - 1, -(1 << 53) + 1, 1 << 53, (1 << 64) - 1, -(1 << 63)])
-text = st.sampled_from(["", "r", "token_ids", "reward", "\0", "é" * 3000, "i000001-v000000", *OUTSIDE]) | st.text(
-    max_size=5
+whole = st.sampled_from(
+    [0, 1, 2, 7, -1, 1 << 31, (1 << 53) - 1, -(1 << 53) + 1, 1 << 53, (1 << 64) - 1, -(1 << 63)]
 )
-leaves = st.none() | st.booleans() | whole | st.floats() | text | st.binary(max_size=5) | st.just(MARK)
+text = st.sampled_from(
+    ["", "r", "token_ids", "reward", "\0", "é" * 3000, "i000001-v000000", *OUTSIDE]
+) | st.text(max_size=5)
+leaves = (
+    st.none() | st.booleans() | whole | st.floats() | text | st.binary(max_size=5) | st.just(MARK)
+)
 anything = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text | whole, inner, max_size=3), max_leaves=8
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text | whole, inner, max_size=3),
+    max_leaves=8,
 )
 row = st.fixed_dictionaries(
     {
@@ -80,7 +97,9 @@ row = st.fixed_dictionaries(
         "versions": st.lists(whole, max_size=3),
     }
 )
-shard = st.fixed_dictionaries({"name": text}, optional={"bytes": whole | anything, "planes": anything})
+shard = st.fixed_dictionaries(
+    {"name": text}, optional={"bytes": whole | anything, "planes": anything}
+)
 GOOD: dict[str, st.SearchStrategy] = {
     "int": whole,
     "bool": st.booleans(),
@@ -107,7 +126,10 @@ def requests(draw: Callable, ops: list[str]) -> bytes:
         args |= draw(st.dictionaries(text, anything, max_size=2))
     levels = draw(st.sampled_from([1, 7, 400, 505, 511, 900, 5000]))
     over = draw(
-        st.just({}) | st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "incarnation", "patience", "op"), leaves))
+        st.just({})
+        | st.fixed_dictionaries(
+            {}, optional=dict.fromkeys(("id", "incarnation", "patience", "op"), leaves)
+        )
     )
     return payload_of(op, args, levels, **over)
 
@@ -133,11 +155,20 @@ def world() -> World:
 
 def end_stranger(it: World) -> None:
     """Its supervisor has noticed."""
-    for incarnation in (1, *(e for group, e in it.service.state.members.incarnations.items() if group == "stranger")):
-        it.service.ask("supervisor", 1, f"end{incarnation}", "down", group="stranger", incarnation=incarnation)
+    for incarnation in (
+        1,
+        *(e for group, e in it.service.state.members.incarnations.items() if group == "stranger"),
+    ):
+        it.service.ask(
+            "supervisor", 1, f"end{incarnation}", "down", group="stranger", incarnation=incarnation
+        )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(data=st.data())
 def test_a_run_goes_to_its_end_whatever_a_stranger_sends(data):
     it = world()
@@ -151,7 +182,11 @@ def test_a_run_goes_to_its_end_whatever_a_stranger_sends(data):
     it.go_to_the_end()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(data=st.data())
 def test_nothing_that_is_asked_for_breaks_the_controller_or_its_journal(data):
     it = world()
@@ -172,7 +207,11 @@ def test_deeply_nested_values_are_refused(op, levels):
     it = world()
     before = len(it.service.journal)
     args = {
-        "put": {"shard": {"name": "s", "planes": MARK}, "rows": [], "fields": ["token_ids", "reward"]},
+        "put": {
+            "shard": {"name": "s", "planes": MARK},
+            "rows": [],
+            "fields": ["token_ids", "reward"],
+        },
         "beat": {"member": "m", "more": MARK},
     }
     ask(it, payload_of(op, args.get(op, {"step": MARK, "task": MARK, "what": MARK}), levels))
@@ -196,7 +235,7 @@ def test_no_name_leads_out_of_the_run(name, tmp_path):
         check_name(name)
 
 
-# -- a controller in a process of its own ------------------------------------------------------------------------------
+# -- a controller in a process of its own ----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +250,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Roles, Hu
 
 def odd_payloads() -> list[bytes]:
     """What has been trouble somewhere, from who holds the token."""
-    descriptor = {"name": "x-i000001-1.h5", "bytes": (1 << 64) - 1, "planes": {"shm": [], "tcp": "x"}}
+    descriptor = {
+        "name": "x-i000001-1.h5",
+        "bytes": (1 << 64) - 1,
+        "planes": {"shm": [], "tcp": "x"},
+    }
     put = {"shard": descriptor, "rows": [], "fields": ["token_ids", "reward"]}
     long = {"names": ["stranger-i000001-" + "x" * 4000]}
     return [
@@ -220,9 +263,15 @@ def odd_payloads() -> list[bytes]:
         b"\xdd\xff\xff\xff\xff" + bytes(100),
         payload_of("saved", long),
         payload_of("saved", {"names": ["../../token"]}),
-        *(payload_of("put", {**put, "shard": {**descriptor, "planes": MARK}}, levels) for levels in (400, 505, 900)),
+        *(
+            payload_of("put", {**put, "shard": {**descriptor, "planes": MARK}}, levels)
+            for levels in (400, 505, 900)
+        ),
         *(payload_of("beat", {"member": "m", "more": MARK}, levels) for levels in (400, 505, 900)),
-        *(payload_of("put", {**put, "shard": {**descriptor, "name": f"s{n}"}}, id=n) for n in range(3)),
+        *(
+            payload_of("put", {**put, "shard": {**descriptor, "name": f"s{n}"}}, id=n)
+            for n in range(3)
+        ),
         payload_of("resume", {"step": MARK}, 990),
         payload_of("status", {}),
         bytes(MAX_MESSAGE_BYTES + 1),
@@ -238,7 +287,15 @@ def test_a_real_controller_outlives_them_all(served):
     assert roles["rollout"].generated(rows_of(tickets, version)) == {}
     sockets = []
     endless, cut = struct.pack("<I", (1 << 32) - 1), struct.pack("<I", 1000) + b"x"
-    for raw in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), endless, cut, cut[:3], struct.pack("<I", 0) * 99):
+    for raw in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4096),
+        endless,
+        cut,
+        cut[:3],
+        struct.pack("<I", 0) * 99,
+    ):
         sockets.append(socket.create_connection((host, int(port)), 10.0))
         sockets[-1].sendall(raw)
     for payload in odd_payloads():
@@ -250,39 +307,59 @@ def test_a_real_controller_outlives_them_all(served):
     roles.learn(version)
     rows = roles.train(step)
     assert [row["row_id"] for row in rows] == [row["row_id"] for row in rows_of(tickets, version)]
-    assert hub.process.poll() is None and roles["actor"].connection.call("status")["refused_connections"] >= 5
+    assert (
+        hub.process.poll() is None
+        and roles["actor"].connection.call("status")["refused_connections"] >= 5
+    )
     for one in sockets:
         one.close()
     assert run.token_file.exists()
 
 
-@settings(max_examples=effort(15, 3000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=effort(15, 3000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(frames=st.lists(st.binary(max_size=300), max_size=5), proven=st.booleans())
 def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
     roles, hub, endpoint = served
     host, port = endpoint.removeprefix("tcp://").split(":")
     connection = dial(roles["actor"].run, endpoint, hub.incarnation) if proven else None
-    with connection.socket if connection else socket.create_connection((host, int(port)), 10.0) as made:
+    with (
+        connection.socket
+        if connection
+        else socket.create_connection((host, int(port)), 10.0) as made
+    ):
         with contextlib.suppress(OSError):
             for frame in frames:
                 connection.send(frame) if connection else made.sendall(framed(frame))
-        assert roles["actor"].connection.call("status")["trained_steps"] <= 1 and hub.process.poll() is None
+        assert (
+            roles["actor"].connection.call("status")["trained_steps"] <= 1
+            and hub.process.poll() is None
+        )
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_shard_in_the_place_of_another_is_noticed(tmp_path):
     version, folder = Version(1, 0), tmp_path
     files = ShardFiles(folder)
-    shards = [files.write(f"{t}.h5", pack(rows_of([t], version), GENERATED, ORIGIN)) for t in (0, 1)]
+    shards = [
+        files.write(f"{t}.h5", pack(rows_of([t], version), GENERATED, ORIGIN)) for t in (0, 1)
+    ]
     (folder / "1.h5").replace(folder / "0.h5")
     claim = Claim(1, 0, (0,), ({**shards[0], "tickets": [0]},), 0, episodes=(b"\1\1",))
-    with pytest.raises(ShardError, match=r"0.h5: has no row 000000000.00.00; another file has its name"):
+    with pytest.raises(
+        ShardError, match=r"0.h5: has no row 000000000.00.00; another file has its name"
+    ):
         read_rows(ShardReader(files), claim)
 
 
-@pytest.mark.parametrize("planes", [None, [], "x", {"shm": None, "tcp": 7}, {"shm": {}, "tcp": {"host": "h"}}])
+@pytest.mark.parametrize(
+    "planes", [None, [], "x", {"shm": None, "tcp": 7}, {"shm": {}, "tcp": {"host": "h"}}]
+)
 def test_a_descriptor_of_anything_leaves_the_file(tmp_path, planes):
     files = ShardFiles(tmp_path)
     shard = files.write("a.h5", pack(rows_of([3], Version(1, 0)), GENERATED, ORIGIN))
@@ -291,7 +368,9 @@ def test_a_descriptor_of_anything_leaves_the_file(tmp_path, planes):
 
 
 @pytest.fixture(scope="module")
-def journal_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int], list[dict[str, Any]]]:
+def journal_bytes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[bytes, list[int], list[dict[str, Any]]]:
     """A journal, where its records end, and what they are."""
     made = Journal(tmp_path_factory.mktemp("journal"), 1, durable=False)
     records, ends = list(made.replay()), []
@@ -323,7 +402,11 @@ def test_a_damaged_journal_is_cut_at_its_end_or_refused(tmp_path, journal_bytes,
     """What is replayed is the beginning of what was written, whole, and nothing else."""
     whole, ends, records = journal_bytes
     at = data.draw(st.integers(0, len(whole) - 1))
-    content = whole[:at] + junk if cut else whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] + junk
+    content = (
+        whole[:at] + junk
+        if cut
+        else whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] + junk
+    )
     try:
         found, torn = replayed(tmp_path, content)
     except JournalError as error:
@@ -332,7 +415,9 @@ def test_a_damaged_journal_is_cut_at_its_end_or_refused(tmp_path, journal_bytes,
         return
     good = sum(end <= at for end in ends) - 1
     assert found == records[: max(0, good)] if not junk else found == records[: len(found)]
-    assert torn == len(content) - ([0, *ends][len(found) + 1] if content[: ends[0]] == whole[: ends[0]] else 0)
+    assert torn == len(content) - (
+        [0, *ends][len(found) + 1] if content[: ends[0]] == whole[: ends[0]] else 0
+    )
 
 
 def test_a_controller_that_finds_a_damaged_journal_says_where(tmp_path):

@@ -1,4 +1,5 @@
-"""Bounds of what the queue holds: whatever they are, a run goes on, and who waits for them is seen to."""
+"""Bounds of what the queue holds: whatever they are, a run goes on, and who waits for them is seen
+to."""
 
 from __future__ import annotations
 
@@ -67,12 +68,18 @@ def test_bytes_count_while_their_rows_wait_for_training():
         } | state.segments.shards().keys()
         assert state.shards.untrained_bytes == sum(state.shards[n].bytes for n in lie)
         held.append(state.shards.untrained_bytes)
-    assert max(held) > 0 and held[-1] == 0 and it.service.state.shards, "trained rows are kept, and are no burden"
+    assert max(held) > 0 and held[-1] == 0 and it.service.state.shards, (
+        "trained rows are kept, and are no burden"
+    )
 
 
 @pytest.mark.parametrize(
     ("held", "allowed", "text"),
-    [(10, 999, "10.0 of 999.0 bytes"), (512, 1024, "0.5 of 1.0 KiB"), (4 << 30, 4 << 30, "4.0 of 4.0 GiB")],
+    [
+        (10, 999, "10.0 of 999.0 bytes"),
+        (512, 1024, "0.5 of 1.0 KiB"),
+        (4 << 30, 4 << 30, "4.0 of 4.0 GiB"),
+    ],
 )
 def test_amounts_are_told_in_the_unit_of_the_bound(held, allowed, text):
     assert amounts(held, allowed) == text
@@ -90,10 +97,14 @@ def test_status_says_why_nothing_is_generated(tmp_path):
         roles["rollout"].generated(rows_of(tickets, version))
         assert hub.state.shards.untrained_bytes >= 1 << 10
         full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
-        assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shards.untrained_bytes, 1 << 10)}")
+        assert roles.waits(
+            f"rollout: admit: the queue holds {amounts(hub.state.shards.untrained_bytes, 1 << 10)}"
+        )
         roles.learn(version)
         roles.train(0)
-        assert full.result(timeout=60)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"
+        assert full.result(timeout=60)["tickets"] == [2, 3], (
+            "there is room, and version 0 may begin step 1"
+        )
         stale = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         roles["rollout"].generated(rows_of([2, 3], version))
         assert roles.waits("rollout: admit: waits for version 1, newest is 1")

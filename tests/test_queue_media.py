@@ -1,4 +1,5 @@
-"""Media through the queue's processes: stored once, counted on both ends, removed when no row needs them any more."""
+"""Media through the queue's processes: stored once, counted on both ends, removed when no row needs
+them any more."""
 
 from __future__ import annotations
 
@@ -24,7 +25,17 @@ from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media, id_of
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
+from tests.queue_helpers import (
+    BUDGET,
+    GIVES,
+    HubProcess,
+    Roles,
+    in_thread,
+    learned,
+    make_run,
+    rows_of,
+    small,
+)
 from tests.queue_world import InMemory, contents, refused_kind
 
 PADS = {"image": 901, "audio": 903}
@@ -35,11 +46,15 @@ def png(shade: int) -> bytes:
     """A grey picture of 8 x 8 pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     pixels = zlib.compress(b"".join(b"\0" + bytes([shade] * 8) for _ in range(8)))
     head = struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
 
 
 def wav(tone: int) -> bytes:
@@ -54,7 +69,8 @@ def wav(tone: int) -> bytes:
 
 
 def with_media(client: QueueClient, tickets: list[int], version: Version = V0) -> list[Row]:
-    """Prompt groups, each with a picture of its own and the same sound, as a rollout would make them."""
+    """Prompt groups, each with a picture of its own and the same sound, as a rollout would make
+    them."""
     rows = []
     for ticket in tickets:
         image, audio = store_media(client, ticket, [png(ticket), wav(7)])
@@ -77,7 +93,9 @@ def files(run) -> set[str]:
 def step(roles: Roles, number: int) -> None:
     """A step with media, up to its training."""
     tickets = roles.admit(Version(1, number))
-    assert roles["rollout"].generated(with_media(roles["rollout"], tickets, Version(1, number))) == {}
+    assert (
+        roles["rollout"].generated(with_media(roles["rollout"], tickets, Version(1, number))) == {}
+    )
     roles["rollout"].settle()
     roles.learn(Version(1, number))
     rows = roles.train(number)
@@ -94,7 +112,10 @@ def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpoi
         step(roles, 0)
         first = {id_of(png(0)), id_of(png(1))}
         assert files(run) == first | {shared}
-    with in_thread(run, config, snapshot_every=1) as hub, Roles(run, config, incarnation=1) as roles:
+    with (
+        in_thread(run, config, snapshot_every=1) as hub,
+        Roles(run, config, incarnation=1) as roles,
+    ):
         assert hub.state.media.counts == {shared: 2, id_of(png(0)): 1, id_of(png(1)): 1}
         assert files(run) == first | {shared}, "trained, and not checkpointed"
         store = MediaStore(run.media)
@@ -146,12 +167,19 @@ def broken(rows: list[Row], how: str, store: Path) -> None:
 
 
 def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
-    """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it then."""
+    """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it
+    then."""
     seen: dict[str, list[bytes]] = {"id_of": [], "xxh3_128_digest": []}
-    for module, name in ((media, "id_of"), (media_client, "id_of"), (media.xxhash, "xxh3_128_digest")):
+    for module, name in (
+        (media, "id_of"),
+        (media_client, "id_of"),
+        (media.xxhash, "xxh3_128_digest"),
+    ):
         real = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k)
+            module,
+            name,
+            lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k),
         )
     run, config = make_run(tmp_path / "run"), small(keep_steps=0)
     with in_thread(run, config), Roles(run, config) as roles:
@@ -174,7 +202,10 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        *((how, "media_mismatch") for how in ("fewer", "counted otherwise", "not counted", "spans lost")),
+        *(
+            (how, "media_mismatch")
+            for how in ("fewer", "counted otherwise", "not counted", "spans lost")
+        ),
         ("another medium", "media_mismatch"),
         ("removed", "media_missing"),
     ],
@@ -197,8 +228,15 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         roles["rollout"].settle()
         roles.learn(V0)
         left = roles["reference"].claim("reference", BUDGET)
-        assert left.tickets == (1,), "the first window was what was left of the one that was given back"
-        assert roles["reference"].put(learned(roles["reference"].rows(left), V0), GIVES["reference"], left) == {}
+        assert left.tickets == (1,), (
+            "the first window was what was left of the one that was given back"
+        )
+        assert (
+            roles["reference"].put(
+                learned(roles["reference"].rows(left), V0), GIVES["reference"], left
+            )
+            == {}
+        )
         roles["reference"].settle()
         assert len(roles.train(0)) == 4
 
@@ -232,7 +270,9 @@ def test_spares_take_their_media_with_them(tmp_path):
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
-        assert set(hub.state.media.holders) == {0, ticket}, "the spare needs nothing for itself any more"
+        assert set(hub.state.media.holders) == {0, ticket}, (
+            "the spare needs nothing for itself any more"
+        )
         (place,) = admitted.logs
         rows = [row for k in (0, 1) for row in read(rollout, place)[k]]
         ours = [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in enumerate(rows)]
@@ -249,8 +289,13 @@ def test_sizes_are_bounded_and_the_line_says_how(tmp_path):
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         roles.admit(roles.start())
         wrong = {
-            "a medium of 1001 bytes, allowed queue.max_medium_bytes=1000; shrink it, or raise": [bytes(1001)],
-            "2 media of 1800 bytes, allowed queue.max_group_media_bytes=1500": [b"a" * 900, b"b" * 900],
+            "a medium of 1001 bytes, allowed queue.max_medium_bytes=1000; shrink it, or raise": [
+                bytes(1001)
+            ],
+            "2 media of 1800 bytes, allowed queue.max_group_media_bytes=1500": [
+                b"a" * 900,
+                b"b" * 900,
+            ],
             "a medium of 0 bytes, allowed 1 or more": [b""],
         }
         for text, media in wrong.items():
@@ -258,7 +303,9 @@ def test_sizes_are_bounded_and_the_line_says_how(tmp_path):
                 store_media(roles["rollout"], 0, media)
             assert caught.value.reason in (TOO_LARGE, "bad_media")
         many = [bytes([n % 256, n // 256]) for n in range(MAX_MEDIA + 1)]
-        with pytest.raises(RefusedError, match=f"ticket 0 has {MAX_MEDIA + 1} of them, allowed {MAX_MEDIA}"):
+        with pytest.raises(
+            RefusedError, match=f"ticket 0 has {MAX_MEDIA + 1} of them, allowed {MAX_MEDIA}"
+        ):
             store_media(roles["rollout"], 0, many)
         assert hub.state.media.counts == {} and not run.media.exists()
 
@@ -272,7 +319,9 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
         rows = with_media(roles["rollout"], tickets)
         rows[0]["spans"][0]["media_id"] = rows[1]["spans"][0]["media_id"] = id_of(png(9))
         assert roles["rollout"].generated(rows) == {0: "unknown_media"}
-        assert hub.state.counts.dropped == {"unknown_media": 2} and list(hub.state.tickets.reissued) == [0]
+        assert hub.state.counts.dropped == {"unknown_media": 2} and list(
+            hub.state.tickets.reissued
+        ) == [0]
         rows[0]["spans"] = [{"kind": "image"}]
         with pytest.raises(RefusedError, match=r"put: 000000000\.00\.00: span"):
             roles["rollout"].generated(rows)

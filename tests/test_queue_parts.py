@@ -1,4 +1,5 @@
-"""Collections by ticket, remembered answers, events and waiting requests, each against the plainest thing alike."""
+"""Collections by ticket, remembered answers, events and waiting requests, each against the plainest
+thing alike."""
 
 from __future__ import annotations
 
@@ -50,12 +51,18 @@ def test_a_ticket_map_is_a_dictionary_with_zeros(changes, value, start, length):
             model = {ticket: mark for ticket, mark in model.items() if ticket >= at}
     assert [found[ticket] for ticket in range(60)] == [model.get(ticket, 0) for ticket in range(60)]
     end = None if length is None else start + length
-    there = [t for t, mark in model.items() if mark == value and t >= start and (end is None or t < end)]
+    there = [
+        t for t, mark in model.items() if mark == value and t >= start and (end is None or t < end)
+    ]
     assert found.find(value, start, end) == min(there, default=-1)
     assert TicketMap(*found.dump()) == found and found[found.end] == 0
 
 
-@given(changes=st.lists(st.tuples(st.booleans(), tickets), max_size=30), count=st.integers(0, 9), end=tickets)
+@given(
+    changes=st.lists(st.tuples(st.booleans(), tickets), max_size=30),
+    count=st.integers(0, 9),
+    end=tickets,
+)
 def test_a_ticket_set_gives_the_lowest_first(changes, count, end):
     found, model = TicketSet(), set()
     for add, ticket in changes:
@@ -88,7 +95,9 @@ texts = st.text(max_size=6)
 def test_lines_of_events_are_json(episodes, numbers, words, note):
     told = [EventBatch(words[0], numbers, episodes, 4, *words[1:]), note]
     events = list(expand(told))
-    assert [json.loads(line) for line in lines(told).decode().splitlines()] == [asdict(event) for event in events]
+    assert [json.loads(line) for line in lines(told).decode().splitlines()] == [
+        asdict(event) for event in events
+    ]
     assert len(events) == len(numbers) * max(1, sum(episodes)) + 1
 
 
@@ -103,7 +112,9 @@ def test_a_busy_client_does_not_push_out_the_answers_of_another():
     assert list(answers.clients) == ["slow"]
 
 
-def request(topic: str, number: int, deadline: float = 1e12, common: bool = False, **args: int) -> Request:
+def request(
+    topic: str, number: int, deadline: float = 1e12, common: bool = False, **args: int
+) -> Request:
     made = Request(0, number, f"c#{number}", ("g", number), "claim", args, 0.0, deadline)
     made.topic, made.common = topic, common
     return made
@@ -118,7 +129,9 @@ def waiting_for(*requests: Request) -> WaitingRequests:
 
 def test_only_what_waits_for_it_is_woken_first_come_first_served():
     waiting, tried = (
-        waiting_for(*(request("rows", number, budget=number) for number in (2, 1, 3)), request("other", 4)),
+        waiting_for(
+            *(request("rows", number, budget=number) for number in (2, 1, 3)), request("other", 4)
+        ),
         [],
     )
     waiting.wake({"rows"}, lambda one: tried.append(one.id) or one.id != 1)
@@ -130,7 +143,9 @@ def test_only_what_waits_for_it_is_woken_first_come_first_served():
 def test_what_cannot_succeed_is_not_tried_again():
     alike = [request("rows", number, budget=7) for number in (1, 2)]
     tried = []
-    waiting_for(*alike, request("rows", 3, budget=8)).wake({"rows"}, lambda one: tried.append(one.id))
+    waiting_for(*alike, request("rows", 3, budget=8)).wake(
+        {"rows"}, lambda one: tried.append(one.id)
+    )
     assert tried == [1, 3]
     tried.clear()
     every = [request("rows", number, common=True, budget=number) for number in (1, 2)]
@@ -145,7 +160,9 @@ def test_a_change_made_by_an_answer_wakes_others():
 
 
 def test_deadlines_end_waits_in_their_order():
-    waiting = waiting_for(request("a", 1, 3.0), request("b", 2, 1.0), request("a", 3), request("a", 4, 2.0))
+    waiting = waiting_for(
+        request("a", 1, 3.0), request("b", 2, 1.0), request("a", 3), request("a", 4, 2.0)
+    )
     assert waiting.next_deadline() == 1.0
     waiting.drop(("g", 2))
     assert waiting.next_deadline() == 2.0
@@ -155,8 +172,16 @@ def test_deadlines_end_waits_in_their_order():
 
 def texts_in(folder: str) -> set[str]:
     """All constant texts of the code there."""
-    nodes = [node for path in (PACKAGE / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes()))]
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    nodes = [
+        node
+        for path in (PACKAGE / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+    ]
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def test_each_record_that_is_written_is_applied_and_each_request_that_is_answered_is_sent():

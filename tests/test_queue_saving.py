@@ -1,4 +1,5 @@
-"""Rows that can be read before they are on disk: when they count, and what becomes of them if their maker dies."""
+"""Rows that can be read before they are on disk: when they count, and what becomes of them if their
+maker dies."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ WINDOW = {"budget": 1000, "boundary": 2}
 
 
 class Scene:
-    """One step of two prompt groups, made by hand; rows of ``late`` roles are put before they are saved."""
+    """One step of two prompt groups, made by hand; rows of ``late`` roles are put before they are
+    saved."""
 
     def __init__(self, late: tuple[str, ...] = (), staleness: int = 0) -> None:
         self.service = InMemory(Plan.of(small(staleness=staleness)))
@@ -29,12 +31,26 @@ class Scene:
         return self.service.ask(group, incarnation, str(self.asked), op, **args)
 
     def put(
-        self, group: str, name: str, tickets: list[int], lease: int = 0, incarnation: int = 1, fields=GENERATED
+        self,
+        group: str,
+        name: str,
+        tickets: list[int],
+        lease: int = 0,
+        incarnation: int = 1,
+        fields=GENERATED,
     ) -> dict:
         codes = [V0.encode()] if group in ("rollout", "actor_fwd") else []
         lengths = packed([5, 5]) if group == "rollout" else b""
-        rows = [{"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes} for ticket in tickets]
-        put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(fields), "lease": lease}
+        rows = [
+            {"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes}
+            for ticket in tickets
+        ]
+        put = {
+            "shard": {"name": name, "bytes": 10},
+            "rows": rows,
+            "fields": list(fields),
+            "lease": lease,
+        }
         return self.ask(group, "put", incarnation, **put, saved=group not in self.late)["refused"]
 
     def generate(self, name: str = "gen", incarnation: int = 1) -> list[int]:
@@ -46,7 +62,9 @@ class Scene:
     def learn(self, group: str, name: str, incarnation: int = 1, task: str = "") -> None:
         task = task or group
         claim = self.ask(group, "claim", incarnation, task=task, **WINDOW)
-        assert self.put(group, name, claim["tickets"], claim["lease"], incarnation, GIVES[task]) == {}
+        assert (
+            self.put(group, name, claim["tickets"], claim["lease"], incarnation, GIVES[task]) == {}
+        )
 
     def learn_all(self) -> None:
         self.learn("actor_fwd", "old")
@@ -101,8 +119,12 @@ def test_prompt_groups_that_only_their_maker_had_are_generated_again(noticed):
         and it.service.state.counts.dropped == {"lost": 4}
         and it.service.state.counts.accepted == 0
     )
-    assert list(it.service.state.tickets.reissued) == [0, 1] and it.service.state.shards.garbage == []
-    assert it.put("reference", "ref", held["tickets"], held["lease"], fields=GIVES["reference"]) == {
+    assert (
+        list(it.service.state.tickets.reissued) == [0, 1] and it.service.state.shards.garbage == []
+    )
+    assert it.put(
+        "reference", "ref", held["tickets"], held["lease"], fields=GIVES["reference"]
+    ) == {
         0: "lease_lost",
         1: "lease_lost",
     }
@@ -118,7 +140,9 @@ def test_saved_rows_stay_when_their_maker_dies():
     it.generate()
     it.ask("rollout", "saved", names=["gen"])
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
-    assert it.service.state.counts.dropped == {} and it.ask("reference", "claim", task="reference", **WINDOW)
+    assert it.service.state.counts.dropped == {} and it.ask(
+        "reference", "claim", task="reference", **WINDOW
+    )
     it.check()
 
 
@@ -132,7 +156,9 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     assert it.told() == ["lost"] and it.service.state.counts.dropped == {}
     with_ref = it.service.state.bits.of(("ref_logprobs",))
     assert not any(group.has(with_ref) for group in it.service.state.groups.values())
-    assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, "the others have given theirs"
+    assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, (
+        "the others have given theirs"
+    )
     it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.told() == ["ref_logprobs"] and it.ask("actor", "trained", step=0, leases=[4]) == {
@@ -150,7 +176,9 @@ def test_fields_that_were_given_again_are_not_those_that_were_claimed():
     it.learn_all()
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
     it.ask("supervisor", "down", 1, group="reference", incarnation=1)
-    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}, "nobody need wait for what is lost"
+    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}, (
+        "nobody need wait for what is lost"
+    )
     it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
@@ -239,7 +267,9 @@ def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
     it.ask("actor", "checkpoint", 2, step=0, name="c", digest="d")
     assert it.service.state.shards.garbage == []
     it.ask(
-        "rollout", "saved", names=["gen", "rollout-i000001-unheard-of", "actor-i000001-of-others", "rollout-i000002-1"]
+        "rollout",
+        "saved",
+        names=["gen", "rollout-i000001-unheard-of", "actor-i000001-of-others", "rollout-i000002-1"],
     )
     assert it.service.state.shards.garbage == ["rollout-i000001-unheard-of"]
 
@@ -247,7 +277,10 @@ def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
 def test_a_client_hears_which_of_the_shards_that_it_holds_are_free():
     it = Scene()
     it.generate()
-    assert it.ask("rollout", "beat", member="r", holds=["gen", "gone", "other"])["free"] == ["gone", "other"]
+    assert it.ask("rollout", "beat", member="r", holds=["gen", "gone", "other"])["free"] == [
+        "gone",
+        "other",
+    ]
     assert it.ask("rollout", "beat", member="r")["free"] == []
     assert "holds" not in it.service.beats.latest["rollout/r"]
 
@@ -269,7 +302,8 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
         rollout.connection.call("serve", reader="r", version=str(V0))
         tickets = rollout.connection.call("admit", reader="r", count=2)["tickets"]
         rows = [
-            {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]} for t in tickets
+            {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+            for t in tickets
         ]
         put = {"shard": {"name": "s"}, "rows": rows, "fields": list(GENERATED)}
         assert rollout.connection.call("put", **put, saved=False) == {"refused": {}}

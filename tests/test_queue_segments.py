@@ -1,4 +1,5 @@
-"""Logs of attempts in the queue: who goes on with one draws none of it again, and every token in it counts."""
+"""Logs of attempts in the queue: who goes on with one draws none of it again, and every token in it
+counts."""
 
 from __future__ import annotations
 
@@ -43,33 +44,63 @@ class Scene:
         self.ask("rollout", "serve", incarnation, reader="r", version=str(version))
         return self.ask("rollout", "admit", incarnation, reader="r", count=count)
 
-    def append(self, name: str, *segments: list[int], ticket: int = 0, incarnation: int = 1, **about) -> dict[int, str]:
+    def append(
+        self, name: str, *segments: list[int], ticket: int = 0, incarnation: int = 1, **about
+    ) -> dict[int, str]:
         """Segments are [episode, row, start, tokens, ended]."""
-        log = {"ticket": ticket, "attempt": 0, "segments": list(segments), "versions": [V0.encode()]}
+        log = {
+            "ticket": ticket,
+            "attempt": 0,
+            "segments": list(segments),
+            "versions": [V0.encode()],
+        }
         spare = about.pop("spare", False)
-        put = {"shard": {"name": name, "bytes": 10}, "logs": [log | about], "fields": list(UNSCORED)}
+        put = {
+            "shard": {"name": name, "bytes": 10},
+            "logs": [log | about],
+            "fields": list(UNSCORED),
+        }
         return self.ask("rollout", "append", incarnation, **put, spare=spare)["refused"]
 
-    def spare(self, name: str, first: int, second: int, ticket: int, attempt: int, **about) -> dict[int, str]:
+    def spare(
+        self, name: str, first: int, second: int, ticket: int, attempt: int, **about
+    ) -> dict[int, str]:
         """A whole attempt with so many tokens an episode."""
         return self.append(
-            name, [0, 0, 0, first, 1], [1, 0, 0, second, 1], ticket=ticket, attempt=attempt, spare=True, **about
+            name,
+            [0, 0, 0, first, 1],
+            [1, 0, 0, second, 1],
+            ticket=ticket,
+            attempt=attempt,
+            spare=True,
+            **about,
         )
 
-    def put(self, name: str, tickets: list[int], incarnation: int = 1, saved: bool = True) -> dict[int, str]:
+    def put(
+        self, name: str, tickets: list[int], incarnation: int = 1, saved: bool = True
+    ) -> dict[int, str]:
         rows = [
-            {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+            {
+                "ticket": ticket,
+                "episodes": b"\1\1",
+                "lengths": packed([5, 5]),
+                "versions": [V0.encode()],
+            }
             for ticket in tickets
         ]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(GENERATED)}
         return self.ask("rollout", "put", incarnation, **put, saved=saved)["refused"]
 
     def drop(self, ticket: int, attempt: int, reason: str, incarnation: int = 1) -> None:
-        self.ask("rollout", "drop_attempt", incarnation, ticket=ticket, attempt=attempt, reason=reason)
+        self.ask(
+            "rollout", "drop_attempt", incarnation, ticket=ticket, attempt=attempt, reason=reason
+        )
 
     def counts(self) -> dict[str, int]:
         """What became of the tokens; zeros left out."""
-        return {fate: tokens for fate, tokens in self.service.state.segments.counts().items() if tokens}
+        return {
+            fate: tokens for fate, tokens in self.service.state.segments.counts().items() if tokens
+        }
 
     def garbage(self) -> list[str]:
         return self.service.state.shards.garbage
@@ -96,7 +127,11 @@ def test_the_next_incarnation_gets_every_segment_and_a_put_uses_them_up():
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     again = it.admit(incarnation=2)
     (log,) = again["logs"]
-    assert again["tickets"] == [0, 1] and (log["holder"], log["ticket"], log["attempt"]) == (0, 0, 0)
+    assert again["tickets"] == [0, 1] and (log["holder"], log["ticket"], log["attempt"]) == (
+        0,
+        0,
+        0,
+    )
     assert names(again) == ["a", "b", "c"] and it.counts() == {"appended": 9, "held": 9}
     assert it.put("whole", [0, 1], 2) == {}
     assert it.counts() == {"appended": 9, "used": 9} and it.garbage() == ["a", "b", "c"]
@@ -108,7 +143,9 @@ def test_an_episode_may_go_on_in_another_row_and_hold_tokens_that_nobody_sampled
     it.admit()
     assert it.append("o", [0, 0, 0, 3, 0], versions=[]) == {}, "an observation alone"
     assert it.append("a", [0, 0, 3, 4, 0], [1, 0, 0, 2, 0]) == {}
-    assert it.append("b", [0, 1, 0, 5, 1]) == {} and it.append("c", [0, 2, 0, 1, 0]) == {0: "gap"}, "it has ended"
+    assert it.append("b", [0, 1, 0, 5, 1]) == {} and it.append("c", [0, 2, 0, 1, 0]) == {
+        0: "gap"
+    }, "it has ended"
     assert it.counts() == {"appended": 15, "held": 14, "lost/gap": 1}
     it.check()
 
@@ -119,7 +156,11 @@ def test_what_is_in_a_log_is_no_accepted_sample():
     it.append("a", [0, 0, 0, 4, 1], [1, 0, 0, 4, 1])
     assert it.service.state.counts.accepted == 0 and len(it.service.state.tickets.generating) == 2
     assert it.ask("reference", "claim", task="reference", **WINDOW) is None
-    assert [event.what for event in it.service.state.events.take()] == ["admitted", "admitted", "appended"]
+    assert [event.what for event in it.service.state.events.take()] == [
+        "admitted",
+        "admitted",
+        "appended",
+    ]
 
 
 def test_only_the_owner_of_a_ticket_appends_and_only_behind_what_there_is():
@@ -191,17 +232,26 @@ def test_another_attempt_and_a_rollback_lose_a_log_with_the_reason():
 def test_spares_are_given_to_the_next_tickets_that_may_be_trained_on_them():
     it = Scene(staleness=1)
     assert it.admit()["tickets"] == [0, 1]
-    assert it.spare("s", 3, 4, ticket=1, attempt=3) == {} and it.spare("t", 5, 5, ticket=0, attempt=3) == {}
+    assert (
+        it.spare("s", 3, 4, ticket=1, attempt=3) == {}
+        and it.spare("t", 5, 5, ticket=0, attempt=3) == {}
+    )
     it.check()
     admitted = it.admit(count=1)
     (log,) = admitted["logs"]
-    assert admitted["tickets"] == [2] and (log["holder"], log["ticket"], log["attempt"]) == (2, 1, 3)
+    assert admitted["tickets"] == [2] and (log["holder"], log["ticket"], log["attempt"]) == (
+        2,
+        1,
+        3,
+    )
     it.check()
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     again = it.admit(incarnation=2, count=3)
     assert again["tickets"] == [0, 1, 2]
     assert [(log["holder"], log["ticket"]) for log in again["logs"]] == [(0, 0), (2, 1)]
-    assert it.append("x", [0, 0, 0, 1, 0], ticket=2, incarnation=2) == {2: "duplicate"}, "it is made of the spare"
+    assert it.append("x", [0, 0, 0, 1, 0], ticket=2, incarnation=2) == {2: "duplicate"}, (
+        "it is made of the spare"
+    )
     assert it.put("whole", [2], 2) == {} and it.put("first", [0], 2) == {}
     assert it.counts() == {"appended": 18, "used": 17, "lost/duplicate": 1}
     it.check()
@@ -219,7 +269,8 @@ def test_spares_that_are_too_old_are_dropped_with_the_reason():
     ):
         claim = it.ask("hub", "claim", task=task, **WINDOW)
         rows = [
-            {"ticket": ticket, "episodes": b"\1\1", "lengths": b"", "versions": codes} for ticket in claim["tickets"]
+            {"ticket": ticket, "episodes": b"\1\1", "lengths": b"", "versions": codes}
+            for ticket in claim["tickets"]
         ]
         it.ask("hub", "put", shard={"name": task}, rows=rows, fields=fields, lease=claim["lease"])
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
@@ -243,7 +294,9 @@ def test_a_failed_attempt_gets_a_spare_in_its_place():
     it.check()
     assert it.put("whole", [0]) == {}
     assert it.counts() == {"appended": 9, "used": 7, "lost/filtered": 2}
-    assert it.ask("rollout", "fail", 2, ticket=1, attempt=0, reason="filtered")["logs"] == [], "another's ticket"
+    assert it.ask("rollout", "fail", 2, ticket=1, attempt=0, reason="filtered")["logs"] == [], (
+        "another's ticket"
+    )
     it.check()
 
 
@@ -262,10 +315,20 @@ def test_spares_that_come_to_nothing_are_counted_once():
 def test_spares_are_whole_and_bounded():
     it = Scene(max_rows=6)
     it.admit()
-    for name, attempt, refused in (("s", 1, {}), ("t", 1, {0: "duplicate"}), ("v", 2, {0: "no_room"})):
+    for name, attempt, refused in (
+        ("s", 1, {}),
+        ("t", 1, {0: "duplicate"}),
+        ("v", 2, {0: "no_room"}),
+    ):
         assert it.spare(name, 1, 1, ticket=0, attempt=attempt) == refused
     assert it.append("u", [0, 0, 0, 1, 1], spare=True) == {0: "incomplete"}
-    assert it.counts() == {"appended": 7, "held": 2, "lost/duplicate": 2, "lost/incomplete": 1, "lost/no_room": 2}
+    assert it.counts() == {
+        "appended": 7,
+        "held": 2,
+        "lost/duplicate": 2,
+        "lost/incomplete": 1,
+        "lost/no_room": 2,
+    }
     bounded = Scene(max_bytes=5)
     bounded.admit()
     bounded.append("a", [0, 0, 0, 1, 1])
@@ -311,12 +374,14 @@ def test_malformed_logs_are_refused(about):
 def test_malformed_extras_are_refused(extra):
     it = Scene()
     it.admit()
-    rows = [{"ticket": 0, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}]
+    rows = [
+        {"ticket": 0, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+    ]
     put = {"shard": {"name": "p"}, "rows": rows, "fields": list(GENERATED), "extras": [extra]}
     assert refused_kind(it.service, "rollout", 1, "k", "put", **put) == "refused"
 
 
-# -- through processes -------------------------------------------------------------------------------------------------
+# -- through processes -----------------------------------------------------------------------------
 
 
 def segment(row: Row, start: int = 0, end: int | None = None) -> Row:
@@ -337,7 +402,14 @@ def test_logs_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tmp_pat
         assert roles.admit(roles.start()) == [0, 1, 2, 3]
         made, extra = rows_of([0, 1], V0, length=7), rows_of([9], V0, length=6)
         numbers = {0: 0, 1: 0}
-        assert append(roles["rollout"], [segment(made[0]), segment(made[2]), segment(made[3], 0, 2)], numbers) == {}
+        assert (
+            append(
+                roles["rollout"],
+                [segment(made[0]), segment(made[2]), segment(made[3], 0, 2)],
+                numbers,
+            )
+            == {}
+        )
         assert append(roles["rollout"], [segment(made[3], 2, 4)], numbers) == {}
         assert append(roles["rollout"], [segment(row) for row in extra], {9: 2}, spare=True) == {}
         shards = {path.name for path in run.shards.iterdir()}
@@ -346,9 +418,20 @@ def test_logs_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tmp_pat
         rollout.connection.call("serve", reader="r", version=str(V0))
         admitted = rollout.tickets.admit("r", 4).result()
         found = {place.holder: read(rollout, place) for place in admitted.logs}
-        assert {ticket: sorted(episodes) for ticket, episodes in found.items()} == {0: [0], 1: [0, 1], 2: [0, 1]}
-        part = {name: made[3][name][:6] for name in ("token_ids", "rollout_logprobs", "token_versions", "loss_mask")}
-        for row, again in ((made[0], found[0][0]), (made[3] | part, found[1][1]), (extra[1], found[2][1])):
+        assert {ticket: sorted(episodes) for ticket, episodes in found.items()} == {
+            0: [0],
+            1: [0, 1],
+            2: [0, 1],
+        }
+        part = {
+            name: made[3][name][:6]
+            for name in ("token_ids", "rollout_logprobs", "token_versions", "loss_mask")
+        }
+        for row, again in (
+            (made[0], found[0][0]),
+            (made[3] | part, found[1][1]),
+            (extra[1], found[2][1]),
+        ):
             (whole,) = again
             for name in part:
                 assert whole[name].tobytes() == row[name].tobytes()
@@ -359,7 +442,9 @@ def test_logs_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tmp_pat
     dump(config, run.config)
     result = Ledger(run).judge(0)
     assert result.segments == {"appended": 22, "used": 22} and result.problems == []
-    assert not shards & {path.name for path in run.shards.iterdir()}, "what was appended is not needed any more"
+    assert not shards & {path.name for path in run.shards.iterdir()}, (
+        "what was appended is not needed any more"
+    )
 
 
 def test_a_killed_hub_keeps_what_it_was_given(tmp_path):
@@ -374,4 +459,8 @@ def test_a_killed_hub_keeps_what_it_was_given(tmp_path):
             rollout.connection.call("serve", reader="r", version=str(V0))
             (place,) = rollout.tickets.admit("r", 2).result().logs
             assert read(rollout, place)[0][0]["token_ids"].tolist() == row["token_ids"].tolist()
-            assert rollout.connection.call("status")["segments"] == {"appended": 6, "used": 0, "held": 6}
+            assert rollout.connection.call("status")["segments"] == {
+                "appended": 6,
+                "used": 0,
+                "held": 6,
+            }

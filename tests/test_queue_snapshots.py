@@ -1,4 +1,5 @@
-"""Snapshots: a replay from any of them gives what a replay of the whole journal gives, whatever became of the files."""
+"""Snapshots: a replay from any of them gives what a replay of the whole journal gives, whatever
+became of the files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ EXTENT = Extent(0, 0)
 def random_world(seed: int, acts: int) -> World:
     """A run with faults, at some point in its life."""
     chance = random.Random(seed)
-    config = small(chance.choice([1, 2, 4]), 2, 6, seed % 4, eval_every=chance.choice([0, 3]), keep_steps=seed % 3)
+    config = small(
+        chance.choice([1, 2, 4]),
+        2,
+        6,
+        seed % 4,
+        eval_every=chance.choice([0, 3]),
+        keep_steps=seed % 3,
+    )
     plan = replace(Plan.of(config), max_rows=chance.choice([7, 1000]))
     it = World(plan, chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]), seed % 2 == 0)
     for _ in range(acts):
@@ -68,7 +76,9 @@ def test_a_replay_from_any_snapshot_is_the_full_replay(seed):
 
 def test_the_dump_of_a_state_gives_that_state():
     it = random_world(5, 200)
-    assert contents(QueueState.load(it.plan, over_the_wire(it.service.state.dump()))) == contents(it.service.state)
+    assert contents(QueueState.load(it.plan, over_the_wire(it.service.state.dump()))) == contents(
+        it.service.state
+    )
 
 
 def made(folder: Path) -> tuple[Snapshots, Path, World]:
@@ -82,14 +92,18 @@ def test_a_snapshot_that_is_not_whole_is_not_read(tmp_path):
     assert contents(shots.load(path).state) == contents(it.service.state)
     whole = path.read_bytes()
     chance = random.Random(0)
-    damaged = [whole[:cut] for cut in (0, 5, 23, 24, len(whole) // 2, len(whole) - 1)] + [whole + b"x"]
+    damaged = [whole[:cut] for cut in (0, 5, 23, 24, len(whole) // 2, len(whole) - 1)] + [
+        whole + b"x"
+    ]
     for at in [*range(24), *chance.sample(range(24, len(whole)), 40)]:
         flipped = bytearray(whole)
         flipped[at] ^= 1 << chance.randrange(8)
         damaged.append(bytes(flipped))
     for data in damaged:
         path.write_bytes(data)
-        with pytest.raises(snapshots.SnapshotError, match=r"inc-000001-000000000000500\.snapshot: not used"):
+        with pytest.raises(
+            snapshots.SnapshotError, match=r"inc-000001-000000000000500\.snapshot: not used"
+        ):
             shots.load(path)
 
 
@@ -113,10 +127,14 @@ def test_the_newest_two_are_kept(tmp_path):
         "inc-000001-000000000000800.snapshot",
     ]
     (tmp_path / ".half-written").touch()
-    assert len(list(Snapshots(tmp_path, it.plan, durable=True).found())) == len(list(tmp_path.iterdir())) == 2
+    assert (
+        len(list(Snapshots(tmp_path, it.plan, durable=True).found()))
+        == len(list(tmp_path.iterdir()))
+        == 2
+    )
 
 
-# -- a controller's life ----------------------------------------------------------------------------------------------
+# -- a controller's life ---------------------------------------------------------------------------
 
 
 def controller(run, config, every: int = 10**9) -> Controller:
@@ -136,7 +154,8 @@ def full_replay(run, config) -> tuple[QueueState, int]:
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory):
-    """A run directory after two lives of its controller, with a snapshot at the end of each; and its full replay."""
+    """A run directory after two lives of its controller, with a snapshot at the end of each; and
+    its full replay."""
     run, config = make_run(tmp_path_factory.mktemp("lived") / "run"), small()
     with Roles(run, config) as roles:
         for step in range(2):
@@ -151,12 +170,15 @@ def lived(tmp_path_factory):
 
 @pytest.fixture
 def again(lived, tmp_path, monkeypatch):
-    """A copy of that run, and what a new controller makes of it: state, number of records replayed, events."""
+    """A copy of that run, and what a new controller makes of it: state, number of records replayed,
+    events."""
     run, config = RunDir(tmp_path / "run"), lived[1]
     shutil.copytree(lived[0].root, run.root)
     replayed = []
     apply = QueueState.apply
-    monkeypatch.setattr(QueueState, "apply", lambda self, record: replayed.append(record) or apply(self, record))
+    monkeypatch.setattr(
+        QueueState, "apply", lambda self, record: replayed.append(record) or apply(self, record)
+    )
 
     def start() -> tuple[dict, int, bytes]:
         hub = controller(run, config)
@@ -204,8 +226,14 @@ def test_a_torn_tail_behind_a_snapshot_is_cut_off(lived, again, capsys):
     assert replayed == 1, "the note of it"
     assert found["counts"].noted == {"torn_tail/journal": 1}
     assert {**found, "counts": None} == {**lived[2], "counts": None}
-    assert events.startswith(lived[0].events.read_bytes()) and b'"torn_tail"' in events.splitlines()[-1]
-    assert "inc-000002.journal: the last 7 bytes are no whole record and were cut off" in capsys.readouterr().out
+    assert (
+        events.startswith(lived[0].events.read_bytes())
+        and b'"torn_tail"' in events.splitlines()[-1]
+    )
+    assert (
+        "inc-000002.journal: the last 7 bytes are no whole record and were cut off"
+        in capsys.readouterr().out
+    )
     assert start()[0] == found, "told once"
 
 
@@ -250,7 +278,10 @@ def test_a_controller_takes_snapshots_while_it_works(tmp_path):
             roles["actor"].connection.call("status")
     assert hub.snapshots.taken
     newest = hub.snapshots.load(next(hub.snapshots.found()))
-    assert newest.position.incarnation == 1 and 0 < newest.position.offset <= hub.journal.position.offset
+    assert (
+        newest.position.incarnation == 1
+        and 0 < newest.position.offset <= hub.journal.position.offset
+    )
 
 
 def test_a_child_that_fails_is_reported_and_does_no_harm(tmp_path, monkeypatch, capfd):

@@ -1,4 +1,5 @@
-"""Frames over TCP: cut anywhere, to many at once, to who does not read, and from who sends anything."""
+"""Frames over TCP: cut anywhere, to many at once, to who does not read, and from who sends
+anything."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_answers_to_who_has_gone_go_nowhere(listener):
 
 
 def test_what_does_not_fit_is_sent_as_it_is_read(listener):
-    """Frames that no buffer of the system holds, to one who reads late; another one is served meanwhile."""
+    """Frames that no buffer of the system holds, to one who reads late; another one is served
+    meanwhile."""
     slow, other = meet(listener), meet(listener)
     slow.send(b"slow")
     [(number, _)] = come(listener, 1)
@@ -136,7 +138,10 @@ def test_who_never_reads_is_left(listener, monkeypatch):
 def test_a_connection_keeps_what_it_cannot_send():
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
-        ours, theirs = Connection(near, bytes(32), False), Connection(server.accept()[0], bytes(32), True)
+        ours, theirs = (
+            Connection(near, bytes(32), False),
+            Connection(server.accept()[0], bytes(32), True),
+        )
     sent = [bytes([number]) * (1 << 20) for number in range(12)]
     for content in sent:
         ours.send(content)

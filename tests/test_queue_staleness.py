@@ -1,6 +1,8 @@
-"""The bound of staleness at the queue's door: what is too old is refused where it is put, whoever let it be made.
+"""The bound of staleness at the queue's door: what is too old is refused where it is put, whoever
+let it be made.
 
-Admission and forward roles keep to the bound by themselves; these are the checks that hold when one of them errs.
+Admission and forward roles keep to the bound by themselves; these are the checks that hold when one
+of them errs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from tests.queue_world import InMemory
 
 
 class Queue(InMemory):
-    """One prompt group a step, so that tickets are steps. The actor has published all versions up to ``newest``."""
+    """One prompt group a step, so that tickets are steps. The actor has published all versions up
+    to ``newest``."""
 
     def __init__(self, staleness: int, newest: int) -> None:
         super().__init__(Plan.of(small(groups=1, steps=6, staleness=staleness)))
@@ -35,14 +38,21 @@ class Queue(InMemory):
         return self.by("rollout", "admit", reader="engine", count=BUDGET)["tickets"]
 
     def put(
-        self, group: str, ticket: int, versions: list[int], fields: tuple[str, ...] = GENERATED, lease: int = 0
+        self,
+        group: str,
+        ticket: int,
+        versions: list[int],
+        fields: tuple[str, ...] = GENERATED,
+        lease: int = 0,
     ) -> dict:
         """Why what these versions made for a ticket was refused, if it was."""
         codes = [Version(1, number).encode() for number in versions]
         lengths = packed([] if lease else [3, 3])
         rows = [{"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes}]
         shard = {"name": f"{group}-i000001-{next(self.names)}"}
-        return self.by(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)["refused"]
+        return self.by(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)[
+            "refused"
+        ]
 
     def claim(self, group: str) -> dict:
         return self.by(group, "claim", task=group, budget=BUDGET, boundary=1)
@@ -53,7 +63,11 @@ def test_rows_with_a_token_one_version_too_old_are_refused(staleness):
     queue = Queue(staleness, newest=1)
     last = queue.admit(version=1)[-1]
     assert last == 1 + staleness, "the newest step that version 1 may make rows for"
-    for versions, refused in (([0], {last: "stale_version"}), ([0, 1], {last: "stale_version"}), ([1], {})):
+    for versions, refused in (
+        ([0], {last: "stale_version"}),
+        ([0, 1], {last: "stale_version"}),
+        ([1], {}),
+    ):
         assert queue.put("rollout", last, versions) == refused
         assert not refused or queue.admit(version=1) == [last], "its ticket is given again"
 
@@ -68,7 +82,8 @@ def generated(staleness: int) -> tuple[Queue, dict]:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "version", "refused"), [(0, 0, {1: "stale_version"}), (0, 1, {}), (1, 0, {}), (1, 1, {})]
+    ("staleness", "version", "refused"),
+    [(0, 0, {1: "stale_version"}), (0, 1, {}), (1, 0, {}), (1, 1, {})],
 )
 def test_at_staleness_0_scores_by_older_weights_are_refused(staleness, version, refused):
     queue, claim = generated(staleness)
@@ -77,6 +92,7 @@ def test_at_staleness_0_scores_by_older_weights_are_refused(staleness, version, 
 
 @pytest.mark.parametrize(("staleness", "least"), [(0, 1), (1, 0)])
 def test_at_staleness_0_a_claim_says_which_weights_must_score_it(staleness, least):
-    """Else a forward role that has not heard of a version yet would score its step with the one before."""
+    """Else a forward role that has not heard of a version yet would score its step with the one
+    before."""
     _, claim = generated(staleness)
     assert (claim["step"], claim["min_version"]) == (1, least)

@@ -1,4 +1,5 @@
-"""The queue's rules hold whatever dies in whatever order: the real request handlers under random faults."""
+"""The queue's rules hold whatever dies in whatever order: the real request handlers under random
+faults."""
 
 from __future__ import annotations
 
@@ -36,7 +37,19 @@ class QueueMachine(WorldMachine):
         slow_disk=st.booleans(),
         settles=st.booleans(),
     )
-    def start(self, staleness, shape, budget, eval_every, keep, save_every, max_rows, max_bytes, slow_disk, settles):
+    def start(
+        self,
+        staleness,
+        shape,
+        budget,
+        eval_every,
+        keep,
+        save_every,
+        max_rows,
+        max_bytes,
+        slow_disk,
+        settles,
+    ):
         groups, minis = shape
         config = small(groups, 2, 4, staleness, eval_every=eval_every, keep_steps=keep)
         plan = replace(Plan.of(config), max_rows=max_rows, max_bytes=max_bytes)
@@ -78,7 +91,14 @@ def until_trained(it: World, steps: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_long_random_runs_finish(seed):
     chance = random.Random(seed)
-    config = small(chance.choice([1, 2, 4]), 2, 6, seed % 4, eval_every=chance.choice([0, 3]), keep_steps=seed % 3)
+    config = small(
+        chance.choice([1, 2, 4]),
+        2,
+        6,
+        seed % 4,
+        eval_every=chance.choice([0, 3]),
+        keep_steps=seed % 3,
+    )
     bounds = {"max_rows": chance.choice([2, 7, 1000]), "max_bytes": chance.choice([1, 700, 10**6])}
     plan = replace(Plan.of(config), **bounds)
     slow_disk, settles = chance.random() < 0.5, chance.random() < 0.5
@@ -100,7 +120,9 @@ def test_resume_twice_to_ever_older_steps():
         it.older = older
         it.act("actor")
         step = it.step
-        assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.incarnations["actor"], step))
+        assert not it.alive(Version(1, step + 1)) and it.alive(
+            Version(it.incarnations["actor"], step)
+        )
         assert admissible(it.service.state, Version(1, 4), 9) == []
     assert it.service.state.counts.dropped["rolled_back"] > 0
     it.go_to_the_end()
@@ -118,7 +140,8 @@ def test_resume_behind_retired_rows_generates_them_again():
 
 
 def test_scores_of_rolled_back_weights_are_made_again():
-    """Rows made by version 0 survive a resume at 0, but not the log-probs that version 1 gave them."""
+    """Rows made by version 0 survive a resume at 0, but not the log-probs that version 1 gave
+    them."""
     it = world(staleness=2, steps=3)
     it.act("actor")
     it.swap(0)
@@ -129,7 +152,9 @@ def test_scores_of_rolled_back_weights_are_made_again():
     for _, role in itertools.product(range(60), GROUPS):
         state = it.service.state
         scored = sum(group.old_version > 0 for group in state.groups.values())
-        if role != "rollout" and (role != "actor_fwd" or scored < 2 * state.progress.trained_steps + 2):
+        if role != "rollout" and (
+            role != "actor_fwd" or scored < 2 * state.progress.trained_steps + 2
+        ):
             it.act(role, 1)
     assert it.service.state.progress.trained_steps == 3
     scored = {group.old_version for group in it.service.state.groups.values()}
@@ -154,9 +179,15 @@ def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
     it.kill("actor", True)
     it.older = 9
     it.act("actor")
-    rows = {t: {"made_by": [Version(1, 1).encode()], "episodes": it.declared[t]} for t in claim["tickets"]}
+    rows = {
+        t: {"made_by": [Version(1, 1).encode()], "episodes": it.declared[t]}
+        for t in claim["tickets"]
+    }
     refused = it.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
-    assert set(refused) == set(claim["tickets"]) and set(refused.values()) <= {"rolled_back", "lease_lost"}
+    assert set(refused) == set(claim["tickets"]) and set(refused.values()) <= {
+        "rolled_back",
+        "lease_lost",
+    }
     assert claim["lease"] not in it.service.state.leases
     it.scored = None
     it.go_to_the_end()
@@ -172,15 +203,36 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[
     state, windows = QueueState(plan), []
     state.apply({"op": "resume", "task": "actor", "incarnation": 1, "step": 0})
     tickets = sorted(order)
-    state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "i000001-v000000"})
+    state.apply(
+        {
+            "op": "admit",
+            "owner": ["rollout", 1],
+            "key": "k",
+            "tickets": tickets,
+            "version": "i000001-v000000",
+        }
+    )
     for ticket in order:
-        row = [ticket, packed(lengths_of(ticket)), [Version(1, 0).encode()], bytes([1, 1 + ticket % 3])]
-        put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
+        row = [
+            ticket,
+            packed(lengths_of(ticket)),
+            [Version(1, 0).encode()],
+            bytes([1, 1 + ticket % 3]),
+        ]
+        put = {
+            "key": f"p{ticket}",
+            "shard": {"name": f"s{ticket}"},
+            "rows": [row],
+            "refused": {},
+            "lease": 0,
+        }
         put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
         windows += claim_all(state, budget, boundary)
     state.apply({"op": "down", "group": "reference", "incarnation": 1})
-    assert claim_all(state, budget, boundary) == windows, "windows of a dead owner come back as they were"
+    assert claim_all(state, budget, boundary) == windows, (
+        "windows of a dead owner come back as they were"
+    )
     return windows
 
 
@@ -188,7 +240,12 @@ def claim_all(state: QueueState, budget: int, boundary: int) -> list[tuple[int, 
     windows = []
     while window := claimable(state, "reference", budget, boundary):
         windows.append(window)
-        claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.leases.next}", "assignment": []}
+        claim = {
+            "task": "reference",
+            "owner": ["reference", 1],
+            "key": f"c{state.leases.next}",
+            "assignment": [],
+        }
         state.apply({"op": "claim", "number": state.leases.next, "tickets": list(window), **claim})
     return windows
 
@@ -242,7 +299,10 @@ def test_whoever_was_seen_to_end_is_fenced_before_its_successor_comes():
     it.act("rollout")
     it.kill("rollout", True)
     assert (
-        refused_kind(it.service, "rollout", 1, "late", "serve", reader="rollout", version="i000001-v000000") == "fenced"
+        refused_kind(
+            it.service, "rollout", 1, "late", "serve", reader="rollout", version="i000001-v000000"
+        )
+        == "fenced"
     )
     assert it.service.state.weights.readers == {}
     it.go_to_the_end()
@@ -255,7 +315,10 @@ def test_a_step_is_trained_on_exactly_its_tickets():
             it.act(role)
     for step, leases in ((0, []), (1, it.leases), (0, [99])):
         assert (
-            refused_kind(it.service, "actor", 1, f"t{step}{leases}", "trained", step=step, leases=leases) == "refused"
+            refused_kind(
+                it.service, "actor", 1, f"t{step}{leases}", "trained", step=step, leases=leases
+            )
+            == "refused"
         )
     it.go_to_the_end()
 
@@ -265,7 +328,12 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     it.act("actor")
     it.swap(0)
     it.admit(0)
-    row = {"ticket": 0, "episodes": b"\1", "lengths": packed([5]), "versions": [Version(1, 0).encode()]}
+    row = {
+        "ticket": 0,
+        "episodes": b"\1",
+        "lengths": packed([5]),
+        "versions": [Version(1, 0).encode()],
+    }
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
     assert it.service.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
     assert it.service.state.counts.dropped == {"incomplete": 2}
@@ -284,7 +352,8 @@ def test_a_put_asked_again_keeps_its_shard():
 
 
 def test_the_shards_of_a_claim_stay_until_it_is_given_back():
-    """The actor resumes between the reference's claim and its reading: the rows are dropped, their files are not."""
+    """The actor resumes between the reference's claim and its reading: the rows are dropped, their
+    files are not."""
     it = world(staleness=1)
     until_trained(it, 1)
     for role, choice in itertools.product(["rollout", "reference"] * 4, range(4)):

@@ -1,4 +1,5 @@
-"""What strangers can cost a controller: counted, not timed. And what a connection's frames are good for elsewhere."""
+"""What strangers can cost a controller: counted, not timed. And what a connection's frames are good
+for elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import lobby, proof, sockets
 from relax_hpc.transport.listener import FRAMES_A_TURN, Listener, listen
 from relax_hpc.transport.lobby import ACCEPTED_A_TURN
-from relax_hpc.transport.proof import ANSWER_BYTES, GREETING_BYTES, MAX_UNPROVEN, Challenge, Response
+from relax_hpc.transport.proof import (
+    ANSWER_BYTES,
+    GREETING_BYTES,
+    MAX_UNPROVEN,
+    Challenge,
+    Response,
+)
 from relax_hpc.transport.sockets import Connection, Knock, connect, framed
 from relax_hpc.transport.wire import BadMessage, Seal, pack, unpack
 from tests.effort import effort
@@ -76,7 +83,7 @@ def is_open(one: socket.socket) -> bool:
         return False
 
 
-# -- bounds ------------------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 
 def test_so_many_connections_a_turn_and_so_many_that_have_proven_nothing(listener, strangers):
@@ -90,11 +97,14 @@ def test_so_many_connections_a_turn_and_so_many_that_have_proven_nothing(listene
     for _ in range(2 * MAX_UNPROVEN // ACCEPTED_A_TURN + 20):
         listener.receive(0.0)
         assert len(listener.lobby.guests) <= MAX_UNPROVEN
-    assert len(listener.lobby.guests) == MAX_UNPROVEN and not is_open(first), "the oldest have made room"
+    assert len(listener.lobby.guests) == MAX_UNPROVEN and not is_open(first), (
+        "the oldest have made room"
+    )
 
 
 def test_who_holds_the_token_gets_in_however_many_strangers_come(listener, strangers):
-    """Between any two of its steps as many strangers come as a controller takes in a turn, and are there already."""
+    """Between any two of its steps as many strangers come as a controller takes in a turn, and are
+    there already."""
     strangers(MAX_UNPROVEN)
     turns(listener, lambda: len(listener.lobby.guests) == MAX_UNPROVEN)
     knock = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
@@ -116,7 +126,9 @@ def test_of_a_stranger_one_answer_is_read_and_hashed(listener, strangers, monkey
         hashed.append(len(data))
         return hmac.digest(key, data, name)
 
-    monkeypatch.setattr(proof, "hmac", SimpleNamespace(digest=digest, compare_digest=hmac.compare_digest))
+    monkeypatch.setattr(
+        proof, "hmac", SimpleNamespace(digest=digest, compare_digest=hmac.compare_digest)
+    )
     many = strangers(20)
     for one in many:
         one.sendall(bytes(1 << 16))
@@ -224,7 +236,8 @@ controller.serve(lambda: False)
 
 
 def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
-    """Under a hard limit of fewer files than there may be strangers it looks for successors, and serves its clients."""
+    """Under a hard limit of fewer files than there may be strangers it looks for successors, and
+    serves its clients."""
     run = make_run(tmp_path / "run")
     words = [sys.executable, "-c", CROWDED, str(run.root)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -233,11 +246,15 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
             _, port, *limits = process.stdout.readline().split()
             assert limits == ["(96,", "96)"], "the soft limit is the hard one"
             held = [socket.create_connection(("127.0.0.1", int(port)), 5.0) for _ in range(300)]
-            publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}"))
+            publish_card(
+                run, Card("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}")
+            )
             with QueueClient(run, small(), "actor", 1) as actor:
                 actor.connection.call("resume", timeout=20.0, step=0)
                 for number in range(3):
-                    actor.connection.call("publish", timeout=20.0, version=f"i000001-v00000{number}", digest="d")
+                    actor.connection.call(
+                        "publish", timeout=20.0, version=f"i000001-v00000{number}", digest="d"
+                    )
             assert process.poll() is None and sum(map(is_open, held)) < 96
             for one in held:
                 one.close()
@@ -247,10 +264,13 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
 
 def test_a_process_that_listens_may_open_what_its_user_may(listener):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and 3 * hard // 4 <= connection_limit() < hard
+    assert (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+        and 3 * hard // 4 <= connection_limit() < hard
+    )
 
 
-# -- what was sent elsewhere, or before --------------------------------------------------------------------------------
+# -- what was sent elsewhere, or before ------------------------------------------------------------
 
 
 def test_a_frame_is_good_once_in_its_place_and_direction():
@@ -297,7 +317,9 @@ def recorded(monkeypatch) -> list[bytes]:
     """All that connections of this process send from now on."""
     sent: list[bytes] = []
     real = Connection._sent
-    monkeypatch.setattr(Connection, "_sent", lambda self, data: sent.append(bytes(data)) or real(self, data))
+    monkeypatch.setattr(
+        Connection, "_sent", lambda self, data: sent.append(bytes(data)) or real(self, data)
+    )
     return sent
 
 
@@ -320,11 +342,12 @@ def test_what_was_sent_before_is_no_request_of_anybody(tmp_path, monkeypatch):
         assert roles["actor"].connection.call("status")["refused_connections"] == len(replayed)
 
 
-# -- clients -----------------------------------------------------------------------------------------------------------
+# -- clients ---------------------------------------------------------------------------------------
 
 
 class Squatter:
-    """Has the port of a controller that died, and not the token. `heard` is all that clients have said to it."""
+    """Has the port of a controller that died, and not the token. `heard` is all that clients have
+    said to it."""
 
     def __init__(self, answer: bytes | None) -> None:
         """``answer``: what it says to who connects; None reflects what comes."""
@@ -375,15 +398,34 @@ def test_a_silent_squatter_costs_a_call_no_more_than_its_patience(tmp_path):
     squatter.server.close()
 
 
-leaves = st.none() | st.booleans() | st.integers(0, 3) | st.text(max_size=3) | st.sampled_from(["fenced", "deadline"])
-values = leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.sampled_from(["free", "id"]), leaves, max_size=2)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(0, 3)
+    | st.text(max_size=3)
+    | st.sampled_from(["fenced", "deadline"])
+)
+values = (
+    leaves
+    | st.lists(leaves, max_size=2)
+    | st.dictionaries(st.sampled_from(["free", "id"]), leaves, max_size=2)
+)
 replies = st.dictionaries(
-    st.sampled_from(["id", "result", "error", "kind", "hub_incarnation"]) | leaves, values, max_size=4
+    st.sampled_from(["id", "result", "error", "kind", "hub_incarnation"]) | leaves,
+    values,
+    max_size=4,
 )
 
 
 @settings(max_examples=effort(100, 10_000))
-@given(st.lists(replies | st.fixed_dictionaries({"id": st.integers(0, 2)}, optional={"kind": values, "error": values})))
+@given(
+    st.lists(
+        replies
+        | st.fixed_dictionaries(
+            {"id": st.integers(0, 2)}, optional={"kind": values, "error": values}
+        )
+    )
+)
 def test_no_answer_ends_a_client(client, found):
     for reply in found:
         client.connection._settle(unpack(pack(reply)))

@@ -29,7 +29,9 @@ def take(client: QueueClient, side: str, step: int = 0) -> Future:
 
 
 def rest(roles: Roles, number: int, step: int) -> None:
-    roles["rollout"].connection.call("serve", reader=f"rollout/{number}", version=str(roles.version))
+    roles["rollout"].connection.call(
+        "serve", reader=f"rollout/{number}", version=str(roles.version)
+    )
     roles["rollout"].connection.call("rest", reader=f"rollout/{number}", step=step)
 
 
@@ -40,7 +42,10 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
     roles.version = roles.start()
     roles["actor"].connection.call("end_turn")
     engines.result(timeout=60)
-    actor, generated = take(roles["actor"], "actor"), roles["rollout"].connection.submit("step_generated", step=0)
+    actor, generated = (
+        take(roles["actor"], "actor"),
+        roles["rollout"].connection.submit("step_generated", step=0),
+    )
     assert roles.waits("waits for engines to make room: 0 of 2 have")
     assert roles.waits("waits for the rows of step 0")
     roles.generate(roles.version)
@@ -71,7 +76,10 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     )
     with QueueClient(world.run, world.config, "actor", 2) as actor:
         actor.connection.call("resume", step=0)
-        assert world.hub.state.device_turns.rested == {} and world.hub.state.device_turns.side == "actor"
+        assert (
+            world.hub.state.device_turns.rested == {}
+            and world.hub.state.device_turns.side == "actor"
+        )
 
 
 def test_the_turn_survives_the_controller(world: SimpleNamespace) -> None:

@@ -1,4 +1,5 @@
-"""Who waits is told, with the answer, for whom it was: the role whose output the lowest ticket lacked at the time."""
+"""Who waits is told, with the answer, for whom it was: the role whose output the lowest ticket
+lacked at the time."""
 
 from __future__ import annotations
 
@@ -34,8 +35,13 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
         claim, passed = work.result(timeout=60), time.monotonic() - since
     peers = ["rollout", *GIVES]
     assert seen == [[f"actor: claim: waits for rows of {peer}"] for peer in peers]
-    assert [(peer, why) for peer, why, _ in claim.waited] == [(peer, f"rows of {peer}") for peer in peers]
-    assert all(seconds > 0 for *_, seconds in claim.waited) and sum(s for *_, s in claim.waited) <= passed
+    assert [(peer, why) for peer, why, _ in claim.waited] == [
+        (peer, f"rows of {peer}") for peer in peers
+    ]
+    assert (
+        all(seconds > 0 for *_, seconds in claim.waited)
+        and sum(s for *_, s in claim.waited) <= passed
+    )
 
 
 def waiting(roles: Roles, who: str) -> list[str]:
@@ -58,7 +64,10 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
         assert roles.admit(version) == [0, 1]
-        asked = [roles["rollout"].connection.submit("admit", reader="rollout/0", count=1) for _ in range(2)]
+        asked = [
+            roles["rollout"].connection.submit("admit", reader="rollout/0", count=1)
+            for _ in range(2)
+        ]
         assert len(waiting(roles, "rollout")) == 2
         newer = Version(1, 1)
         roles["actor"].connection.call("publish", version=str(newer), digest="d")
@@ -69,7 +78,9 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 3), st.lists(st.sampled_from(sorted(GROUPS)), max_size=40), st.integers(0, 30))
+@given(
+    st.integers(0, 3), st.lists(st.sampled_from(sorted(GROUPS)), max_size=40), st.integers(0, 30)
+)
 def test_it_is_the_lowest_ticket_that_lacks_something(staleness, roles, dies) -> None:
     it = World(Plan.of(small(2, 2, 4, staleness)), 1000)
     for number, role in enumerate(roles):
@@ -97,4 +108,6 @@ def slowly(state: QueueState) -> str:
 def test_the_lowest_unset_ticket(base, values, start) -> None:
     marks = TicketMap(base, bytes(values))
     found = marks.lowest_unset(start)
-    assert found >= start and not marks[found] and all(marks[ticket] for ticket in range(start, found))
+    assert (
+        found >= start and not marks[found] and all(marks[ticket] for ticket in range(start, found))
+    )

@@ -1,4 +1,5 @@
-"""Windows of algorithms that look at whole steps: when they come, and what of a step comes again."""
+"""Windows of algorithms that look at whole steps: when they come, and what of a step comes
+again."""
 
 from __future__ import annotations
 
@@ -35,12 +36,19 @@ class Queue:
     def admit(self, number: int) -> list[int]:
         return list(self.ask("rollout", "admit", reader="r", count=number)["tickets"])
 
-    def put(self, group: str, tickets: list[int], fields: tuple[str, ...], lease: int = 0) -> dict[int, str]:
+    def put(
+        self, group: str, tickets: list[int], fields: tuple[str, ...], lease: int = 0
+    ) -> dict[int, str]:
         versions = [] if lease else [VERSION.encode()]
         lengths = b"" if lease else packed([4, 5])
-        rows = [{"ticket": t, "episodes": b"\1\1", "lengths": lengths, "versions": versions} for t in tickets]
+        rows = [
+            {"ticket": t, "episodes": b"\1\1", "lengths": lengths, "versions": versions}
+            for t in tickets
+        ]
         shard = {"name": f"s{next(self.shards)}"}
-        return self.ask(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)["refused"]
+        return self.ask(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)[
+            "refused"
+        ]
 
     def generate(self, *tickets: int) -> None:
         assert self.put("rollout", list(tickets), GENERATED) == {}

@@ -1,4 +1,5 @@
-"""Requests that outlive whoever sent them: the hub forgets them, and takes back what it has granted to them."""
+"""Requests that outlive whoever sent them: the hub forgets them, and takes back what it has granted
+to them."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def serve(world: World, version: Version) -> None:
     world.rollout.weights.serve(READER, version).result()
 
 
-def test_a_request_of_an_engine_that_has_left_gets_nothing_when_another_comes_back(world: World) -> None:
+def test_a_request_of_an_engine_that_has_left_gets_nothing_when_another_comes_back(
+    world: World,
+) -> None:
     """Under the same name, within one incarnation: its tickets would never be generated."""
     serve(world, NOTHING)
     asyncio.run(cancelled(world.admit()))
@@ -133,17 +136,26 @@ def test_engines_that_leave_and_come_back_take_no_tickets_along(tmp_path: Path) 
     """While they wait for tickets, as training is the bottleneck."""
     requires("mpi", "torch", "megatron", "transformers")
     rollout = {"replicas": 2, "engine": {"kind": "simulated", "simulated": {"response_s": 0.01}}}
-    settings = {"steps": 100_000, "max_staleness": 1, "liveness": {"beat_s": 0.2}, "rollout": rollout}
+    settings = {
+        "steps": 100_000,
+        "max_staleness": 1,
+        "liveness": {"beat_s": 0.2},
+        "rollout": rollout,
+    }
     with running(tmp_path, settings) as live:
         live.wait_for_step(1, 120)
-        with QueueClient(live.run, load_resolved(live.run.root), "observer", OBSERVER_INCARNATION) as hub:
+        with QueueClient(
+            live.run, load_resolved(live.run.root), "observer", OBSERVER_INCARNATION
+        ) as hub:
             for _ in range(effort(3, 50)):
                 without.main(str(live.run.root), "rollout", "1")
                 live.wait_until(lambda: not serves(hub), "engine 1 has left", 30)
                 without.main(str(live.run.root), "rollout", "")
                 live.wait_until(lambda: serves(hub), "engine 1 is back", 30)
                 goal = state(hub)["trained_steps"] + 3
-                live.wait_until(lambda goal=goal: state(hub)["trained_steps"] >= goal, "steps go on", 60)
+                live.wait_until(
+                    lambda goal=goal: state(hub)["trained_steps"] >= goal, "steps go on", 60
+                )
                 assert state(hub)["oldest_s"]["generating"] < 30
         assert live.incarnations("rollout") == 1
         stop.main(str(live.run.root), now=False)

@@ -1,4 +1,5 @@
-"""The quickstart run, shortened, by its command: the policy learns, although its engine is killed on the way."""
+"""The quickstart run, shortened, by its command: the policy learns, although its engine is killed
+on the way."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
         family += psutil.Process(live.process.pid).children(recursive=True)
         live.finish(RUN_S)
         incarnations = {
-            path.name: live.incarnations(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()
+            path.name: live.incarnations(path.name)
+            for path in (live.run.root / "logs").iterdir()
+            if path.is_dir()
         }
     assert incarnations == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1}
     psutil.wait_procs(family, timeout=10.0)
@@ -60,7 +63,11 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
     assert_last_lines_name_what_is_there(live)
     result = audit(live.run)
     assert result.problems == [] and not result.dropped and not result.failed
-    assert set(result.noted) <= {"engine_fault/dead", "engine_fault/connection", "engine_fault/timeout"}
+    assert set(result.noted) <= {
+        "engine_fault/dead",
+        "engine_fault/connection",
+        "engine_fault/timeout",
+    }
 
 
 def kill_scheduler(live: Running) -> psutil.Process:
@@ -87,8 +94,9 @@ def exact_match(row: dict[str, Any]) -> float:
 def assert_learned(live: Running) -> None:
     """Rewards, held-out answers, and log-probs that both sides agree on.
 
-    What is drawn depends on the order of requests, so the bounds are half of what runs reach in these steps, and less:
-    in three of them rewards rose by 0.24 to 0.25, held-out answers by 0.075 to 0.08, in another one by 0.0475.
+    What is drawn depends on the order of requests, so the bounds are half of what runs reach in
+    these steps, and less: in three of them rewards rose by 0.24 to 0.25, held-out answers by 0.075
+    to 0.08, in another one by 0.0475.
     """
     rows = read_metrics(live.run.root)
     trained = trained_steps(live.run)
@@ -114,7 +122,9 @@ def assert_metrics_are_whole(live: Running) -> None:
         "r3",
         "trainer",
     }
-    assert not {tag for tag in tags if not declared(tag)}, "docs/metrics.md is made of metrics/tags.py"
+    assert not {tag for tag in tags if not declared(tag)}, (
+        "docs/metrics.md is made of metrics/tags.py"
+    )
     for role in ("rollout", "actor", "actor_fwd", "advantages"):
         assert all(0 <= line.get(f"idle/{role}", 0.0) <= 1 for line in steps)
         assert any(tag.startswith(f"idle/{role}_for_") for line in steps for tag in line)
@@ -126,25 +136,34 @@ def assert_metrics_are_whole(live: Running) -> None:
 
 
 def assert_what_was_written_is_kept(live: Running) -> None:
-    """Of every step and evaluation, by both lives of the rollout, each sample with what became of it."""
+    """Of every step and evaluation, by both lives of the rollout, each sample with what became of
+    it."""
     trained = find(live.run, Wanted(limit=0))
     each = Counter(one["step"] for one in trained.samples)
     # A killed writer may have put rows that it had not written down.
-    assert set(each.values()) <= {8, 16} and sum(each.values()) >= 16 * STEPS - 32 and set(each) == set(range(STEPS))
+    assert (
+        set(each.values()) <= {8, 16}
+        and sum(each.values()) >= 16 * STEPS - 32
+        and set(each) == set(range(STEPS))
+    )
     assert {one["fate"].partition(" ")[0] for one in trained.samples} == {"trained"}
     assert any(
-        one["reward"] == 1.0 and one["response"] == "".join(sorted(one["prompt"][:4])) for one in trained.samples
+        one["reward"] == 1.0 and one["response"] == "".join(sorted(one["prompt"][:4]))
+        for one in trained.samples
     )
     held_out = find(live.run, Wanted(of="heldout_prompts", limit=0))
     evaluated = range(0, STEPS + 1, SHORTER["eval"]["every"])
-    assert {one["step"] for one in held_out.samples} == set(evaluated) and not held_out.matching % len(evaluated)
+    assert {one["step"] for one in held_out.samples} == set(
+        evaluated
+    ) and not held_out.matching % len(evaluated)
     assert len({path.name for path in live.run.samples.iterdir()}) == 2
     board = EventAccumulator(str(live.run.tensorboard), {"tensors": 0}).Reload()
     assert {event.step for event in board.Tensors("samples")} == set(range(0, STEPS, 10))
 
 
 def assert_last_lines_name_what_is_there(live: Running) -> None:
-    """The run directory, a checkpoint that verifies, the folder of runs for TensorBoard, and the plot."""
+    """The run directory, a checkpoint that verifies, the folder of runs for TensorBoard, and the
+    plot."""
     last = [line.split() for line in live.output.read_text().splitlines()[-4:]]
     assert [words[0] for words in last] == ["run", "checkpoint", "TensorBoard", "reward"]
     run, checkpoint, board, plot = (Path(words[-1]) for words in last)
@@ -156,5 +175,8 @@ def assert_last_lines_name_what_is_there(live: Running) -> None:
     assert hashlib.sha256(text).hexdigest() == point["digest"]
     marker = json.loads(text)
     assert marker["meta"]["step"] == STEPS
-    found = {name: xxhash.xxh3_128_hexdigest((checkpoint / name).read_bytes()) for name in marker["files"]}
+    found = {
+        name: xxhash.xxh3_128_hexdigest((checkpoint / name).read_bytes())
+        for name in marker["files"]
+    }
     assert found == marker["files"]

@@ -1,4 +1,5 @@
-"""What supervisors leave for each other: fruitless starts are counted, and torn files say nothing."""
+"""What supervisors leave for each other: fruitless starts are counted, and torn files say
+nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_only_starts_of_this_attempt_without_progress_since_count(run: RunDir) -
 
 
 def test_lives_of_a_job_that_each_came_far_are_no_crash_loop(run: RunDir) -> None:
-    """Preempted five times, and then its first rank fails before its supervisor knows how far the run is."""
+    """Preempted five times, and then its first rank fails before its supervisor knows how far the
+    run is."""
     for life in range(6):
         started(run, "actor", Launch(1, launch_records.UNKNOWN, "7", f"7-{life}"))
     assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 1
@@ -53,7 +55,9 @@ def test_lives_of_a_job_that_each_came_far_are_no_crash_loop(run: RunDir) -> Non
     assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 2
 
 
-def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_ones(run: RunDir) -> None:
+def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_ones(
+    run: RunDir,
+) -> None:
     here = (3, 40, 1)
     started(run, "actor", Launch(1, launch_records.UNKNOWN))
     started(run, "actor", Launch(1, here))
@@ -89,12 +93,18 @@ def test_the_newest_incarnation_says_whether_a_group_is_done(run: RunDir) -> Non
     incarnation = started(run, "actor")
     assert not launch_records.all_ended(run, config, "actor")
     leave_mark(run.exit_mark("actor", incarnation, "actor"))
-    assert launch_records.all_done(run, config, "actor") and launch_records.all_ended(run, config, "actor")
+    assert launch_records.all_done(run, config, "actor") and launch_records.all_ended(
+        run, config, "actor"
+    )
     incarnation = started(run, "actor")
     run.exit_mark("actor", incarnation, "actor").write_text("")
-    assert not launch_records.all_done(run, config, "actor") and not launch_records.all_ended(run, config, "actor")
+    assert not launch_records.all_done(run, config, "actor") and not launch_records.all_ended(
+        run, config, "actor"
+    )
     leave_mark(run.exit_mark("actor", incarnation, "actor"), 75, "asked to stop", stopped=True)
-    assert not launch_records.all_done(run, config, "actor") and launch_records.all_ended(run, config, "actor")
+    assert not launch_records.all_done(run, config, "actor") and launch_records.all_ended(
+        run, config, "actor"
+    )
 
 
 def test_the_controllers_end_does_not_keep_a_hub_from_being_done(run: RunDir) -> None:
@@ -103,9 +113,13 @@ def test_the_controllers_end_does_not_keep_a_hub_from_being_done(run: RunDir) ->
     incarnation = started(run, "hub")
     for role in config.groups["hub"].roles:
         leave_mark(run.exit_mark("hub", incarnation, role))
-    assert launch_records.all_done(run, config, "hub") and not launch_records.all_ended(run, config, "hub")
+    assert launch_records.all_done(run, config, "hub") and not launch_records.all_ended(
+        run, config, "hub"
+    )
     config.groups["hub"].roles = []
-    assert not launch_records.all_done(run, config, "hub"), "the controller alone serves until the run is finished"
+    assert not launch_records.all_done(run, config, "hub"), (
+        "the controller alone serves until the run is finished"
+    )
     run.finished.touch()
     assert launch_records.all_done(run, config, "hub")
 
@@ -123,14 +137,23 @@ def test_a_process_that_runs_is_there_however_old_its_sign_is(run: RunDir) -> No
     """On a full disk none is young."""
     config = Config(layout="local")
     started(run, "rollout")
-    about = {"time": time.time() - 1e6, "incarnation": 1, "gap_s": 0.0, "busy_s": 0.0, "progress": 1, **identity()}
+    about = {
+        "time": time.time() - 1e6,
+        "incarnation": 1,
+        "gap_s": 0.0,
+        "busy_s": 0.0,
+        "progress": 1,
+        **identity(),
+    }
     path = run.rendezvous("rollout") / "beat-rollout.json"
     write_json(path, about)
     assert launch_records.is_there(run, "rollout")
     assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "suspect"
     write_json(path, about | {"born": about["born"] - 1})
     assert not launch_records.is_there(run, "rollout")
-    assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "absent", "its launch left no record"
+    assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "absent", (
+        "its launch left no record"
+    )
 
 
 def test_members_are_what_is_configured_and_what_ever_began(run: RunDir) -> None:

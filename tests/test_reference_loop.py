@@ -1,4 +1,5 @@
-"""At max_staleness 0 five roles that are killed and restarted equal one synchronous loop, bit for bit."""
+"""At max_staleness 0 five roles that are killed and restarted equal one synchronous loop, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 requires("megatron", "transformers")
 
 RUN_S = 240.0
-# A prompt group is at most 40 tokens: three or so fit a window of the actor or one of actor_fwd, and a group is cut for
-# the actor and the reference. Which samples share a micro-batch changes the last bits of losses and weights.
+# A prompt group is at most 40 tokens: three or so fit a window of the actor or one of actor_fwd,
+# and a group is cut for the actor and the reference. Which samples share a micro-batch changes the
+# last bits of losses and weights.
 PLAIN = {
     "warm_start": {"steps": 30, "batch_size": 32, "lr": 1e-2},
     "algorithm": {"passes": 2, "log_entropy": True},
@@ -62,7 +64,10 @@ REGULARISED = run_helpers.merged(
         "checkpoint": {"every": 2},
     },
 )
-INSIDE = {"actor": {"forward": ["actor_fwd", "reference"]}, "groups": {"actor_fwd": None, "reference": None}}
+INSIDE = {
+    "actor": {"forward": ["actor_fwd", "reference"]},
+    "groups": {"actor_fwd": None, "reference": None},
+}
 """The actor scores too: two processes fewer that import torch."""
 EXACT = ("token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
 EXACT += ("reward", "advantages", "prompt_id", "finish_reason")
@@ -90,7 +95,8 @@ class Outcome:
 
 
 class References:
-    """The reference loop in a process of its own, which does one run after the other: most of one is its start."""
+    """The reference loop in a process of its own, which does one run after the other: most of one
+    is its start."""
 
     def __init__(self, errors: Path) -> None:
         self.errors, self.script = errors, Path(__file__).with_name("reference_loop.py")
@@ -105,7 +111,10 @@ class References:
 
     def begin(self, directory: Path, overrides: dict[str, Any]) -> Callable[[], Outcome]:
         """Start a reference run; call what this returns to wait for its outcome."""
-        config, root = run_helpers.write_config(directory / "reference.yaml", overrides), directory / "reference"
+        config, root = (
+            run_helpers.write_config(directory / "reference.yaml", overrides),
+            directory / "reference",
+        )
         self.process.stdin.write(f"{config} {root}\n")
         self.process.stdin.flush()
         return partial(self._outcome, root)
@@ -119,7 +128,9 @@ class References:
             # What a test that failed has not waited for ends with its own folder.
             lines = [*lines, line] if line.startswith("{") else []
         return Outcome(
-            list(map(json.loads, lines)), record_file.read(root / "rows.shard"), load_file(root / "weights.safetensors")
+            list(map(json.loads, lines)),
+            record_file.read(root / "rows.shard"),
+            load_file(root / "weights.safetensors"),
         )
 
     def end(self) -> None:
@@ -156,18 +167,23 @@ def outcome_of(running: Running) -> Outcome:
     """Wait for the run's end and read what it left."""
     running.finish(RUN_S)
     run = running.run
-    return Outcome(run_helpers.trained_steps(run), run_helpers.queue_rows(run), run_helpers.final_weights(run))
+    return Outcome(
+        run_helpers.trained_steps(run), run_helpers.queue_rows(run), run_helpers.final_weights(run)
+    )
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
-    """Rows first, then losses by step, then weights: the first difference is nearest to its cause."""
+    """Rows first, then losses by step, then weights: the first difference is nearest to its
+    cause."""
     assert found.rows.keys() == expected.rows.keys()
     for name, row in expected.rows.items():
         for field in EXACT:
             assert np.array_equal(found.rows[name][field], row[field]), f"{field} of {name}"
     assert len(found.lines) == len(expected.lines)
     for line, should in zip(found.lines, expected.lines, strict=True):
-        assert {tag: line[tag] for tag in METRICS} == {tag: should[name] for tag, name in METRICS.items()}
+        assert {tag: line[tag] for tag in METRICS} == {
+            tag: should[name] for tag, name in METRICS.items()
+        }
     assert different(found, expected) == []
 
 
@@ -176,12 +192,17 @@ def different(one: Outcome, other: Outcome) -> list[str]:
     import torch
 
     assert one.weights.keys() == other.weights.keys()
-    return [name for name, value in one.weights.items() if not torch.equal(value, other.weights[name])]
+    return [
+        name for name, value in one.weights.items() if not torch.equal(value, other.weights[name])
+    ]
 
 
 @pytest.fixture(scope="module")
-def plain(references: References, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome, Path]:
-    """A run whose actor_fwd hears late of versions, its reference, and the model that both began with."""
+def plain(
+    references: References, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Outcome, Path]:
+    """A run whose actor_fwd hears late of versions, its reference, and the model that both began
+    with."""
     directory = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in late_news.environment(directory / "hook").items():
@@ -198,13 +219,18 @@ def plain(references: References, tmp_path_factory: pytest.TempPathFactory) -> t
 def test_a_run_equals_the_synchronous_loop(plain):
     found, expected, _ = plain
     assert len(found.rows) == 48 and len(found.lines) == 3
-    assert all(line["reward/std"] > 0 for line in found.lines), "without a signal weights would hardly move"
+    assert all(line["reward/std"] > 0 for line in found.lines), (
+        "without a signal weights would hardly move"
+    )
     assert_equal(found, expected)
 
 
-def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(references, plain, tmp_path, capsys):
-    """Each on its share of every window, while the rest is still generated; sums differ only in their order. An
-    episode's rows may be of both ranks, and of several micro-batches; together they weigh as much as if it were one."""
+def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(
+    references, plain, tmp_path, capsys
+):
+    """Each on its share of every window, while the rest is still generated; sums differ only in
+    their order. An episode's rows may be of both ranks, and of several micro-batches; together they
+    weigh as much as if it were one."""
     import torch
 
     over = {"steps": 1, "actor": {"balance_window": 1}, "algorithm": {"reduction": "sequence_mean"}}
@@ -212,7 +238,9 @@ def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(referen
     expected = references.begin(tmp_path, alone)
     two = {"parallel": {"data": 2}, "optimizer": {"overlap_gradients": True}}
     cut = {"actor": two, "data": {"task": "tests.cut_episodes:CutSortDigits"}}
-    with run_helpers.running(tmp_path, run_helpers.merged(alone, run_helpers.merged(INSIDE, cut))) as running:
+    with run_helpers.running(
+        tmp_path, run_helpers.merged(alone, run_helpers.merged(INSIDE, cut))
+    ) as running:
         found, should = outcome_of(running), expected()
     ((line,), (wanted,)) = found.lines, should.lines
     same = {tag: name for tag, name in METRICS.items() if tag != "loss/grad_norm"}
@@ -231,18 +259,24 @@ def assert_cut(found: Outcome, should: Outcome, line: dict[str, float]) -> None:
     counts = []
     for name, whole in should.rows.items():
         ticket, episode, _ = place_of(name)
-        pieces = [row for name, row in found.rows.items() if place_of(name)[:2] == (ticket, episode)]
+        pieces = [
+            row for name, row in found.rows.items() if place_of(name)[:2] == (ticket, episode)
+        ]
         made = len(whole["token_ids"]) - int(whole["prompt_len"])
         assert len(pieces) == min(1 + episode % 3, made)
         assert np.array_equal(pieces[-1]["token_ids"], whole["token_ids"])
         for field in ("loss_mask", "rollout_logprobs", "advantages"):
-            together = sum(np.pad(row[field], (0, len(whole[field]) - len(row[field]))) for row in pieces)
+            together = sum(
+                np.pad(row[field], (0, len(whole[field]) - len(row[field]))) for row in pieces
+            )
             np.testing.assert_allclose(together, whole[field], atol=1e-6)
-        assert {(int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in pieces} == {
-            (ticket, episode, float(whole["reward"]))
-        }
+        assert {
+            (int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in pieces
+        } == {(ticket, episode, float(whole["reward"]))}
         counts += [made]
-    assert {len(place) for place in map(place_of, found.rows)} == {3} and len(found.rows) > len(should.rows)
+    assert {len(place) for place in map(place_of, found.rows)} == {3} and len(found.rows) > len(
+        should.rows
+    )
     assert line["reward/response_tokens"] == pytest.approx(np.mean(counts)), "each is sampled once"
 
 
@@ -257,11 +291,15 @@ def assert_shown(run: RunDir, found: Outcome, capsys: pytest.CaptureFixture[str]
     shown = {one["id"]: one for one in json.loads(capsys.readouterr().out)["samples"]}
     assert shown.keys() <= found.rows.keys() and {place_of(name)[2] for name in shown} == {0, 1, 2}
     for name, one in shown.items():
-        assert one["tokens"] == found.rows[name]["loss_mask"].sum() and one["fate"] == "trained i000001-v000000"
+        assert (
+            one["tokens"] == found.rows[name]["loss_mask"].sum()
+            and one["fate"] == "trained i000001-v000000"
+        )
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
-    """As `assert_equal` up to rounding: log-probs come from other micro-batches, so only what was sampled is equal."""
+    """As `assert_equal` up to rounding: log-probs come from other micro-batches, so only what was
+    sampled is equal."""
     import torch
 
     assert found.rows.keys() == expected.rows.keys()
@@ -276,9 +314,16 @@ def assert_close(found: Outcome, expected: Outcome) -> None:
         torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
 
 
-def with_model_of(plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a short run that begins with the model of `plain`, whose weights do not follow rounding noise."""
-    quick = {"warm_start": {"steps": 0}, "model": {"path": str(plain[2])}, "actor": {"optimizer": {"eps": 1e-6}}}
+def with_model_of(
+    plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], over: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings of a short run that begins with the model of `plain`, whose weights do not follow
+    rounding noise."""
+    quick = {
+        "warm_start": {"steps": 0},
+        "model": {"path": str(plain[2])},
+        "actor": {"optimizer": {"eps": 1e-6}},
+    }
     return run_helpers.merged(run_helpers.merged(base, quick), over)
 
 
@@ -292,12 +337,15 @@ def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(references,
         found = outcome_of(running)
         assert audit(running.run).problems == []
     assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in found.rows.values())
-    assert all(0 < line["algorithm/pushed_away"] < 1 for line in found.lines), "a metric that only this one has"
+    assert all(0 < line["algorithm/pushed_away"] < 1 for line in found.lines), (
+        "a metric that only this one has"
+    )
     assert_close(found, expected())
 
 
 def test_forward_roles_inside_of_the_actor(references, plain, tmp_path):
-    """Two passes of two mini-batches, with a KL to the reference, which comes back with the actor."""
+    """Two passes of two mini-batches, with a KL to the reference, which comes back with the
+    actor."""
     settings = with_model_of(plain, REGULARISED, {"steps": 3, "checkpoint": {"every": 1}})
     expected = references.begin(tmp_path, settings)
     with run_helpers.running(tmp_path, run_helpers.merged(settings, INSIDE)) as running:
@@ -317,8 +365,8 @@ def test_another_seed_differs(references, plain, tmp_path):
 
 
 def test_spare_groups_change_nothing(references, plain, tmp_path):
-    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter. The algorithm looks at
-    whole steps."""
+    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter. The
+    algorithm looks at whole steps."""
     spare = {
         "steps": 2,
         "algorithm": {"name": "reinforce_pp"},
@@ -335,11 +383,19 @@ def test_spare_groups_change_nothing(references, plain, tmp_path):
 
 
 def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
-    """Engines, with spare groups, and actor are never at work at the same time, also after a kill that takes both."""
+    """Engines, with spare groups, and actor are never at work at the same time, also after a kill
+    that takes both."""
     _, expected, model = plain
     groups = {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}
-    turns = {"colocate": True, "groups": groups, "checkpoint": {"every": 1}, "rollout": {"over_sampling": 0.5}}
-    over = run_helpers.merged(PLAIN, turns | {"model": {"path": str(model)}, "warm_start": {"steps": 0}})
+    turns = {
+        "colocate": True,
+        "groups": groups,
+        "checkpoint": {"every": 1},
+        "rollout": {"over_sampling": 0.5},
+    }
+    over = run_helpers.merged(
+        PLAIN, turns | {"model": {"path": str(model)}, "warm_start": {"steps": 0}}
+    )
     with run_helpers.running(tmp_path, over) as running:
         running.wait_for_step(0, RUN_S)
         running.kill("actor")
@@ -350,4 +406,8 @@ def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
     generated = [(s.start, s.end) for s in spans if s.what in ("generate", "engine_update", "eval")]
     trained = [(s.start, s.end) for s in spans if s.what == "train"]
     assert generated and trained
-    assert not [(one, other) for one, other in product(generated, trained) if one[0] < other[1] and other[0] < one[1]]
+    assert not [
+        (one, other)
+        for one, other in product(generated, trained)
+        if one[0] < other[1] and other[0] < one[1]
+    ]

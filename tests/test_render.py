@@ -26,7 +26,10 @@ from tests.requirements import requires
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
-SIZES = sorted((ROOT / "configs" / "clusters").glob("*-nodes*.yaml"), key=lambda path: (len(path.stem), path.stem))
+SIZES = sorted(
+    (ROOT / "configs" / "clusters").glob("*-nodes*.yaml"),
+    key=lambda path: (len(path.stem), path.stem),
+)
 SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
 UPDATE = os.environ.get("RELAX_UPDATE_GOLDEN") == "1"
 """Write the golden files anew instead of comparing; read the difference before it is committed."""
@@ -51,7 +54,12 @@ FAKE_PYTHON = r"""#!/bin/bash
 
 
 def compose(size: Path, layout: str, site: Path | None = None, **overrides: Any) -> Config:
-    values = {"name": "demo", "run_dir": "/scratch/demo", "layout": layout, "site.python": "/opt/relax/bin/python"}
+    values = {
+        "name": "demo",
+        "run_dir": "/scratch/demo",
+        "layout": layout,
+        "site.python": "/opt/relax/bin/python",
+    }
     return load([size, *([site] if site else [])], values | overrides)
 
 
@@ -65,27 +73,39 @@ def rendered(size: Path, layout: str, site: Path | None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "layout", "site"), CASES, ids=lambda v: v.stem if isinstance(v, Path) else str(v or "any")
+    ("size", "layout", "site"),
+    CASES,
+    ids=lambda v: v.stem if isinstance(v, Path) else str(v or "any"),
 )
 def test_golden(size: Path, layout: str, site: Path | None) -> None:
     path = GOLDEN / f"{'-'.join([size.stem, layout, *([site.stem] if site else [])])}.txt"
     text = one(rendered(size, layout, site))
     if UPDATE:
         path.write_text(text)
-    assert path.read_text() == text, "meant so? then RELAX_UPDATE_GOLDEN=1 pytest tests/test_render.py"
+    assert path.read_text() == text, (
+        "meant so? then RELAX_UPDATE_GOLDEN=1 pytest tests/test_render.py"
+    )
 
 
 def test_no_golden_file_is_left_over() -> None:
-    names = {"-".join([size.stem, layout, *([site.stem] if site else [])]) for size, layout, site in CASES}
+    names = {
+        "-".join([size.stem, layout, *([site.stem] if site else [])])
+        for size, layout, site in CASES
+    }
     assert {path.stem for path in GOLDEN.glob("*.txt")} == names
 
 
 def test_shipped_files_are_what_the_tool_writes() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "render_templates.py", "--check"], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "tools" / "render_templates.py", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, ""), "run python tools/render_templates.py"
-    assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} == {path.stem for path in SIZES}
+    assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} == {
+        path.stem for path in SIZES
+    }
 
 
 def test_templates_are_short() -> None:
@@ -116,24 +136,42 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-SHAPE = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 8, "tie_word_embeddings": False}
+SHAPE = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+}
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 8,
+    "tie_word_embeddings": False,
+}
 EXPERTS |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 
 
 @pytest.fixture
 def model(size: Path, tmp_path: Path) -> Path:
-    """What `check` reads of a model with the layers and heads of an 8B one, or with experts where ``size`` is for
-    those."""
-    path = model_directory(tmp_path / "model", **SHAPE, **(EXPERTS if size.stem.endswith("-moe") else {}))
+    """What `check` reads of a model with the layers and heads of an 8B one, or with experts where
+    ``size`` is for those."""
+    path = model_directory(
+        tmp_path / "model", **SHAPE, **(EXPERTS if size.stem.endswith("-moe") else {})
+    )
     (path / "train.jsonl").write_text('{"id": 1, "prompt": "12", "answer": "12"}\n')
     return path
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda path: path.stem)
-def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size: Path, model: Path) -> None:
+def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(
+    size: Path, model: Path
+) -> None:
     # A site, so that one node is a job's and not this machine.
-    run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
+    run = {
+        "run_dir": str(model / "run"),
+        "model.path": str(model),
+        "data.train": str(model / "train.jsonl"),
+    }
     run |= {"site.name": "cluster", "rollout.reward": "math"}
     config = resolve(load([size], run))
     assert check(config) == []
@@ -151,17 +189,29 @@ def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size
 @pytest.mark.parametrize("size", SIZES, ids=lambda path: path.stem)
 def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -> None:
     """As the comment in its file says."""
-    (said,) = (line for line in size.read_text().splitlines() if line.startswith("# With a KL in the loss: "))
+    (said,) = (
+        line
+        for line in size.read_text().splitlines()
+        if line.startswith("# With a KL in the loss: ")
+    )
     # A site, so that one node is a job's and not this machine.
-    run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
+    run = {
+        "run_dir": str(model / "run"),
+        "model.path": str(model),
+        "data.train": str(model / "train.jsonl"),
+    }
     run |= {"site.name": "cluster", "rollout.reward": "math"}
-    layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl": {"coefficient": 0.1}}}
+    layer = parse_yaml(said.partition("loss: ")[2], "comment") | {
+        "algorithm": {"kl": {"coefficient": 0.1}}
+    }
     with_kl = model / f"{size.stem}.yaml"
     with_kl.write_text(dump_yaml(layer))
     config = resolve(load([size, with_kl], run))
     assert check(config) == []
     assert gpu_hours(config) == nodes_of(size) * gpus_of(size) * 24
-    assert all(part.tasks_per_node * part.cpus_per_task <= 8 * gpus_of(size) for part in components(config))
+    assert all(
+        part.tasks_per_node * part.cpus_per_task <= 8 * gpus_of(size) for part in components(config)
+    )
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
@@ -170,18 +220,24 @@ def test_example_sites_go_with_every_size_and_say_that_nobody_has_tried_them(sit
     assert "UNTESTED" in text and "placeholder" in text
     for size in SIZES:
         config = compose(size, "local" if nodes_of(size) == 1 else "jobs", site)
-        assert all(group.roles for group in config.groups.values()), "a site must not bring back a group"
+        assert all(group.roles for group in config.groups.values()), (
+            "a site must not bring back a group"
+        )
         assert render(config)
 
 
-# -- what the text says ------------------------------------------------------------------------------------------
+# -- what the text says ----------------------------------------------------------------------------
 
 
 FOUR = ROOT / "configs/clusters/4-nodes.yaml"
 
 
 def lines(text: str, option: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith(f"#SBATCH --{option}")]
+    return [
+        line.removeprefix("#SBATCH ")
+        for line in text.splitlines()
+        if line.startswith(f"#SBATCH --{option}")
+    ]
 
 
 def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() -> None:
@@ -189,7 +245,9 @@ def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() 
     assert het.count("#SBATCH hetjob\n") == 2
     assert len(lines(het, "no-kill")) == len(lines(het, "no-requeue")) == 3
     assert lines(het, "requeue") == []
-    assert lines(het, "signal") == ["--signal=B:USR2@300"], "once: Slurm signals the batch script alone"
+    assert lines(het, "signal") == ["--signal=B:USR2@300"], (
+        "once: Slurm signals the batch script alone"
+    )
     jobs = render(compose(FOUR, "jobs"))
     assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch"]
     for group, text in ((name.removesuffix(".sbatch"), text) for name, text in jobs.items()):
@@ -198,7 +256,11 @@ def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() 
 
 
 def test_a_hub_of_two_nodes_outlives_one_of_them_in_each_layout() -> None:
-    jobs = render(compose(FOUR, "jobs", **{"groups.hub.resources.nodes": 2, "groups.actor.resources.nodes": 2}))
+    jobs = render(
+        compose(
+            FOUR, "jobs", **{"groups.hub.resources.nodes": 2, "groups.actor.resources.nodes": 2}
+        )
+    )
     assert [name for name, text in jobs.items() if lines(text, "no-kill")] == ["hub.sbatch"]
     assert all(lines(text, "requeue") for text in jobs.values())
 
@@ -219,31 +281,53 @@ def test_gpus_are_asked_for_as_the_site_wants() -> None:
         return lines(text, "gpus") + lines(text, "gres")
 
     assert asked("gpus_per_node", "", {}) == ["--gpus-per-node=8"]
-    assert asked("gpus_per_node", "h100", {"gres": "tmp:1"}) == ["--gpus-per-node=h100:8", "--gres=tmp:1"]
+    assert asked("gpus_per_node", "h100", {"gres": "tmp:1"}) == [
+        "--gpus-per-node=h100:8",
+        "--gres=tmp:1",
+    ]
     assert asked("gres", "", {}) == ["--gres=gpu:8"]
     assert asked("gres", "a100", {"gres": "tmp:1"}) == ["--gres=gpu:a100:8,tmp:1"]
     assert asked("none", "a100", {}) == []
 
 
 def test_flags_memory_and_other_options() -> None:
-    config = compose(FOUR, "jobs", **{"site.options": {"mem": "0", "exclusive": "", "mail-user": "me@there"}})
+    config = compose(
+        FOUR, "jobs", **{"site.options": {"mem": "0", "exclusive": "", "mail-user": "me@there"}}
+    )
     config.groups["actor"].resources.memory = "64G"
     config.groups["actor"].resources.options = {"exclude": "node[1-2],x3", "mail-type": "END"}
     text = render_group(config, "actor")
-    for line in ("--mem=64G", "--exclusive", "--mail-user=me@there", "--exclude=node[1-2],x3", "--mail-type=END"):
+    for line in (
+        "--mem=64G",
+        "--exclusive",
+        "--mail-user=me@there",
+        "--exclude=node[1-2],x3",
+        "--mail-type=END",
+    ):
         assert f"#SBATCH {line}\n" in text
     config.groups["rollout"].resources.memory = ""
     config.site.options |= {"mem-per-gpu": "9G"}
-    asked = {group: lines(render_group(config, group), "mem") for group in ("actor", "hub", "rollout")}
-    assert asked == {"actor": ["--mem=64G"], "hub": ["--mem=16G"], "rollout": ["--mem=0", "--mem-per-gpu=9G"]}
+    asked = {
+        group: lines(render_group(config, group), "mem") for group in ("actor", "hub", "rollout")
+    }
+    assert asked == {
+        "actor": ["--mem=64G"],
+        "hub": ["--mem=16G"],
+        "rollout": ["--mem=0", "--mem-per-gpu=9G"],
+    }
     config.site.memory_request = "none"
-    assert lines(render_group(config, "hub"), "mem=") == ["--mem=0"], "what the site's options ask for is the site's"
+    assert lines(render_group(config, "hub"), "mem=") == ["--mem=0"], (
+        "what the site's options ask for is the site's"
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"run_dir": "runs/demo"}, "run_dir: found 'runs/demo', allowed in a batch script: an absolute path"),
+        (
+            {"run_dir": "runs/demo"},
+            "run_dir: found 'runs/demo', allowed in a batch script: an absolute path",
+        ),
         ({"run_dir": "/a%j"}, r"run_dir: found '/a%j', allowed: no % and no"),
         ({"run_dir": "/a\n#SBATCH --nodes=99"}, "run_dir: .*no line breaks or control characters"),
         ({"name": "a\nb"}, "name: .*no line breaks"),
@@ -252,10 +336,15 @@ def test_flags_memory_and_other_options() -> None:
         ({"site.options": {"no-requeue": ""}}, "options.no-requeue: .*set layout instead"),
         ({"site.options": {"output": "x"}}, "options.output: .*it cannot be changed"),
         ({"site.env": {"A=1;B": "x"}}, "site.env: found 'A=1;B', allowed: names of letters"),
-        ({"groups": {"actor": {"resources": {"memory": "all"}}}}, "groups.actor.resources.memory: found 'all'"),
+        (
+            {"groups": {"actor": {"resources": {"memory": "all"}}}},
+            "groups.actor.resources.memory: found 'all'",
+        ),
     ],
 )
-def test_what_cannot_be_written_is_an_error_that_teaches(overrides: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_written_is_an_error_that_teaches(
+    overrides: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         render(compose(FOUR, "het", **overrides))
 
@@ -269,7 +358,10 @@ MANY = {
     "site.container": {"runtime": "apptainer", "mounts": ["a", "b,c"]},
     "site.mpi.launcher": "pmix",
     "data.train": "/a:b/train.jsonl",
-    "groups": {"actor": {"resources": {"memory": "all"}}, "rollout": {"resources": {"memory": "2 G"}}},
+    "groups": {
+        "actor": {"resources": {"memory": "all"}},
+        "rollout": {"resources": {"memory": "2 G"}},
+    },
 }
 
 
@@ -284,26 +376,40 @@ def test_all_that_cannot_be_written_is_told_at_once(layout: str) -> None:
         "site.container.mounts", "site.container.mounts", "site.container.runtime", "site.env", "site.env",
         "site.mpi.launcher", "site.srun_options", "site.srun_options.mpi",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"site\.container\.image: found nothing with runtime pyxis"):
+    with pytest.raises(
+        ConfigError, match=r"site\.container\.image: found nothing with runtime pyxis"
+    ):
         render(compose(FOUR, layout, **{"site.container.runtime": "pyxis"}))
 
 
 @pytest.mark.parametrize("layout", ["het", "jobs", "local"])
 def test_all_for_which_a_layout_cannot_be_had_is_told_at_once(layout: str) -> None:
     own = {"time": "soon"} if layout == "jobs" else {}
-    groups = {"actor": {"resources": {"nodes": 3, **own}}, "rollout": {"env": {"CUDA_VISIBLE_DEVICES": "0"}}}
+    groups = {
+        "actor": {"resources": {"nodes": 3, **own}},
+        "rollout": {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
+    }
     with pytest.raises(ConfigError) as caught:
         render(
-            compose(FOUR, layout, groups=groups, **{"rollout.replicas": 7, "slurm.time": "5", "slurm.signal_s": 300})
+            compose(
+                FOUR,
+                layout,
+                groups=groups,
+                **{"rollout.replicas": 7, "slurm.time": "5", "slurm.signal_s": 300},
+            )
         )
     keys = [mistake.partition(": ")[0] for mistake in caught.value.mistakes]
     wanted = {"slurm.signal_s"} | ({"groups.actor.resources.time"} if layout == "jobs" else set())
     nodes = {f"groups.{name}.resources.nodes" for name in ("rollout", "actor")}
-    uneven = {"rollout.replicas", "groups.actor.resources.nodes", "groups.rollout.env.CUDA_VISIBLE_DEVICES"}
+    uneven = {
+        "rollout.replicas",
+        "groups.actor.resources.nodes",
+        "groups.rollout.env.CUDA_VISIBLE_DEVICES",
+    }
     assert {*keys} >= wanted | (nodes if layout == "local" else uneven), keys
 
 
-# -- hostile values ----------------------------------------------------------------------------------------------
+# -- hostile values --------------------------------------------------------------------------------
 
 
 class Ran:
@@ -321,7 +427,9 @@ def run_script(folder: Path, text: str, **env: str) -> Ran:
     script.write_text(text)
     out.unlink(missing_ok=True)
     variables = {"PATH": os.environ["PATH"], "USER": "me", "FAKE_OUT": str(out), **env}
-    done = subprocess.run(["bash", script], env=variables, cwd=folder, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["bash", script], env=variables, cwd=folder, capture_output=True, text=True, timeout=30
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return Ran(out)
 
@@ -333,7 +441,9 @@ def fake_python(path: Path) -> Path:
     return path
 
 
-HOSTILE = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30) | st.sampled_from(
+HOSTILE = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), max_size=30
+) | st.sampled_from(
     [
         "$(touch pwned)",
         "`touch pwned`",
@@ -357,11 +467,15 @@ HOSTILE = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_siz
 def test_hostile_values_stay_values(tmp_path: Path, value: str, folder: str) -> None:
     run_dir = "/scratch/r" + "".join(c for c in folder if c.isprintable() and c not in "%\\")
     python = fake_python(tmp_path / "it's $(touch pwned) `x`" / "python")
-    config = compose(FOUR, "jobs", run_dir=run_dir, **{"site.python": str(python), "site.env": {"VALUE": value}})
+    config = compose(
+        FOUR, "jobs", run_dir=run_dir, **{"site.python": str(python), "site.env": {"VALUE": value}}
+    )
     config.site.local_dir = "/local/" + folder
     config.site.modules = [value, "b c"]
     (tmp_path / "modules").unlink(missing_ok=True)
-    ran = run_script(tmp_path, render_group(config, "actor"), **module('printf "%s|" "$@" >modules'))
+    ran = run_script(
+        tmp_path, render_group(config, "actor"), **module('printf "%s|" "$@" >modules')
+    )
     assert ran.argv == ["-m", "relax_hpc.lifecycle.head", "--run_dir", run_dir, "--group", "actor"]
     assert ran.env["VALUE"] == value
     assert ran.env["RELAX_LOCAL_DIR"] == f"/local/{folder}/me-relax"
@@ -385,7 +499,8 @@ def test_directives_are_one_word_as_sbatch_reads_them(value: str) -> None:
 
 
 def sbatch_word(line: str) -> str:
-    """The first word of a line, read as sbatch 22.05 was seen to: quotes group, a backslash takes what follows."""
+    """The first word of a line, read as sbatch 22.05 was seen to: quotes group, a backslash takes
+    what follows."""
     word, quote, position = "", "", 0
     while position < len(line):
         character = line[position]
@@ -409,7 +524,11 @@ def sbatch_word(line: str) -> str:
 def test_a_size_by_hand_takes_its_files_from_the_environment(tmp_path: Path) -> None:
     python = str(fake_python(tmp_path / "my python"))
     text = (ROOT / "slurm" / "4-nodes.sbatch").read_text()
-    files = {"RELAX_CONFIG": "a b.yaml:$(touch pwned).yaml", "RELAX_SITE": "my site.yaml", "RELAX_PYTHON": python}
+    files = {
+        "RELAX_CONFIG": "a b.yaml:$(touch pwned).yaml",
+        "RELAX_SITE": "my site.yaml",
+        "RELAX_PYTHON": python,
+    }
     ran = run_script(tmp_path, text, **files)
     size = f"--config={tmp_path}/configs/clusters/4-nodes.yaml"
     names = ["--config=a b.yaml", "--config=$(touch pwned).yaml", size]
@@ -424,7 +543,14 @@ def test_a_size_by_hand_takes_its_files_from_the_environment(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
 def test_sizes_by_hand_are_written_for_a_site(tmp_path: Path, site: Path) -> None:
-    tool = [sys.executable, ROOT / "tools" / "render_templates.py", "--site", site, "--folder", tmp_path / "mine"]
+    tool = [
+        sys.executable,
+        ROOT / "tools" / "render_templates.py",
+        "--site",
+        site,
+        "--folder",
+        tmp_path / "mine",
+    ]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=True)
     text = (tmp_path / "mine" / "4-nodes.sbatch").read_text()
     config = load([FOUR, site])
@@ -433,8 +559,17 @@ def test_sizes_by_hand_are_written_for_a_site(tmp_path: Path, site: Path) -> Non
         assert all(f"#SBATCH --{name}={value}\n" in text for name, value in part.options.items())
     out = tmp_path / "out"
     python = str(fake_python(tmp_path / "python"))
-    ran = run_script(tmp_path, text, RELAX_CONFIG="run.yaml", RELAX_PYTHON=python, FAKE_OUT=str(out), **module("true"))
-    assert ran.argv[-1] == f"--config={site}" and ran.argv[-2].endswith("configs/clusters/4-nodes.yaml")
+    ran = run_script(
+        tmp_path,
+        text,
+        RELAX_CONFIG="run.yaml",
+        RELAX_PYTHON=python,
+        FAKE_OUT=str(out),
+        **module("true"),
+    )
+    assert ran.argv[-1] == f"--config={site}" and ran.argv[-2].endswith(
+        "configs/clusters/4-nodes.yaml"
+    )
     if not config.site.cpu_nodes:
         assert "left out: 2-nodes: groups." in done.stderr, "a hub of one node"
     again = subprocess.run([*tool, "--check"], capture_output=True, text=True, timeout=60)
@@ -444,24 +579,43 @@ def test_sizes_by_hand_are_written_for_a_site(tmp_path: Path, site: Path) -> Non
 def test_a_size_by_hand_says_what_it_lacks(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "1-nodes.sbatch"
     done = subprocess.run(
-        ["bash", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=10
+        ["bash", script],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=10,
     )
     assert done.returncode != 0 and "RELAX_CONFIG: name the files of the run" in done.stderr
 
 
-def test_libraries_cache_on_the_nodes_own_disk_unless_the_site_says_otherwise(tmp_path: Path) -> None:
+def test_libraries_cache_on_the_nodes_own_disk_unless_the_site_says_otherwise(
+    tmp_path: Path,
+) -> None:
     python = str(fake_python(tmp_path / "python"))
     config = compose(FOUR, "het", **{"site.python": python, "site.env": {"HF_HOME": "/shared/hf"}})
-    env = run_script(tmp_path, render(config)["run.sbatch"], TMPDIR="/nvme/job 1", PYTHONPATH="/mine").env
+    env = run_script(
+        tmp_path, render(config)["run.sbatch"], TMPDIR="/nvme/job 1", PYTHONPATH="/mine"
+    ).env
     assert env["RELAX_TMPDIR"] == "/nvme/job 1", "for roles on nodes with another"
-    assert env["TRITON_CACHE_DIR"] == "/nvme/job 1/me-relax/triton" and env["HF_HOME"] == "/shared/hf"
+    assert (
+        env["TRITON_CACHE_DIR"] == "/nvme/job 1/me-relax/triton" and env["HF_HOME"] == "/shared/hf"
+    )
     assert (env["PYTHONPATH"], env["PYTHONSAFEPATH"]) == ("/scratch/demo/code:/mine", "1")
 
 
 def test_lines_of_the_site_come_first_and_reach_what_runs(tmp_path: Path) -> None:
-    config = compose(FOUR, "jobs", **{"site.python": str(fake_python(tmp_path / "python")), "site.modules": ["b"]})
+    config = compose(
+        FOUR,
+        "jobs",
+        **{"site.python": str(fake_python(tmp_path / "python")), "site.modules": ["b"]},
+    )
     (tmp_path / "profile").write_text("export FROM_PROFILE='a b'\n")
-    config.site.setup = ["module purge", f"source {tmp_path}/profile", "ulimit -n 321", "false # is no end"]
+    config.site.setup = [
+        "module purge",
+        f"source {tmp_path}/profile",
+        "ulimit -n 321",
+        "false # is no end",
+    ]
     config.site.env = {"FILES": "$(ulimit -n)"}
     text = render_group(config, "actor").replace("'$(ulimit -n)'", "$(ulimit -n)")
     ran = run_script(tmp_path, text, **module('printf "%s|" "$@" >>modules'))
@@ -474,7 +628,9 @@ def test_lines_of_the_site_come_first_and_reach_what_runs(tmp_path: Path) -> Non
 
 
 def test_files_of_a_job_are_its_users_alone(tmp_path: Path) -> None:
-    text = render(compose(FOUR, "het", **{"site.python": str(fake_python(tmp_path / "python"))}))["run.sbatch"]
+    text = render(compose(FOUR, "het", **{"site.python": str(fake_python(tmp_path / "python"))}))[
+        "run.sbatch"
+    ]
     assert text.index("umask 077 ") < text.index("RELAX_LOCAL_DIR")
     run_script(tmp_path, text)
     assert (tmp_path / "out").stat().st_mode & 0o77 == 0

@@ -54,7 +54,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def served(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, Engine]]:
+def served(
+    models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[asyncio.Runner, Engine]]:
     """It tells of every fourth token, and draws anew what an update comes into."""
     config = make_config("sglang", flags={"stream_interval": 4})
     config.model.routing_replay, config.rollout.partial_rollout = "on", "recompute"
@@ -69,7 +71,9 @@ def served(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def ask(tokens: int, draft: Draft | None = None) -> GenerateRequest:
-    return GenerateRequest(PROMPT, "p", 0, Sampling(1.0, 1.0, (), 0), tokens, draft=draft or Draft())
+    return GenerateRequest(
+        PROMPT, "p", 0, Sampling(1.0, 1.0, (), 0), tokens, draft=draft or Draft()
+    )
 
 
 async def until(drawing: asyncio.Task, draft: Draft, tokens: int) -> None:
@@ -101,7 +105,8 @@ def test_of_each_token_come_the_experts_that_chose_it(served, models) -> None:
 
 
 def test_who_goes_on_keeps_the_routes_that_the_draft_has(served, models) -> None:
-    """What is in a draft has routes, and they stay, though the engine reads its tokens once more."""
+    """What is in a draft has routes, and they stay, though the engine reads its tokens once
+    more."""
     runner, engine = served
     draft = Draft()
 
@@ -115,7 +120,10 @@ def test_who_goes_on_keeps_the_routes_that_the_draft_has(served, models) -> None
 
     known = runner.run(interrupted())
     ids, routes = whole(known)
-    assert len(ids) == len(routes) and equal(routes, own_routes(models[0], np.array([*ids, 0]))[:-1]).all()
+    assert (
+        len(ids) == len(routes)
+        and equal(routes, own_routes(models[0], np.array([*ids, 0]))[:-1]).all()
+    )
     # Such as the engine would not give.
     marked = replace(known.so_far(), extras={NAME: np.full_like(known.extras[NAME], 7)})
     made = runner.run(engine.generate(ask(len(known.token_ids) + 9, Draft.of(marked))))
@@ -134,13 +142,17 @@ def test_what_others_say_between_turns_has_the_routes_of_who_first_read_it(serve
     made = runner.run(engine.generate(ask(20, draft)))
     ids, routes = whole(made)
     first = len(PROMPT) + len(turn.token_ids) - 1
-    assert SHAPE.fault({"token_ids": ids[first:], NAME: routes[first:]}) == "" and (routes[5:first] == 7).all()
+    assert (
+        SHAPE.fault({"token_ids": ids[first:], NAME: routes[first:]}) == ""
+        and (routes[5:first] == 7).all()
+    )
     assert equal(routes[first:], own_routes(models[0], ids)[first:]).all()
     assert len(draft.extras[NAME]) == len(draft.token_ids), "as it draws, it tells of these too"
 
 
 def test_routes_of_what_was_read_before_an_update_are_those_of_then(served, models) -> None:
-    """The server gives up keys and values, reads all once more by the new weights, and says which tokens are whose."""
+    """The server gives up keys and values, reads all once more by the new weights, and says which
+    tokens are whose."""
     runner, engine = served
 
     slab = make_slab(models[1], NEW, models[1].parent)

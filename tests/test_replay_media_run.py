@@ -1,4 +1,5 @@
-"""A run whose model sees and has experts: tokens, of images too, are trained with the experts that the engine chose."""
+"""A run whose model sees and has experts: tokens, of images too, are trained with the experts that
+the engine chose."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ from tests.training_helpers import one_rank_fixture  # noqa: E402, F401
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank", "declared")]
 
 STEPS, RUN_S = 2, 600.0
-SHAPE = RouteShape(SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok)
+SHAPE = RouteShape(
+    SEEING_EXPERTS.num_layers, SEEING_EXPERTS.num_experts, SEEING_EXPERTS.num_experts_per_tok
+)
 
 
 def settings(model: Path) -> dict[str, Any]:
@@ -46,7 +49,10 @@ def settings(model: Path) -> dict[str, Any]:
         "prompts_per_step": 8,
         "samples_per_prompt": 4,
         "model": {"path": str(model), "routing_replay": "on"},
-        "data": {"task": "relax_hpc.examples.tasks.coloured_shapes:ColouredShapes", "max_prompt_tokens": 32},
+        "data": {
+            "task": "relax_hpc.examples.tasks.coloured_shapes:ColouredShapes",
+            "max_prompt_tokens": 32,
+        },
         "algorithm": {"entropy_coefficient": 0.01},
         "rollout": {"groups_per_request": 8, "max_new_tokens": 12, "engine": engine},
         "actor": {"optimizer": {"lr": 1e-3}},
@@ -66,30 +72,42 @@ def test_experts_that_saw_an_image_for_the_engine_see_it_for_the_trainer(tmp_pat
     assert audit(run).problems == []
     for row in rows.values():
         (span,) = row["spans"]
-        assert SHAPE.fault(row) == "" and (row[NAME][span["start"] :][: span["length"]] != NONE).all()
+        assert (
+            SHAPE.fault(row) == "" and (row[NAME][span["start"] :][: span["length"]] != NONE).all()
+        )
     # Each version was loaded by the engine, whose tokens are of it.
     versions = {int(one) for row in rows.values() for one in row["token_versions"]} - {0}
     assert versions == {Version(1, number).encode() for number in range(STEPS)}
     before, after = load_file(run.model / "model.safetensors"), final_weights(run)
     tower = [name for name in before if "visual" in name]
-    assert len(tower) > 20 and sum(bool((before[name] != after[name]).any()) for name in tower) > len(tower) * 0.7
-    first = [row for row in rows.values() if set(row["token_versions"]) <= {0, Version(1, 0).encode()}]
+    assert (
+        len(tower) > 20
+        and sum(bool((before[name] != after[name]).any()) for name in tower) > len(tower) * 0.7
+    )
+    first = [
+        row for row in rows.values() if set(row["token_versions"]) <= {0, Version(1, 0).encode()}
+    ]
     replayed, free = differences(run, first)
     assert replayed.mean() < 0.9 * free.mean(), (replayed.mean(), free.mean())
 
 
 def differences(run: RunDir, rows: Sequence[Row]) -> list[np.ndarray]:
-    """Differences to the engine's log-probabilities of those that the trainer has by its routes, and by its own."""
+    """Differences to the engine's log-probabilities of those that the trainer has by its routes,
+    and by its own."""
     policy, store = routed_policy(run.model), MediaStore(run.media)
     media = {name: Medium.from_bytes(store.read(name)) for name in media_ids(rows)}
     plain = [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
     seen = RowMedia.of(media, Rules.of(run.model))
     given = collate(plain, 0, "cpu", policy.pack_split, policy.row_fields, media=seen)
     trained = [row["loss_mask"] > 0 for row in rows]
-    drawn = np.concatenate([row["rollout_logprobs"][mask] for row, mask in zip(rows, trained, strict=True)])
+    drawn = np.concatenate(
+        [row["rollout_logprobs"][mask] for row, mask in zip(rows, trained, strict=True)]
+    )
     found = []
     for routed in (True, False):
         (values,) = policy.batch_logprobs([given], 1.0, routed)
-        lines = [line[: len(mask)][mask] for line, mask in zip(values.numpy(), trained, strict=True)]
+        lines = [
+            line[: len(mask)][mask] for line, mask in zip(values.numpy(), trained, strict=True)
+        ]
         found.append(np.abs(np.concatenate(lines) - drawn))
     return found

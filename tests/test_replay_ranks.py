@@ -1,4 +1,5 @@
-"""Routes that are replayed on several ranks, in every layout: all is as on one rank, and so is what is found wrong."""
+"""Routes that are replayed on several ranks, in every layout: all is as on one rank, and so is what
+is found wrong."""
 
 from __future__ import annotations
 
@@ -15,25 +16,37 @@ from tests.training_helpers import actor_settings, launch, one_rank_fixture, row
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank", "declared")]
 
 OF_TWO: dict[str, dict[str, Any]] = {
-    "tensor and sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}, "recompute": "full"},
+    "tensor and sequence": {
+        "parallel": {"tensor": 2, "sequence_parallel": True},
+        "recompute": "full",
+    },
     "two stages": {"parallel": {"pipeline": 2}, "recompute": "full"},
     "two stages, experts again": {"parallel": {"pipeline": 2}, "recompute": "selective"},
     "context": {"parallel": {"context": 2}, "recompute": "selective"},
     "experts over data ranks": {"parallel": {"data": 2, "expert": 2}, "recompute": "full"},
-    "experts over tensor ranks": {"parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True}},
+    "experts over tensor ranks": {
+        "parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True}
+    },
 }
 OF_FOUR: dict[str, dict[str, Any]] = {
     "stages of tensor ranks": {
         "parallel": {"pipeline": 2, "tensor": 2, "expert": 2, "sequence_parallel": True},
         "recompute": "full",
     },
-    "context over tensor ranks": {"parallel": {"context": 2, "tensor": 2, "expert": 4, "sequence_parallel": True}},
-    "context and data": {"parallel": {"context": 2, "data": 2, "expert": 2}, "recompute": "selective"},
+    "context over tensor ranks": {
+        "parallel": {"context": 2, "tensor": 2, "expert": 4, "sequence_parallel": True}
+    },
+    "context and data": {
+        "parallel": {"context": 2, "data": 2, "expert": 2},
+        "recompute": "selective",
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def several(one_rank: None, declared: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def several(
+    one_rank: None, declared: None, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """By layout what its ranks found; of "" what one does."""
     root = tmp_path_factory.mktemp("replay")
     directory, found = experts_model(root), {}
@@ -42,7 +55,10 @@ def several(one_rank: None, declared: None, tmp_path_factory: pytest.TempPathFac
     (directory / "own_routes.json").write_text(json.dumps([one.tolist() for one in own]))
     found[""] = check(directory, actor_settings())
     for world, cases in ((2, OF_TWO), (4, OF_FOUR)):
-        words, outs = [], {name: root / f"{world}-{number}.json" for number, name in enumerate(cases)}
+        words, outs = (
+            [],
+            {name: root / f"{world}-{number}.json" for number, name in enumerate(cases)},
+        )
         for name, layout in cases.items():
             words += [json.dumps(layout), directory, outs[name]]
         launch(world, *words, timeout_s=480.0, module="tests.replay_rank")

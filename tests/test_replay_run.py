@@ -1,4 +1,5 @@
-"""A run of five roles whose mixture of experts is trained with its engine's routes, although the engine is killed."""
+"""A run of five roles whose mixture of experts is trained with its engine's routes, although the
+engine is killed."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from relax_hpc.transfer_queue.inspect.audit import Ledger  # noqa: E402
 from relax_hpc.transfer_queue.row_schema import Row  # noqa: E402
 from relax_hpc.transfer_queue.storage import record_file  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
-from tests.routes_helpers import (  # noqa: E402
+from tests.routes_helpers import (  # noqa: E402  # noqa: F401
     SHAPE,
-    declared_fixture,  # noqa: F401
+    declared_fixture,
     experts_model,
     routed_batch,
     routed_policy,
@@ -37,10 +38,16 @@ RUN_S = 300.0
 
 
 def settings(model: Path) -> dict[str, Any]:
-    """Long responses, of which the engine tells token by token; it computes in a lower precision than the trainer."""
+    """Long responses, of which the engine tells token by token; it computes in a lower precision
+    than the trainer."""
     flags = {"max_total_tokens": 8192, "log_level": "error", "stream_interval": 4}
     engine = {"kind": "sglang", "dtype": "bfloat16", "flags": flags}
-    rollout = {"max_new_tokens": 160, "save_partial": "tokens", "save_partial_every_s": 0.1, "engine": engine}
+    rollout = {
+        "max_new_tokens": 160,
+        "save_partial": "tokens",
+        "save_partial_every_s": 0.1,
+        "engine": engine,
+    }
     return {
         "steps": STEPS,
         "model": {"path": str(model), "routing_replay": "on"},
@@ -53,12 +60,16 @@ def settings(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def killed(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDir, list[Row]]:
+def killed(
+    one_rank: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, RunDir, list[Row]]:
     """The model, the run, and the segments that were in logs when its rollout was killed."""
     root = tmp_path_factory.mktemp("run")
     model = experts_model(root)
     with running(root, settings(model)) as live:
-        live.wait_until(lambda: unfinished(segments(live)), "unfinished responses are in logs", RUN_S)
+        live.wait_until(
+            lambda: unfinished(segments(live)), "unfinished responses are in logs", RUN_S
+        )
         live.kill("rollout")
         logged = segments(live)
         live.finish(RUN_S)
@@ -67,7 +78,11 @@ def killed(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def segments(live: Running) -> list[Row]:
     """Those that are in logs."""
-    found = [row for file in live.run.shards.glob("rollout-*.shard") for row in record_file.read(file).values()]
+    found = [
+        row
+        for file in live.run.shards.glob("rollout-*.shard")
+        for row in record_file.read(file).values()
+    ]
     return [row for row in found if START in row]
 
 
@@ -99,15 +114,26 @@ def test_routes_in_logs_outlive_the_engine_that_gave_them(killed) -> None:
 def test_replayed_routes_are_nearer_to_the_engines_log_probabilities(killed) -> None:
     """By the weights that drew them; so is what actor_fwd gave them."""
     model, run, _ = killed
-    rows = [row for row in queue_rows(run).values() if {*row["token_versions"]} <= {0, Version(1, 0).encode()}]
+    rows = [
+        row
+        for row in queue_rows(run).values()
+        if {*row["token_versions"]} <= {0, Version(1, 0).encode()}
+    ]
     assert len(rows) >= 16
     policy, found = routed_policy(model), {}
     plain = [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
     for routed in (True, False):
         (values,) = policy.batch_logprobs([routed_batch(plain, policy)], 1.0, routed)
-        lines = [line[: len(row["token_ids"])] for line, row in zip(values.numpy(), rows, strict=True)]
+        lines = [
+            line[: len(row["token_ids"])] for line, row in zip(values.numpy(), rows, strict=True)
+        ]
         found[routed] = [line[row["loss_mask"] > 0] for line, row in zip(lines, rows, strict=True)]
-    drawn, old = ([row[name][row["loss_mask"] > 0] for row in rows] for name in ("rollout_logprobs", "old_logprobs"))
-    replayed, free = (np.abs(np.concatenate(found[routed]) - np.concatenate(drawn)) for routed in (True, False))
+    drawn, old = (
+        [row[name][row["loss_mask"] > 0] for row in rows]
+        for name in ("rollout_logprobs", "old_logprobs")
+    )
+    replayed, free = (
+        np.abs(np.concatenate(found[routed]) - np.concatenate(drawn)) for routed in (True, False)
+    )
     assert replayed.mean() < 0.9 * free.mean() and replayed.max() < free.max()
     np.testing.assert_allclose(np.concatenate(old), np.concatenate(found[True]), atol=1e-4)

@@ -1,4 +1,5 @@
-"""`relax-hpc report` on runs whose spans are known to the second, so that every figure has a known answer."""
+"""`relax-hpc report` on runs whose spans are known to the second, so that every figure has a known
+answer."""
 
 from __future__ import annotations
 
@@ -32,17 +33,36 @@ Spanned = list[tuple]
 def make_run(path: Path, **over: Any) -> RunDir:
     run = RunDir(path)
     run.create()
-    shape = {"steps": 5, "prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1, "layout": "jobs"}
+    shape = {
+        "steps": 5,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_staleness": 1,
+        "layout": "jobs",
+    }
     dump(
-        load([], shape | {"run_dir": str(path), "groups.reference": None, "groups.actor_fwd": None} | over), run.config
+        load(
+            [],
+            shape
+            | {"run_dir": str(path), "groups.reference": None, "groups.actor_fwd": None}
+            | over,
+        ),
+        run.config,
     )
     return run
 
 
 def incarnation(
-    run: RunDir, group: str, began: float, spans: Spanned, ended: float | None, lane: str = "", attempt: int = 1
+    run: RunDir,
+    group: str,
+    began: float,
+    spans: Spanned,
+    ended: float | None,
+    lane: str = "",
+    attempt: int = 1,
 ) -> int:
-    """Spans of the next incarnation of a group with a role of its name; without ``ended`` it left no word."""
+    """Spans of the next incarnation of a group with a role of its name; without ``ended`` it left
+    no word."""
     incarnation = claim_incarnation(run, group)
     record(run, group, incarnation, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
     folder = run.logs(group, incarnation)
@@ -52,7 +72,9 @@ def incarnation(
     for what, start, end, *about in spans:
         step = about[0] if about and what != "wait" else None
         line = {"role": role, "what": what, "step": step, "start": start, "end": end, "lane": lane}
-        text.append(line | (dict(zip(("peer", "reason"), about, strict=True)) if what == "wait" else {}))
+        text.append(
+            line | (dict(zip(("peer", "reason"), about, strict=True)) if what == "wait" else {})
+        )
     text += [{"ended": ended}] if ended is not None else []
     (folder / f"spans-{role}-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
     return incarnation
@@ -63,7 +85,10 @@ def generated() -> Spanned:
     spans: Spanned = [("start", 0, 10)]
     for step in range(6):
         at = 10 + 10 * step
-        spans += [("generate", at, at + 6, step), ("wait", at + 6, at + 10, "actor", "tickets: a newer version")]
+        spans += [
+            ("generate", at, at + 6, step),
+            ("wait", at + 6, at + 10, "actor", "tickets: a newer version"),
+        ]
     return spans
 
 
@@ -72,7 +97,11 @@ def trained_until_killed() -> Spanned:
     spans: Spanned = [("start", 0, 12)]
     for step, since in enumerate((12, 19, 29)):
         at = 16 + 10 * step
-        spans += [("wait", since, at, *ROWS), ("train", at, at + 2, step), ("publish", at + 2, at + 3, step + 1)]
+        spans += [
+            ("wait", since, at, *ROWS),
+            ("train", at, at + 2, step),
+            ("publish", at + 2, at + 3, step + 1),
+        ]
     return [*spans, ("wait", 39, 46, *ROWS)]
 
 
@@ -106,7 +135,12 @@ def run(tmp_path: Path) -> RunDir:
     leave_mark(mark, 75, "rank 0 was ended by signal 9")
     os.utime(mark, (ORIGIN + 48, ORIGIN + 48))
     incarnation(run, "actor", 50, trained_again(), 70)
-    step = {"reward/mean": 0.5, "reward/response_tokens": 25, "perf/rollout_tokens": 100, "perf/trained_tokens": 120}
+    step = {
+        "reward/mean": 0.5,
+        "reward/response_tokens": 25,
+        "perf/rollout_tokens": 100,
+        "perf/trained_tokens": 120,
+    }
     with MetricsWriter(run.root, 1) as metrics:
         for number in range(3):
             metrics.write(number, step)
@@ -138,9 +172,16 @@ def test_waits_by_peer_and_reason(run: RunDir) -> None:
 
 
 def test_pace_and_split(run: RunDir) -> None:
-    """Steps of 10, 29, 5 and 6 s; rollout is busy 6, 18, 2 and 4 s in them, the actor 3 s in all but the second."""
+    """Steps of 10, 29, 5 and 6 s; rollout is busy 6, 18, 2 and 4 s in them, the actor 3 s in all
+    but the second."""
     found = report(run)
-    assert found["pace"] == {"steps": 4, "step_s": 8, "rollout_s": 5, "actor_s": 3, "overlap": 5 / 8}
+    assert found["pace"] == {
+        "steps": 4,
+        "step_s": 8,
+        "rollout_s": 5,
+        "actor_s": 3,
+        "overlap": 5 / 8,
+    }
     assert found["split"] == {
         "unit": "GPU",
         "present": {"rollout": 4, "actor": 4},
@@ -173,17 +214,35 @@ def test_hours_and_restarts(run: RunDir) -> None:
             "why": "rank 0 was ended by signal 9",
         }
     ]
-    expected = {"asked": 560, "used": 204, "waiting": 188, "lost_restarting": 68, "lost_again": 8, "rest": 92}
-    assert found["hours"] == {"unit": "GPU"} | {name: pytest.approx(s / 3600) for name, s in expected.items()}
+    expected = {
+        "asked": 560,
+        "used": 204,
+        "waiting": 188,
+        "lost_restarting": 68,
+        "lost_again": 8,
+        "rest": 92,
+    }
+    assert found["hours"] == {"unit": "GPU"} | {
+        name: pytest.approx(s / 3600) for name, s in expected.items()
+    }
 
 
 def test_some_steps_alone(run: RunDir) -> None:
     found = report(run, first=3, last=4)
     assert (found["first_step"], found["last_step"], found["wall_s"]) == (3, 4, 68 - 57)
     assert found["roles"]["actor"]["seconds"] == {"wait": 5, "train": 4, "publish": 2}
-    assert found["pace"] == {"steps": 2, "step_s": 5.5, "rollout_s": 3, "actor_s": 3, "overlap": 3 / 5.5}
+    assert found["pace"] == {
+        "steps": 2,
+        "step_s": 5.5,
+        "rollout_s": 3,
+        "actor_s": 3,
+        "overlap": 3 / 5.5,
+    }
     assert found["goodput"]["trained_tokens"] == 240 and found["goodput"]["dropped_samples"] == {}
-    assert found["hours"]["lost_restarting"] == found["hours"]["lost_again"] == 0 and not found["restarts"]
+    assert (
+        found["hours"]["lost_restarting"] == found["hours"]["lost_again"] == 0
+        and not found["restarts"]
+    )
     assert found["notes"] == ["pace and split are of 2 steps, 5 or more would say more"]
 
 
@@ -223,7 +282,12 @@ def test_what_is_not_there_is_said_in_a_line(tmp_path: Path, run: RunDir, capsys
 def test_an_empty_run_and_one_without_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     found = report(run)
-    assert (found["roles"], found["pace"], found["split"], found["goodput"]) == ({}, None, None, None)
+    assert (found["roles"], found["pace"], found["split"], found["goodput"]) == (
+        {},
+        None,
+        None,
+        None,
+    )
     assert list(lines(found))[:2] == [
         f"{run.root}: not finished, no step in 0.0s",
         "note: no role has written a span yet; look again once the run has started",
@@ -238,11 +302,30 @@ def test_files_and_lines_that_are_no_spans_of_ours_change_nothing(run: RunDir) -
     before, folder = report(run), run.logs("actor", 1)
     clock = {"role": "actor", "monotonic": 0, "wall": ORIGIN, "boot": "b", "began": 0}
     span = {"role": "actor", "what": "train", "step": 9, "start": 1, "end": 2}
-    odd = [clock | {"boot": None}, clock | {"wall": "now"}, {"wall": 1}, span | {"start": "x"}, span | {"role": ["a"]}]
-    odd += [span | {"what": None}, span | {"step": "9"}, span | {"peer": 7}, {"ended": "x"}, {}, [], "x", None]
-    lines = [json.dumps(line) for line in odd] + ["[" * 100_000, json.dumps(span | {"end": 1}).replace("1", "1e999")]
+    odd = [
+        clock | {"boot": None},
+        clock | {"wall": "now"},
+        {"wall": 1},
+        span | {"start": "x"},
+        span | {"role": ["a"]},
+    ]
+    odd += [
+        span | {"what": None},
+        span | {"step": "9"},
+        span | {"peer": 7},
+        {"ended": "x"},
+        {},
+        [],
+        "x",
+        None,
+    ]
+    lines = [json.dumps(line) for line in odd] + [
+        "[" * 100_000,
+        json.dumps(span | {"end": 1}).replace("1", "1e999"),
+    ]
     lines += [
-        json.dumps(span).replace('"start": 1', f'"start": {wrong}') for wrong in ("NaN", "1" + "0" * 400, "-1e200")
+        json.dumps(span).replace('"start": 1', f'"start": {wrong}')
+        for wrong in ("NaN", "1" + "0" * 400, "-1e200")
     ]
     with (folder / "spans-actor-0.jsonl").open("a") as file:
         file.write("\n".join(["", *lines, ""]))
@@ -261,11 +344,17 @@ def test_files_and_lines_that_are_no_spans_of_ours_change_nothing(run: RunDir) -
 def test_a_live_run_lasts_until_now(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", layout="local")
     incarnation(run, "rollout", 0, [("start", 0, 4), ("generate", 4, 10, 0)], None)
-    assert report(run, now=ORIGIN + 15)["roles"]["rollout"]["worker_s"] == 10, "nobody beats: it ended unseen"
-    write_json(run.rendezvous("rollout") / "beat-rollout.json", {"time": time.time(), "incarnation": 1})
+    assert report(run, now=ORIGIN + 15)["roles"]["rollout"]["worker_s"] == 10, (
+        "nobody beats: it ended unseen"
+    )
+    write_json(
+        run.rendezvous("rollout") / "beat-rollout.json", {"time": time.time(), "incarnation": 1}
+    )
     found = report(run, now=ORIGIN + 15)
     assert found["roles"]["rollout"]["seconds"] == {"generate": 6, "unfinished": 5, "start": 4}
-    assert found["hours"]["unit"] == "process" and found["hours"]["asked"] == pytest.approx(15 / 3600)
+    assert found["hours"]["unit"] == "process" and found["hours"]["asked"] == pytest.approx(
+        15 / 3600
+    )
 
 
 def test_what_the_user_wanted_is_no_fault(tmp_path: Path) -> None:
@@ -276,6 +365,10 @@ def test_what_the_user_wanted_is_no_fault(tmp_path: Path) -> None:
         number = incarnation(run, "actor", at, spans, at + 10, attempt=attempt)
         leave_mark(run.exit_mark("actor", number, "actor"), 75, "saved step 2", stopped=True)
     found = report(run)
-    assert [(one["fault"], one["gap_s"], one["why"]) for one in found["restarts"]] == [(False, day - 8, "saved step 2")]
+    assert [(one["fault"], one["gap_s"], one["why"]) for one in found["restarts"]] == [
+        (False, day - 8, "saved step 2")
+    ]
     assert found["wall_s"] == 20 and found["hours"]["asked"] == pytest.approx(20 / 3600)
-    assert found["hours"]["lost_restarting"] == 0 and found["hours"]["rest"] == pytest.approx(4 / 3600)
+    assert found["hours"]["lost_restarting"] == 0 and found["hours"]["rest"] == pytest.approx(
+        4 / 3600
+    )

@@ -21,8 +21,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_requests_are_served_in_order_by_whom_they_concern_and_once(run: RunDir) -> None:
     assert requests.pending(run, lambda _: True) == []
-    asked = [requests.ask(run, op, group) for op, group in (("restart", "actor"), ("release", "rollout"))]
-    assert requests.pending(run, lambda _: True) == asked == [Request(1, "restart", "actor"), asked[1]]
+    asked = [
+        requests.ask(run, op, group) for op, group in (("restart", "actor"), ("release", "rollout"))
+    ]
+    assert (
+        requests.pending(run, lambda _: True) == asked == [Request(1, "restart", "actor"), asked[1]]
+    )
     assert requests.pending(run, lambda name: name == "rollout") == [asked[1]]
     requests.answer(run, asked[0], done="restart")
     assert requests.pending(run, lambda _: True) == [asked[1]]

@@ -88,7 +88,9 @@ def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
         live.wait_for_step(older["step"] + 1, WAIT_S)
         live.process.send_signal(signal.SIGHUP)
         live.finish(WAIT_S)
-        logs = "".join(path.read_text() for path in (live.run.root / "logs" / "actor").glob("*/*.log"))
+        logs = "".join(
+            path.read_text() for path in (live.run.root / "logs" / "actor").glob("*/*.log")
+        )
     (line,) = {line for line in logs.splitlines() if "does not verify" in line}
     assert newest["name"] in line and "damaged" in line
     assert [at for _, at in rollbacks(live.run)][-1] == older["step"]
@@ -156,8 +158,8 @@ def trained_twice(live: Running) -> list[str]:
 
 
 def kill_everything(live: Running) -> tuple[dict, dict]:
-    """SIGKILL to all processes of a run at once; its last two checkpoints. The guard, in a session of its own,
-    removes what they had in memory."""
+    """SIGKILL to all processes of a run at once; its last two checkpoints. The guard, in a session
+    of its own, removes what they had in memory."""
     family = everything(live)
     (guard,) = [process for process in family[1:] if process.cmdline() == family[0].cmdline()]
     assert staging_root(live.run).exists()
@@ -178,12 +180,17 @@ def damage(checkpoint: Path) -> None:
 
 
 def assert_prompts_of_tickets(live: Running) -> None:
-    """Each ticket trained the prompt that it has in every run of this seed: the data went on where they were."""
-    ids = [json.loads(line)["id"] for line in (live.run.data / "train.jsonl").read_text().splitlines()]
+    """Each ticket trained the prompt that it has in every run of this seed: the data went on where
+    they were."""
+    ids = [
+        json.loads(line)["id"] for line in (live.run.data / "train.jsonl").read_text().splitlines()
+    ]
     config = load_resolved(live.run.root)
     found = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
     tickets = range(STEPS * config.prompts_per_step)
-    assert found == {t: ids[prompt_at(t, 0, len(ids), config.seed, config.data.shuffle)] for t in tickets}
+    assert found == {
+        t: ids[prompt_at(t, 0, len(ids), config.seed, config.data.shuffle)] for t in tickets
+    }
 
 
 def assert_finished_run_says_so(tmp_path: Path) -> None:

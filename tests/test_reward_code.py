@@ -1,4 +1,5 @@
-"""Programs of policies are kept apart: what they may do, what they may not, and what a response gets for them."""
+"""Programs of policies are kept apart: what they may do, what they may not, and what a response
+gets for them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_apptainer_is_asked_to_keep_it_apart_where_an_image_is_named(tmp_path: P
     words = json.loads(log.read_text().splitlines()[-1])
     assert words[:5] == ["exec", "--containall", "--no-home", "--net", "--network=none"]
     assert words[7:9] == ["image.sif", "python3"]
-    with pytest.raises(ConfigError, match=r"reward.code.apptainer: found '/no/apptainer', which is no program"):
+    with pytest.raises(
+        ConfigError, match=r"reward.code.apptainer: found '/no/apptainer', which is no program"
+    ):
         Jail(dataclasses.replace(settings, apptainer="/no/apptainer"))
     with pytest.raises(ConfigError, match="a program that prints was ended by code 0"):
         Jail(dataclasses.replace(settings, apptainer="/bin/true"))
@@ -67,7 +70,9 @@ def code() -> Code:
         ("import os\nprint('1 2 3', flush=True)\nos._exit(1)", SORTS, 0.0, 0.0),
     ],
 )
-def test_a_response_gets_what_its_program_does(code: Code, program: str, tests: object, total: float, passed: float):
+def test_a_response_gets_what_its_program_does(
+    code: Code, program: str, tests: object, total: float, passed: float
+):
     assert code(response(program, tests)) == {"total": total, "passed": passed}
 
 
@@ -77,18 +82,25 @@ def test_a_share_of_the_tests_and_all_of_the_time(monkeypatch: pytest.MonkeyPatc
     shares = Code(RewardSettings(code=CodeSettings(share=True, timeout_s=1.0)))
     asked = list[float]()
     real = jail.Jail.run
-    monkeypatch.setattr(jail.Jail, "run", lambda self, *about: asked.append(about[2]) or real(self, *about))
+    monkeypatch.setattr(
+        jail.Jail, "run", lambda self, *about: asked.append(about[2]) or real(self, *about)
+    )
     assert shares(response("while True: pass", SORTS)) == {"total": 0.0, "passed": 0.0}
     assert len(asked) == 1, "the first test has had all of the time"
 
 
-def test_a_prompt_without_tests_is_an_error_and_a_response_without_a_program_is_not(code: Code) -> None:
+def test_a_prompt_without_tests_is_an_error_and_a_response_without_a_program_is_not(
+    code: Code,
+) -> None:
     for tests in (None, [], "", 3):
         with pytest.raises(ValueError, match="tests: found"):
             code(response("print(1)", tests))
     with pytest.raises(TypeError, match="tests: found an input or output that is no text"):
         code(response("print(1)", [{"input": 1, "output": "1"}]))
-    assert code(RewardInput("?", "", "I would sort them.", "stop", {"tests": SORTS})) == {"total": 0.0, "passed": 0.0}
+    assert code(RewardInput("?", "", "I would sort them.", "stop", {"tests": SORTS})) == {
+        "total": 0.0,
+        "passed": 0.0,
+    }
 
 
 @pytest.mark.parametrize("key", [{"testtype": "functional"}, {"fn_name": "two_sum"}])
@@ -100,19 +112,26 @@ def test_tests_that_call_a_function_are_no_inputs(code: Code, key: dict[str, str
     assert code(response("print(input())", [{**plain[0], "fn_name": None}]))["total"] == 1.0
 
 
-@pytest.mark.parametrize(("before", "behind"), [("<answer>", "</answer>"), ("So:\n<answer> ", "\n")])
+@pytest.mark.parametrize(
+    ("before", "behind"), [("<answer>", "</answer>"), ("So:\n<answer> ", "\n")]
+)
 def test_a_tag_may_stand_in_the_line_of_a_fence(before: str, behind: str) -> None:
     assert program_of(f"{before}```python\nprint(1)\n```{behind}") == "print(1)\n"
 
 
 def test_a_program_within_a_thought_is_no_answer(code: Code) -> None:
     program = "```python\nprint(*sorted(input().split()))\n```\n"
-    for text, total in ((f"<think>{program}</think>No.", 0.0), (f"<think>Hm.</think>{program}", 1.0)):
+    for text, total in (
+        (f"<think>{program}</think>No.", 0.0),
+        (f"<think>Hm.</think>{program}", 1.0),
+    ):
         assert code(RewardInput("?", "", text, "stop", {"tests": SORTS}))["total"] == total
 
 
 @pytest.mark.parametrize("weak", [False, True])
-def test_nobody_else_reads_a_program_or_its_tests(weak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_else_reads_a_program_or_its_tests(
+    weak: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modes = Counter[str]()
     real = jail.Jail._words
 

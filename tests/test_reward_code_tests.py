@@ -131,7 +131,9 @@ def test_broken_tests_are_an_error(code: Code, tests: str, detail: str) -> None:
             code(response(program, tests))
 
 
-def test_a_module_that_cannot_be_imported_breaks_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_imported_breaks_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no device')")
     monkeypatch.syspath_prepend(tmp_path)
     tests = PythonTests("\nimport broken_module\nassert add(1, 2) == 3")
@@ -150,7 +152,8 @@ def test_tests_may_replace_standard_output(code: Code) -> None:
 
 def test_a_comparison_of_objects_is_told(code: Code) -> None:
     vector = (
-        "class Vector:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x"
+        "class Vector:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): "
+        "return self.x == other.x"
     )
     tests = "assert Vector(1) == Vector(1)"
     assert code(response(vector, tests)) == {"total": 0.0, "passed": 0.0, "objects": 1.0}
@@ -167,7 +170,9 @@ def test_a_comparison_of_objects_is_told(code: Code) -> None:
 def test_in_one_process_a_program_can_forge_its_result() -> None:
     """So says the documentation of the setting."""
     forged = (
-        "import os\nlast = open('main.py').read().rstrip().splitlines()[-1]\nprint(last[7:-2], flush=True)\nos._exit(0)"
+        "import os\nlast = "
+        "open('main.py').read().rstrip().splitlines()[-1]\nprint(last[7:-2], "
+        "flush=True)\nos._exit(0)"
     )
     assert judged(forged, ADD, same_process=True)["total"] == 1.0
     assert judged("def add(a, b): return a - b", ADD, same_process=True)["total"] == 0.0
@@ -229,7 +234,9 @@ NAMES = [
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2)
+    ),
     max_leaves=10,
 )
 

@@ -106,7 +106,13 @@ def test_math_is_computed_in_a_thread_as_in_a_worker() -> None:
 
 @pytest.mark.parametrize(
     ("text", "strict"),
-    [("#### 4", 1.0), (r"\boxed{4}", 1.0), ("The answer is 4", 0.0), ("2 + 2 = 4", 0.0), ("#### 5", 0.0)],
+    [
+        ("#### 4", 1.0),
+        (r"\boxed{4}", 1.0),
+        ("The answer is 4", 0.0),
+        ("2 + 2 = 4", 0.0),
+        ("#### 5", 0.0),
+    ],
 )
 def test_a_strict_number_is_marked(text: str, strict: float) -> None:
     assert total("math_answer_strict", text, "4") == strict
@@ -137,7 +143,13 @@ def test_dapos_rule(text: str, answer: str, right: bool) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("10\\%", "10"), ("90^\\circ", "90"), (r"\left(1, 2\right)", "(1,2)"), ("12 square units", "12"), ("1,2", "1, 2")],
+    [
+        ("10\\%", "10"),
+        ("90^\\circ", "90"),
+        (r"\left(1, 2\right)", "(1,2)"),
+        ("12 square units", "12"),
+        ("1,2", "1, 2"),
+    ],
 )
 def test_one_answer_has_one_normal_form(one: str, other: str) -> None:
     assert normal_form(one) == normal_form(other)
@@ -171,10 +183,25 @@ def test_multiple_choice(text: str, answer: str, right: bool) -> None:
 
 def test_a_question_whose_answer_is_no_letter_is_an_error() -> None:
     found = scores(get_reward("multiple_choice"), [sample("B", "both")])
-    assert found == RewardError("reward_exception", "ValueError: answer: found 'both', allowed: a letter from A to Z")
+    assert found == RewardError(
+        "reward_exception", "ValueError: answer: found 'both', allowed: a letter from A to Z"
+    )
 
 
-REPEATED = [" ", "\n", "(", "answer is ", "Answer: ", "\\boxed{", "{", "$", "1,", "\\text{", "<think>", "</think>"]
+REPEATED = [
+    " ",
+    "\n",
+    "(",
+    "answer is ",
+    "Answer: ",
+    "\\boxed{",
+    "{",
+    "$",
+    "1,",
+    "\\text{",
+    "<think>",
+    "</think>",
+]
 REPEATED += [
     "<answer>",
     "or 5 ",
@@ -226,7 +253,9 @@ def test_words_as_in_squad(text: str, answer: str, f1: float, exact: float) -> N
 def test_of_several_right_answers_the_nearest_counts() -> None:
     several = ["Paris", "the city of Paris"]
     assert (
-        total("f1", "city of paris", "?", answers=several) == total("exact", "city of paris", "?", answers=several) == 1
+        total("f1", "city of paris", "?", answers=several)
+        == total("exact", "city of paris", "?", answers=several)
+        == 1
     )
     for broken in ([], "Paris", [1]):
         found = scores(get_reward("f1"), [sample("Paris", answers=broken)])
@@ -284,29 +313,44 @@ def test_a_weighted_sum_has_its_parts_as_components() -> None:
     parts = {"dapo": -1.0, "dapo.acc": 0.0, "format": 1.0, "multiple_choice": 1.0}
     assert found == [Score(0.75, parts), Score(0.5, parts | {"format": 0.0})]
     assert failed == RewardError(
-        "reward_exception", "multiple_choice: ValueError: answer: found 'both', allowed: a letter from A to Z"
+        "reward_exception",
+        "multiple_choice: ValueError: answer: found 'both', allowed: a letter from A to Z",
     )
-    [too_large] = composed("weighted", RewardSettings(weighted={"answer_exact": 1e39}), [sample("4")])
+    [too_large] = composed(
+        "weighted", RewardSettings(weighted={"answer_exact": 1e39}), [sample("4")]
+    )
     assert isinstance(too_large, RewardError) and too_large.reason == "reward_not_finite"
 
 
 def test_a_prompts_line_chooses_its_reward() -> None:
-    by_row = ByRowSettings(column="source", rewards={"aime": "dapo", "quiz": "multiple_choice", "both": "weighted"})
+    by_row = ByRowSettings(
+        column="source", rewards={"aime": "dapo", "quiz": "multiple_choice", "both": "weighted"}
+    )
     settings = RewardSettings(by_row=by_row, weighted={"answer_exact": 2.0})
-    groups = [[sample("Answer: B", "B", source=source)] for source in ("aime", "quiz", "both", "law", None, ["aime"])]
+    groups = [
+        [sample("Answer: B", "B", source=source)]
+        for source in ("aime", "quiz", "both", "law", None, ["aime"])
+    ]
     *found, law, nothing, listed = composed("by_row", settings, *groups)
     assert [scores[0].total for scores in found] == [1.0, 1.0, 0.0]
     assert law == RewardError("reward_exception", "source: found 'law', allowed: aime, quiz, both")
-    assert nothing == RewardError("reward_exception", "source: found nothing, allowed: aime, quiz, both")
+    assert nothing == RewardError(
+        "reward_exception", "source: found nothing, allowed: aime, quiz, both"
+    )
     assert isinstance(listed, RewardError)
 
 
 def findings(**values: Any) -> list[str]:
-    return list(check_rewards(load([], {key.replace("__", "."): value for key, value in values.items()})))
+    return list(
+        check_rewards(load([], {key.replace("__", "."): value for key, value in values.items()}))
+    )
 
 
 def test_a_sound_choice_of_rewards_has_no_findings() -> None:
-    both = {"reward.weighted": {"dapo": 1.0, "format": 0.1}, "reward.by_row.rewards": {"a": "weighted", "b": "f1"}}
+    both = {
+        "reward.weighted": {"dapo": 1.0, "format": 0.1},
+        "reward.by_row.rewards": {"a": "weighted", "b": "f1"},
+    }
     assert findings(rollout__reward="by_row", eval__reward="exact", **both) == []
     assert findings(rollout__reward="code", samples_per_prompt=8) == []
 
@@ -325,18 +369,28 @@ def test_a_sound_choice_of_rewards_has_no_findings() -> None:
             "reward.weighted.mathe: found 'mathe', allowed answer_partial",
         ),
         (
-            {"rollout.reward": "exact", "eval.reward": "by_row", "reward.by_row.rewards": {"a": "no:such"}},
+            {
+                "rollout.reward": "exact",
+                "eval.reward": "by_row",
+                "reward.by_row.rewards": {"a": "no:such"},
+            },
             "reward.by_row.rewards.a: 'no:such': importing 'no' failed",
         ),
-        ({"rollout.reward": "format", "reward.format.pattern": "("}, "reward.format.pattern: found '('"),
+        (
+            {"rollout.reward": "format", "reward.format.pattern": "("},
+            "reward.format.pattern: found '('",
+        ),
         ({"rollout.reward": "remote"}, "reward.remote.url: found ''"),
         (
             {"rollout.reward": "code", "reward.code.timeout_s": 10.0, "samples_per_prompt": 8},
-            "reward.code.timeout_s: found 10, allowed: at most 7.5, rollout.reward_timeout_s, 60, divided by",
+            "reward.code.timeout_s: found 10, allowed: at most 7.5, rollout.reward_timeout_s, 60, "
+            "divided by",
         ),
     ],
 )
-def test_what_cannot_be_is_found_before_anything_is_started(values: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_is_found_before_anything_is_started(
+    values: dict[str, Any], expected: str
+) -> None:
     [found] = findings(**values)
     assert found.startswith(expected)
 

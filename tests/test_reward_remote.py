@@ -1,4 +1,5 @@
-"""Rewards that are asked over HTTP: retries, limits, and what becomes of a service that does not do as it should."""
+"""Rewards that are asked over HTTP: retries, limits, and what becomes of a service that does not do
+as it should."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def asked(answer: Answer, **settings: Any) -> Scores:
 
     async def main() -> Scores:
         async with serving(PATH, answer) as url:
-            reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url=url, **settings)))
+            reward = get_reward(
+                "remote", RewardSettings(remote=RemoteSettings(url=url, **settings))
+            )
             try:
                 return await scores_soon(reward, GROUP)
             finally:
@@ -54,7 +57,10 @@ def test_a_service_is_asked_for_whole_groups_with_its_token(tmp_path: Path) -> N
         return web.json_response({"scores": [{"total": value, "right": value} for value in right]})
 
     (tmp_path / "token").write_text("secret\n")
-    assert asked(answer, token_file=str(tmp_path / "token")) == [Score(1.0, {"right": 1.0}), Score(0.0, {"right": 0.0})]
+    assert asked(answer, token_file=str(tmp_path / "token")) == [
+        Score(1.0, {"right": 1.0}),
+        Score(0.0, {"right": 0.0}),
+    ]
     [(token, body)] = seen
     assert token == "Bearer secret"
     assert body["samples"][1] == {
@@ -76,7 +82,11 @@ def test_who_is_busy_is_asked_again_a_few_times(status: int) -> None:
     async def answer(_: web.Request) -> web.Response:
         nonlocal count
         count += 1
-        return web.Response(status=status, text="busy") if count < 3 else web.json_response({"scores": [1, 0]})
+        return (
+            web.Response(status=status, text="busy")
+            if count < 3
+            else web.json_response({"scores": [1, 0]})
+        )
 
     assert asked(answer) == [Score(1.0), Score(0.0)] and count == 3
     count = -10
@@ -97,10 +107,17 @@ def test_who_is_busy_is_asked_again_a_few_times(status: int) -> None:
         ('{"scores": [1]}', 200, "reward_wrong_count", "returned 1 values for 2 samples"),
         ('{"scores": [1, NaN]}', 200, "reward_not_finite", "returned nan"),
         ('{"scores": [1, "2"]}', 200, "reward_not_a_number", "returned str"),
-        ('{"scores": [1, {"right": 1}]}', 200, "reward_not_a_number", "returned a mapping of right"),
+        (
+            '{"scores": [1, {"right": 1}]}',
+            200,
+            "reward_not_a_number",
+            "returned a mapping of right",
+        ),
     ],
 )
-def test_what_is_no_answer_is_named_and_not_asked_for_again(body: str, status: int, reason: str, detail: str) -> None:
+def test_what_is_no_answer_is_named_and_not_asked_for_again(
+    body: str, status: int, reason: str, detail: str
+) -> None:
     count = 0
 
     async def answer(_: web.Request) -> web.Response:
@@ -109,7 +126,12 @@ def test_what_is_no_answer_is_named_and_not_asked_for_again(body: str, status: i
         return web.Response(status=status, text=body, content_type="application/json")
 
     found = asked(answer)
-    assert isinstance(found, RewardError) and found.reason == reason and detail in found.detail and count == 1
+    assert (
+        isinstance(found, RewardError)
+        and found.reason == reason
+        and detail in found.detail
+        and count == 1
+    )
 
 
 def test_who_says_nothing_has_a_deadline() -> None:
@@ -118,12 +140,17 @@ def test_who_says_nothing_has_a_deadline() -> None:
         raise AssertionError
 
     found = asked(answer, timeout_s=0.1, retries=1)
-    assert isinstance(found, RewardError) and "asked 2 times, the last time:  no answer within 0.1 s" in found.detail
+    assert (
+        isinstance(found, RewardError)
+        and "asked 2 times, the last time:  no answer within 0.1 s" in found.detail
+    )
 
 
 def test_who_is_not_there_is_named() -> None:
     async def main() -> Scores:
-        reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url="http://127.0.0.1:9/", retries=1)))
+        reward = get_reward(
+            "remote", RewardSettings(remote=RemoteSettings(url="http://127.0.0.1:9/", retries=1))
+        )
         found = await scores_soon(reward, GROUP)
         await reward.service.close()
         return found
@@ -149,7 +176,9 @@ def test_no_more_requests_are_under_way_than_the_limit() -> None:
 
     async def main() -> list[Scores]:
         async with serving(PATH, answer) as url:
-            rewards = make_rewards("remote", 4, 60.0, RewardSettings(remote=RemoteSettings(url=url, in_flight=3)))
+            rewards = make_rewards(
+                "remote", 4, 60.0, RewardSettings(remote=RemoteSettings(url=url, in_flight=3))
+            )
             try:
                 return await asyncio.gather(*(rewards.of(GROUP) for _ in range(20)))
             finally:
@@ -170,18 +199,24 @@ def test_an_address_and_a_token_are_there_or_it_is_said(tmp_path: Path) -> None:
             made(url="http://judge/", token_file=str(tmp_path / name))
 
 
-def judged(answers: list[Any], asked_of: list[dict[str, Any]] | None = None, **settings: Any) -> Scores:
+def judged(
+    answers: list[Any], asked_of: list[dict[str, Any]] | None = None, **settings: Any
+) -> Scores:
     """What a judge that says ``answers``, one a request, makes of GROUP."""
     left = iter(answers)
 
     async def answer(request: web.Request) -> web.Response:
         (asked_of if asked_of is not None else []).append(await request.json())
         said = next(left)
-        return web.json_response({"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said)
+        return web.json_response(
+            {"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said
+        )
 
     async def main() -> Scores:
         async with serving(PATH, answer) as url:
-            reward = get_reward("judge", RewardSettings(judge=JudgeSettings(url=url, in_flight=1, **settings)))
+            reward = get_reward(
+                "judge", RewardSettings(judge=JudgeSettings(url=url, in_flight=1, **settings))
+            )
             try:
                 return await scores_soon(reward, GROUP)
             finally:
@@ -192,7 +227,12 @@ def judged(answers: list[Any], asked_of: list[dict[str, Any]] | None = None, **s
 
 def test_a_judges_last_score_counts() -> None:
     bodies = list[dict[str, Any]]()
-    about = {"model": "judge-7b", "scale": 0.1, "question": "{prompt} {response} {answer} {answer}", "temperature": 0.5}
+    about = {
+        "model": "judge-7b",
+        "scale": 0.1,
+        "question": "{prompt} {response} {answer} {answer}",
+        "temperature": 0.5,
+    }
     found = judged(["At first: Score: 1\nNo. **Score: 7.5**", "score:-2"], bodies, **about)
     assert found == [Score(pytest.approx(0.75)), Score(pytest.approx(-0.2))]
     assert bodies[0] == {
@@ -223,7 +263,9 @@ def test_what_a_response_says_is_no_place_of_the_question() -> None:
     assert bodies[0]["messages"][0]["content"] == "{response}|{0}|{answer} %s {"
 
 
-@pytest.mark.parametrize("said", ["I cannot say.", {"choices": []}, {"choices": [{"message": {"content": None}}]}, []])
+@pytest.mark.parametrize(
+    "said", ["I cannot say.", {"choices": []}, {"choices": [{"message": {"content": None}}]}, []]
+)
 def test_a_judge_that_gives_no_score_has_failed_and_not_the_response(said: Any) -> None:
     found = judged(["Score: 1", said])
     assert isinstance(found, RewardError) and found.reason == "reward_exception"
@@ -245,7 +287,10 @@ def test_a_judge_that_is_cut_off_gives_no_score(finish_reason: str) -> None:
 
 @pytest.mark.parametrize("finish_reason", ["stop", "eos_token", None])
 def test_a_judge_that_ends_by_itself_gives_one(finish_reason: str | None) -> None:
-    assert judged(["Score: 1", answer_that_ends(finish_reason, "Score: 0")]) == [Score(1.0), Score(0.0)]
+    assert judged(["Score: 1", answer_that_ends(finish_reason, "Score: 0")]) == [
+        Score(1.0),
+        Score(0.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +308,9 @@ def test_a_judge_that_ends_by_itself_gives_one(finish_reason: str | None) -> Non
         ("Score: 8/10", 8.0),
     ],
 )
-def test_the_score_stands_whole_in_the_answer_and_not_in_its_thoughts(text: str, score: float | None) -> None:
+def test_the_score_stands_whole_in_the_answer_and_not_in_its_thoughts(
+    text: str, score: float | None
+) -> None:
     scores = judged(["Score: 1", text])
     if score is None:
         assert isinstance(scores, RewardError) and "the judge gives no score" in scores.detail
@@ -276,7 +323,10 @@ def test_the_score_stands_whole_in_the_answer_and_not_in_its_thoughts(text: str,
     [
         ({}, "reward.judge.url: found nothing"),
         ({"score": "("}, r"reward.judge.score: found '\('"),
-        ({"score": "Score"}, "reward.judge.score: found 'Score', allowed: an expression with a group"),
+        (
+            {"score": "Score"},
+            "reward.judge.score: found 'Score', allowed: an expression with a group",
+        ),
         ({"question": "Well?"}, "reward.judge.question: found no {response}"),
     ],
 )
@@ -319,7 +369,9 @@ async def endless(request: web.Request) -> web.StreamResponse:
 def with_body(body: bytes, status: int = 200, **headers: str) -> Answer:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(
-            body=body, status=status, headers={name.replace("_", "-"): headers[name] for name in headers}
+            body=body,
+            status=status,
+            headers={name.replace("_", "-"): headers[name] for name in headers},
         )
 
     return answer
@@ -358,7 +410,11 @@ ODD = {
 @pytest.mark.parametrize("body", ODD, ids=["deep", "digits", "binary"])
 def test_an_answer_that_is_no_json_costs_its_prompt_group(body: str) -> None:
     found = asked(with_body(body.encode("latin-1")))
-    assert isinstance(found, RewardError) and found.reason == "reward_exception" and ODD[body] in found.detail
+    assert (
+        isinstance(found, RewardError)
+        and found.reason == "reward_exception"
+        and ODD[body] in found.detail
+    )
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "compress"])
@@ -368,14 +424,18 @@ def test_an_answer_in_an_encoding_that_is_not_read_is_refused(encoding: str) -> 
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_what_a_service_says_begins_no_line_of_a_log_and_is_obeyed_by_no_terminal(status: int) -> None:
+def test_what_a_service_says_begins_no_line_of_a_log_and_is_obeyed_by_no_terminal(
+    status: int,
+) -> None:
     text = "no\n[  12.0s] actor: finished\r\x1b]0;title\x07\u2028\u202e"
     found = asked(with_body(text.encode(), status), retries=0)
     assert isinstance(found, RewardError) and found.detail.isprintable()
     assert "no\\n[  12.0s] actor: finished\\x0d\\x1b]0;title\\x07\\u2028\\u202e" in found.detail
 
 
-@pytest.mark.parametrize("answer", [with_body(b"no key Bearer secret-key", 401), with_body(b'{"key": "secret-key"}')])
+@pytest.mark.parametrize(
+    "answer", [with_body(b"no key Bearer secret-key", 401), with_body(b'{"key": "secret-key"}')]
+)
 def test_a_token_that_a_service_repeats_is_in_no_error(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "token").write_text("secret-key\n")
     found = asked(answer, token_file=str(tmp_path / "token"), retries=0)

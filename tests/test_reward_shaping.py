@@ -1,4 +1,5 @@
-"""What is taken off rewards, whitening, and which episodes are left out: DAPO's parts, and its configuration."""
+"""What is taken off rewards, whitening, and which episodes are left out: DAPO's parts, and its
+configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from relax_hpc.algorithms import ALGORITHMS, Distill, DrGrpo, Grpo, Ppo, ReinforcePP, ReinforcePPBaseline, Rloo
+from relax_hpc.algorithms import (
+    ALGORITHMS,
+    Distill,
+    DrGrpo,
+    Grpo,
+    Ppo,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    Rloo,
+)
 from relax_hpc.algorithms.base import KlConfig, OverlongConfig
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
@@ -24,7 +34,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def prompt_of(*episodes: tuple[float, int, int]) -> list:
-    """One prompt's episodes, (reward, tokens drawn, of them trained), a row each with a token of the prompt before."""
+    """One prompt's episodes, (reward, tokens drawn, of them trained), a row each with a token of
+    the prompt before."""
     return [
         [
             {
@@ -38,7 +49,8 @@ def prompt_of(*episodes: tuple[float, int, int]) -> list:
 
 
 def test_long_episodes_lose_more_the_longer_they_are() -> None:
-    """Of at most 10 tokens with a buffer of 4: none at 6, half at 8, all at 10, by what was drawn and not trained."""
+    """Of at most 10 tokens with a buffer of 4: none at 6, half at 8, all at 10, by what was drawn
+    and not trained."""
     algorithm = DrGrpo(overlong=OverlongConfig(max_tokens=10, buffer=4))
     prompts = [prompt_of((1, 6, 6), (1, 8, 2), (1, 10, 10))]
     assert algorithm.rewards(prompts).tolist() == [[1.0, 0.5, 0.0]]
@@ -47,14 +59,21 @@ def test_long_episodes_lose_more_the_longer_they_are() -> None:
     assert first[-1] > 0 > last[-1]
     (finding,) = Grpo(overlong=OverlongConfig(max_tokens=4, buffer=5)).findings()
     assert finding == "overlong.buffer: found 5, allowed: at most overlong.max_tokens, 4"
-    assert OverlongConfig(max_tokens=4).of(np.array([3, 4])).tolist() == [0, 1], "without a buffer: at the limit alone"
+    assert OverlongConfig(max_tokens=4).of(np.array([3, 4])).tolist() == [0, 1], (
+        "without a buffer: at the limit alone"
+    )
 
 
 def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
     """Log-ratios 0.5 and 0.25 of the first, of tokens that it drew: 0.1 * 0.75 off its reward."""
     prompts = [prompt_of((1, 2, 2), (0, 1, 1))]
-    for (row,), rollout, ref in zip(prompts[0], ([9, -1, -1], [9, -1]), ([0, -1.5, -1.25], [0, -1]), strict=True):
-        row |= {"rollout_logprobs": np.array(rollout, np.float32), "ref_logprobs": np.array(ref, np.float32)}
+    for (row,), rollout, ref in zip(
+        prompts[0], ([9, -1, -1], [9, -1]), ([0, -1.5, -1.25], [0, -1]), strict=True
+    ):
+        row |= {
+            "rollout_logprobs": np.array(rollout, np.float32),
+            "ref_logprobs": np.array(ref, np.float32),
+        }
     algorithm = DrGrpo(kl_in_reward=0.1)
     assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
     assert algorithm.needs == ("reward", "rollout_logprobs", "ref_logprobs")
@@ -65,7 +84,9 @@ def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
         assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
     twice = Grpo(kl_in_reward=0.1, kl=KlConfig(coefficient=0.1))
     (finding,) = twice.findings()
-    assert finding.startswith("kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both")
+    assert finding.startswith(
+        "kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both"
+    )
 
 
 def test_one_response_to_a_prompt_is_enough_where_none_are_compared() -> None:
@@ -78,7 +99,10 @@ def test_one_response_to_a_prompt_is_enough_where_none_are_compared() -> None:
         row["teacher_logprobs"] = row["rollout_logprobs"] + np.float32(number)
     low, high = ReinforcePP().token_advantages(prompts)
     assert low[1:].tolist() == pytest.approx([-0.5 / np.sqrt(1 / 3)] * 2) and (low == -high).all()
-    assert [row.tolist() for row in Ppo(whiten=False).token_advantages(prompts)] == [[0, -0.25, -0.5], [0, 0.75, 0.5]]
+    assert [row.tolist() for row in Ppo(whiten=False).token_advantages(prompts)] == [
+        [0, -0.25, -0.5],
+        [0, 0.75, 0.5],
+    ]
     assert [row.tolist() for row in Distill().token_advantages(prompts)] == [[0, 0, 0], [0, 1, 1]]
     assert not np.any(Distill(teacher_top_k=2).token_advantages(prompts))
     for other in (Grpo(), DrGrpo(), Rloo(), ReinforcePPBaseline(), Distill(reward_weight=1.0)):
@@ -92,7 +116,10 @@ def test_rewards_are_permuted_anew_in_every_step_and_alike_in_the_same(samples: 
     """The control experiment: what stays the same in all steps could be learned."""
 
     def step(first_ticket: int) -> list:
-        prompts = [prompt_of(*((10 * prompt + episode, 1, 1) for episode in range(samples))) for prompt in range(8)]
+        prompts = [
+            prompt_of(*((10 * prompt + episode, 1, 1) for episode in range(samples)))
+            for prompt in range(8)
+        ]
         for number, prompt in enumerate(prompts):
             for (row,) in prompt:
                 row["ticket"] = first_ticket + number
@@ -164,8 +191,14 @@ def two_rows(reward: float, *drawn: int) -> list:
     drew."""
     rows = [row for (row,) in prompt_of(*((reward, count, count) for count in drawn))]
     for row in rows:
-        row |= {name: np.zeros(len(row["loss_mask"]), np.float32) for name in ("values", "teacher_logprobs")}
-        row |= {name: np.zeros(len(row["loss_mask"]), np.float32) for name in ("rollout_logprobs", "ref_logprobs")}
+        row |= {
+            name: np.zeros(len(row["loss_mask"]), np.float32)
+            for name in ("values", "teacher_logprobs")
+        }
+        row |= {
+            name: np.zeros(len(row["loss_mask"]), np.float32)
+            for name in ("rollout_logprobs", "ref_logprobs")
+        }
     return rows
 
 
@@ -186,11 +219,15 @@ def test_a_penalty_for_length_counts_the_tokens_of_all_rows(name: str) -> None:
 
 
 def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:
-    """All five parts of the paper: clip-higher, a mean over tokens, dynamic sampling, soft punishment, and what was cut
-    is left out."""
+    """All five parts of the paper: clip-higher, a mean over tokens, dynamic sampling, soft
+    punishment, and what was cut is left out."""
     config = load([CONFIGS / "algorithms" / "dapo.yaml"])
     algorithm = config.algorithm
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.reduction) == (0.2, 0.28, "token_mean")
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.reduction) == (
+        0.2,
+        0.28,
+        "token_mean",
+    )
     assert config.rollout.filter == "rewards_differ" and algorithm.mask_truncated
     assert algorithm.overlong == OverlongConfig(max_tokens=20480, buffer=4096)
     assert config.rollout.max_new_tokens == 20480 and "reference" not in config.groups
@@ -199,9 +236,15 @@ def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:
         "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
         "data.max_prompt_tokens": 32,
     }
-    run |= {"rollout.max_new_tokens": 200, "algorithm.overlong.max_tokens": 200, "algorithm.overlong.buffer": 40}
+    run |= {
+        "rollout.max_new_tokens": 200,
+        "algorithm.overlong.max_tokens": 200,
+        "algorithm.overlong.buffer": 40,
+    }
     config = load([CONFIGS / "algorithms" / "dapo.yaml"], run)
     assert check(config) == []
     config.rollout.max_new_tokens = 100
     (finding,) = check(config)
-    assert finding.startswith("algorithm.overlong.max_tokens: found 200, allowed: at most rollout.max_new_tokens, 100")
+    assert finding.startswith(
+        "algorithm.overlong.max_tokens: found 200, allowed: at most rollout.max_new_tokens, 100"
+    )

@@ -126,13 +126,17 @@ def findings(**settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_reward_that_can_be_called_is_right(write_module: Callable[[str], Path], name: str) -> None:
+def test_a_reward_that_can_be_called_is_right(
+    write_module: Callable[[str], Path], name: str
+) -> None:
     write_module(MODULE)
     assert findings(rollout__reward=f"own_code:{name}") == []
 
 
 @pytest.mark.parametrize("key", ["rollout.reward", "eval.reward", "reward.weighted"])
-def test_a_reward_that_cannot_be_called_is_one_finding(write_module: Callable[[str], Path], key: str) -> None:
+def test_a_reward_that_cannot_be_called_is_one_finding(
+    write_module: Callable[[str], Path], key: str
+) -> None:
     write_module(MODULE)
     for name, text in BAD.items():
         reward = f"own_code:{name}"
@@ -161,7 +165,9 @@ def test_a_reward_that_cannot_be_called_is_one_finding(write_module: Callable[[s
         "openrlhf",
     ],
 )
-def test_the_adapter_that_a_message_gives_is_right(write_module: Callable[[str], Path], name: str) -> None:
+def test_the_adapter_that_a_message_gives_is_right(
+    write_module: Callable[[str], Path], name: str
+) -> None:
     """The line of the message, added to the module, is a reward with the same values."""
     write_module(MODULE)
     [finding] = findings(rollout__reward=f"own_code:{name}")
@@ -203,7 +209,9 @@ def test_a_name_that_is_no_reward_says_what_to_write(
     assert all(text in finding for text in texts), finding
 
 
-def test_a_module_in_the_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_current_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     (tmp_path / "mine_here.py").write_text("def score(sample): return 1\n")

@@ -1,4 +1,5 @@
-"""Rewards in processes of their own: what hangs, crashes or says nonsense there costs its prompt group alone."""
+"""Rewards in processes of their own: what hangs, crashes or says nonsense there costs its prompt
+group alone."""
 
 from __future__ import annotations
 
@@ -107,7 +108,14 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pool]
 
 
 def sample(text: str) -> RewardInput:
-    return RewardInput("4?", "4", text, "stop", {"id": 10**30, "name": "é", "none": None}, [["4?", "2"], ["2?", text]])
+    return RewardInput(
+        "4?",
+        "4",
+        text,
+        "stop",
+        {"id": 10**30, "name": "é", "none": None},
+        [["4?", "2"], ["2?", text]],
+    )
 
 
 def with_pool(pool: Pool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -133,14 +141,25 @@ def pid_of(scores: Scores) -> int:
     return int(scores[0].components["pid"])
 
 
-def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(pool: Callable[..., Pool]) -> None:
+def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(
+    pool: Callable[..., Pool],
+) -> None:
     texts = "1", "exit", "2", "segfault", "killed", "base", "3"
     before, ended, after, hit, killed, raised, last = one_after_the_other(pool(), *texts)
-    assert ended == RewardError("reward_died", "the process that computed own_rewards:word ended by exit code 7")
-    assert hit == RewardError("reward_died", "the process that computed own_rewards:word was ended by SIGSEGV")
-    want = "the process that computed own_rewards:word was ended by SIGKILL, perhaps for want of memory"
+    assert ended == RewardError(
+        "reward_died", "the process that computed own_rewards:word ended by exit code 7"
+    )
+    assert hit == RewardError(
+        "reward_died", "the process that computed own_rewards:word was ended by SIGSEGV"
+    )
+    want = (
+        "the process that computed own_rewards:word was ended by SIGKILL, perhaps for want of "
+        "memory"
+    )
     assert killed == RewardError("reward_died", want)
-    assert raised == RewardError("reward_died", "the process that computed own_rewards:word ended by exit code 1")
+    assert raised == RewardError(
+        "reward_died", "the process that computed own_rewards:word ended by exit code 1"
+    )
     assert [before[0].total, after[0].total, last[0].total] == [1.0, 2.0, 3.0]
     assert len({pid_of(before), pid_of(after), pid_of(last)}) == 3
 
@@ -184,7 +203,9 @@ def test_a_worker_that_has_ended_is_not_killed_again(
         await own.start()
         [worker] = own.workers
         await own.of([sample("exit")])
-        monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append(pid) or real(pid, number))
+        monkeypatch.setattr(
+            os, "killpg", lambda pid, number: killed.append(pid) or real(pid, number)
+        )
         await worker.end()
         return worker.busy
 
@@ -208,10 +229,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_worker_has_what_libraries_want(pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_what_libraries_want(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
-    found = one_after_the_other(pool(), "main", "loop", "alarm", "print", "modules", "environment", "rows")
+    found = one_after_the_other(
+        pool(), "main", "loop", "alarm", "print", "modules", "environment", "rows"
+    )
     assert found == [[Score(0.5 if number == 1 else 1.0)] for number in range(7)]
 
 
@@ -236,7 +261,9 @@ def test_of_async_rewards_many_are_under_way(pool: Callable[..., Pool]) -> None:
     async def work() -> list[Scores]:
         await many.start()
         begun = time.monotonic()
-        found = await asyncio.gather(*(many.of([sample(text)]) for text in ["wait"] * 60 + ["late", "late"]))
+        found = await asyncio.gather(
+            *(many.of([sample(text)]) for text in ["wait"] * 60 + ["late", "late"])
+        )
         assert time.monotonic() - begun < 60 * 0.05
         return found
 
@@ -254,7 +281,9 @@ def test_of_those_under_way_the_guilty_one_is_found(
 
     async def work() -> list[Scores]:
         await many.start()
-        return await asyncio.gather(*(many.of([sample(text)]) for text in ["wait", "pid", bad, "wait", "wait"]))
+        return await asyncio.gather(
+            *(many.of([sample(text)]) for text in ["wait", "pid", bad, "wait", "wait"])
+        )
 
     *good, last = sorted(with_pool(many, work), key=lambda scores: isinstance(scores, RewardError))
     assert len(good) == 4 and all(isinstance(scores, list) for scores in good)
@@ -264,10 +293,14 @@ def test_of_those_under_way_the_guilty_one_is_found(
 def test_a_reward_that_cannot_be_had_is_said_at_once(
     pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="module 'own_rewards' has no function 'words'; did you mean 'word'"):
+    with pytest.raises(
+        ConfigError, match="module 'own_rewards' has no function 'words'; did you mean 'word'"
+    ):
         asyncio.run(pool("words").start())
     monkeypatch.setenv("NO_IMPORT", "1")
-    with pytest.raises(RelaxError, match="own_rewards:word ended by exit code 9 while it started, 3 times in a row"):
+    with pytest.raises(
+        RelaxError, match="own_rewards:word ended by exit code 9 while it started, 3 times in a row"
+    ):
         asyncio.run(pool().start())
 
 
@@ -276,7 +309,9 @@ def test_a_thread_that_takes_too_long_is_left_behind() -> None:
     slow, quick = InThread(lambda _: never.wait(), 0.05), InThread(lambda _: 3, LIMIT_S)
     late, three = (asyncio.run(rewards.of([sample("")])) for rewards in (slow, quick))
     never.set()
-    assert isinstance(late, RewardError) and late.reason == "reward_timeout" and three == [Score(3.0)]
+    assert (
+        isinstance(late, RewardError) and late.reason == "reward_timeout" and three == [Score(3.0)]
+    )
 
 
 def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., Pool]) -> None:
@@ -287,7 +322,11 @@ def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., Pool]) ->
 
     own = pool()
     found, after = with_pool(own, work)
-    assert isinstance(found, RewardError) and found.reason == "reward_exception" and "JSON" in found.detail
+    assert (
+        isinstance(found, RewardError)
+        and found.reason == "reward_exception"
+        and "JSON" in found.detail
+    )
     assert after[0].total == 1.0
 
 
@@ -305,7 +344,9 @@ asyncio.run(main())
 """
 
 
-def test_a_worker_ends_with_its_role_also_while_it_hangs(pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_role_also_while_it_hangs(
+    pool: Callable[..., Pool], tmp_path: Path
+) -> None:
     words = [sys.executable, "-c", ROLE, str(tmp_path / "pids")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as role:
         try:
@@ -321,9 +362,12 @@ def test_a_worker_ends_with_its_role_also_while_it_hangs(pool: Callable[..., Poo
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_a_failing_reward_says_where_in_its_own_file(pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_a_failing_reward_says_where_in_its_own_file(
+    pool: Callable[..., Pool], tmp_path: Path
+) -> None:
     (tmp_path / "bad_rewards.py").write_text(
-        "def inner(sample):\n    return sample.metadata['solution']\n\n\ndef score(sample):\n    return inner(sample)\n"
+        "def inner(sample):\n    return sample.metadata['solution']\n\n\ndef score(sample):\n    "
+        "return inner(sample)\n"
     )
     bad = Pool("bad_rewards:score", 1, LIMIT_S)
     [failure] = one_after_the_other(bad, "1")

@@ -1,4 +1,5 @@
-"""Built-in rewards, how rewards are found, what shapes they have, and what becomes of broken ones."""
+"""Built-in rewards, how rewards are found, what shapes they have, and what becomes of broken
+ones."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ def test_own_reward_is_imported(tmp_path, monkeypatch):
         assert asked(get_reward(f"my_rewards:{name}"), "a", "b") == [Score(10.0), Score(11.0)]
     with pytest.raises(ConfigError, match="no function 'lenght'; did you mean 'length'"):
         get_reward("my_rewards:lenght")
-    with pytest.raises(ConfigError, match=r"'my_rewards:Needy': cannot be made: TypeError: .*'more'"):
+    with pytest.raises(
+        ConfigError, match=r"'my_rewards:Needy': cannot be made: TypeError: .*'more'"
+    ):
         get_reward("my_rewards:Needy")
     with pytest.raises(ConfigError, match="found Mute, allowed: what can be called"):
         get_reward("my_rewards:Mute")
@@ -174,7 +177,11 @@ def test_a_reward_may_have_any_of_these_shapes(shape: str) -> None:
 
 
 NUMBERS = [1, 0.5, True, np.float32(0.25), np.int64(3), np.array(0.5), np.array(2), np.bool_(True)]
-NUMBERS += [torch.tensor(0.5), torch.tensor(True), torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)]
+NUMBERS += [
+    torch.tensor(0.5),
+    torch.tensor(True),
+    torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True),
+]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
@@ -222,7 +229,9 @@ def kind_of(value: object) -> str:
     return type(value).__name__
 
 
-@pytest.mark.parametrize("values", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0] * 3, iter([1.0, 2.0])], ids=kind_of)
+@pytest.mark.parametrize(
+    "values", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0] * 3, iter([1.0, 2.0])], ids=kind_of
+)
 def test_a_group_has_as_many_rewards_as_samples(values: object) -> None:
     found = asked(lambda samples: values, "a", "b")
     assert isinstance(found, RewardError) and found.reason == "reward_wrong_count"
@@ -247,7 +256,9 @@ def test_a_reward_that_would_end_the_process_is_named_like_another_that_fails(co
 
     for reward in (lambda _: sys.exit(code), soon):
         found = asked(reward, "a", "b")
-        assert found == RewardError("reward_exception", f"SystemExit: {'' if code is None else code}")
+        assert found == RewardError(
+            "reward_exception", f"SystemExit: {'' if code is None else code}"
+        )
 
 
 class Unspeakable(Exception):
@@ -255,7 +266,9 @@ class Unspeakable(Exception):
         raise KeyError
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError("by a library"), Unspeakable()], ids=kind_of)
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError("by a library"), Unspeakable()], ids=kind_of
+)
 def test_errors_that_are_not_as_others_cost_their_group_alone(error: BaseException) -> None:
     async def soon_raised(_: RewardInput) -> float:
         raise error
@@ -263,7 +276,10 @@ def test_errors_that_are_not_as_others_cost_their_group_alone(error: BaseExcepti
     text = "it has no text, because its __str__ raises"
     if isinstance(error, asyncio.CancelledError):
         text = "by a library"
-    for found in (asked(soon_raised, "a", "b"), asyncio.run(scores_soon(soon_raised, [sample("a"), sample("b")]))):
+    for found in (
+        asked(soon_raised, "a", "b"),
+        asyncio.run(scores_soon(soon_raised, [sample("a"), sample("b")])),
+    ):
         assert found == RewardError("reward_exception", f"{type(error).__name__}: {text}")
 
 
@@ -280,4 +296,6 @@ def test_who_is_cancelled_waits_for_no_reward() -> None:
 
 def test_what_came_instead_of_a_number_is_said():
     found = asked(lambda _: torch.zeros(2, 1))
-    assert found == RewardError("reward_not_a_number", "returned Tensor of shape (2, 1), expected one number")
+    assert found == RewardError(
+        "reward_not_a_number", "returned Tensor of shape (2, 1), expected one number"
+    )

@@ -1,4 +1,5 @@
-"""The small parts of the roles: advantages, sharing over ranks, the hub's board, an engine's activity."""
+"""The small parts of the roles: advantages, sharing over ranks, the hub's board, an engine's
+activity."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ from tests.requirements import requires
 def rows_with(rewards: list[float], samples: int) -> list[dict]:
     mask = np.array([0, 1, 1], np.uint8)
     return [
-        {"row_id": row_id(n // samples, n % samples), "ticket": n // samples, "reward": r, "loss_mask": mask}
+        {
+            "row_id": row_id(n // samples, n % samples),
+            "ticket": n // samples,
+            "reward": r,
+            "loss_mask": mask,
+        }
         for n, r in enumerate(rewards)
     ]
 
@@ -42,15 +48,22 @@ def test_advantages_stay_within_their_prompt_group() -> None:
     made = advantages_of(rows_with([0.0, 1.0, 5.0, 5.0], 2), Grpo(), seed=0)
     values = [row["advantages"].tolist() for row in made]
     half = 2**-0.5
-    np.testing.assert_allclose(values, [[0, -half, -half], [0, half, half], [0, 0, 0], [0, 0, 0]], atol=1e-5)
+    np.testing.assert_allclose(
+        values, [[0, -half, -half], [0, half, half], [0, 0, 0], [0, 0, 0]], atol=1e-5
+    )
 
 
 def test_the_control_permutes_rewards_reproducibly() -> None:
     rows, algorithm = rows_with(list(np.linspace(0, 1, 32)), 4), Grpo(shuffle_rewards=True)
     one, two = (advantages_of(rows, algorithm, seed=1) for _ in range(2))
     plain = advantages_of(rows, Grpo(), seed=1)
-    assert all(np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, two, strict=True))
-    assert any(not np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, plain, strict=True))
+    assert all(
+        np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, two, strict=True)
+    )
+    assert any(
+        not np.array_equal(a["advantages"], b["advantages"])
+        for a, b in zip(one, plain, strict=True)
+    )
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
@@ -58,7 +71,10 @@ def test_sharing_is_a_partition_within_its_bound(sizes: list[int], ranks: int) -
     shares = share(sizes, ranks)
     assert sorted(item for items in shares for item in items) == list(range(len(sizes)))
     best = max([*sizes, sum(sizes) / ranks]) if sizes else 0
-    assert max(sum(sizes[item] for item in items) for items in shares) <= 4 / 3 * best + max(sizes, default=0) / 3
+    assert (
+        max(sum(sizes[item] for item in items) for items in shares)
+        <= 4 / 3 * best + max(sizes, default=0) / 3
+    )
 
 
 def test_a_window_of_one_prompt_group_is_shared_by_all_ranks() -> None:
@@ -84,7 +100,9 @@ def test_a_mark_is_never_replaced_by_one_that_says_less(tmp_path: Path) -> None:
 
 def test_a_cpu_run_sees_no_gpu() -> None:
     config = Config()
-    assert environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == ""
+    assert (
+        environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == ""
+    )
     config.model.device = "cuda"
     assert environment(config, {"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
 
@@ -122,10 +140,16 @@ def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
     assert row["step"] == 0 and row["reward/mean"] == 0.5 and row["eval/test/answer_exact"] == 0.25
     assert row["perf/rollout_tokens"] == 150.0 and row["perf/rollout_tokens_per_s"] == 50.0
     assert row["queue/by_shm_bytes"] == 9.0
-    assert row["idle/rollout"] == 0.4 and row["idle/actor"] == 0.25 and row["perf/train_tokens_per_s"] == 100.0
+    assert (
+        row["idle/rollout"] == 0.4
+        and row["idle/actor"] == 0.25
+        and row["perf/train_tokens_per_s"] == 100.0
+    )
 
 
-def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(tmp_path: Path) -> None:
+def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(
+    tmp_path: Path,
+) -> None:
     hub = board(tmp_path)
     kept, dropped = (
         [{"reward": 1.0, "row": 0}, {"reward": 0.0, "row": 0}, {"reward": 0.0, "row": 1}],
@@ -138,10 +162,16 @@ def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(
         hub.report("actor", step, {"reward/mean": 0.5}, {})
     hub.close()
     first, second = read_metrics(tmp_path)
-    assert (first["reward/mean"], first["reward/mean_generated"], first["reward/generated"]) == (0.5, 5 / 6, 6)
+    assert (first["reward/mean"], first["reward/mean_generated"], first["reward/generated"]) == (
+        0.5,
+        5 / 6,
+        6,
+    )
     assert first["reward/component_form"] == 0.75
     assert not [tag for tag in first if "_sum" in tag or "_count" in tag]
-    assert not {"reward/mean_generated", "reward/component_form"}.intersection(second), "nothing was generated since"
+    assert not {"reward/mean_generated", "reward/component_form"}.intersection(second), (
+        "nothing was generated since"
+    )
 
 
 def test_overlapping_requests_count_once(tmp_path: Path) -> None:
@@ -153,11 +183,20 @@ def test_overlapping_requests_count_once(tmp_path: Path) -> None:
         with activity("engine_update", 5):
             pass
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:-1]]
-    assert [(line["what"], line["step"]) for line in lines] == [("wait", None), ("engine_update", 5), ("generate", 3)]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:-1]
+    ]
+    assert [(line["what"], line["step"]) for line in lines] == [
+        ("wait", None),
+        ("engine_update", 5),
+        ("generate", 3),
+    ]
 
 
-def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(tmp_path: Path) -> None:
+def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(
+    tmp_path: Path,
+) -> None:
     spans = Spans(tmp_path / "spans-rollout-0.jsonl", "rollout")
     activity = Activity(spans)
     with activity.playing(), activity.playing():
@@ -165,7 +204,10 @@ def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(t
             pass
         activity.because([("hub", "other", 1.0)])
     spans.close()
-    lines = [json.loads(line) for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:-1]]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:-1]
+    ]
     told = [(line["what"], line.get("peer", "")) for line in lines]
     tickets, environments = ("wait", "actor"), ("wait", "environments")
     assert told == [tickets, environments, ("generate", ""), environments]
@@ -175,7 +217,10 @@ def test_the_error_that_counts_is_the_one_that_restarting_cannot_cure() -> None:
     from relax_hpc.errors import ConfigError, RelaxError
 
     wrong = ConfigError("wrong")
-    assert first_error(BaseExceptionGroup("", [RelaxError("a"), BaseExceptionGroup("", [wrong])])) is wrong
+    assert (
+        first_error(BaseExceptionGroup("", [RelaxError("a"), BaseExceptionGroup("", [wrong])]))
+        is wrong
+    )
 
 
 def test_an_evaluation_is_due_at_the_start_every_so_often_and_at_the_end() -> None:

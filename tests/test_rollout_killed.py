@@ -1,4 +1,5 @@
-"""A rollout that is killed or stopped at any point: who comes next draws no token again that is in a log."""
+"""A rollout that is killed or stopped at any point: who comes next draws no token again that is in
+a log."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> N
 
 
 def kept_of(mode: str, draws: Sequence[int]) -> tuple[int, int]:
-    """Tokens that are kept after incarnations that drew so many each, and how many were lost with these."""
+    """Tokens that are kept after incarnations that drew so many each, and how many were lost with
+    these."""
     kept = lost = 0
     for count in draws:
         unfinished = (kept + count) % LONG if mode == "samples" else 0
@@ -97,12 +99,16 @@ def world(tmp_path: Path):
 @pytest.mark.parametrize("mode", ["tokens", "samples"])
 @pytest.mark.parametrize("points", [[5], [LONG + 1, 2 * LONG + 3], [4 * LONG - 6, 1, 3]])
 def test_a_rollout_killed_anywhere_draws_no_appended_token_again(world, mode, points):
-    """The engine has four samples at first: the kills come within the first, between two, in the last, and again.
+    """The engine has four samples at first: the kills come within the first, between two, in the
+    last, and again.
 
     Of what is drawn whole groups are put, the rest is in logs."""
     run, hub = world
     for incarnation, draws in enumerate(points, start=1):
-        (whole, due), made = divmod(kept_of(mode, points[:incarnation])[0], 2 * LONG), sum(points[:incarnation])
+        (whole, due), made = (
+            divmod(kept_of(mode, points[:incarnation])[0], 2 * LONG),
+            sum(points[:incarnation]),
+        )
 
         def is_kept(whole: int = whole, due: int = due, made: int = made) -> bool:
             is_put = hub.state.counts.accepted == 2 * whole
@@ -133,20 +139,30 @@ def rewarded_rows(run: RunDir) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("samples", 30), ("tokens", 32)])
-def test_episodes_of_turns_go_on_where_their_rollout_was_killed(world, mode: str, kept: int) -> None:
-    """Four episodes at once, turn by turn: of five turns of 4 tokens each the log has the words of the environment too,
-    2 tokens, and of the sixth what was drawn of it, or nothing. They are played again against new environments."""
+def test_episodes_of_turns_go_on_where_their_rollout_was_killed(
+    world, mode: str, kept: int
+) -> None:
+    """Four episodes at once, turn by turn: of five turns of 4 tokens each the log has the words of
+    the environment too, 2 tokens, and of the sixth what was drawn of it, or nothing. They are
+    played again against new environments."""
     run, hub = world
     with rollout_of(run, 1, 22, mode, turn=4) as process:
-        until(lambda: hub.state.segments.held == kept and drawn(run).total() == 22, f"{kept} tokens are in logs")
+        until(
+            lambda: hub.state.segments.held == kept and drawn(run).total() == 22,
+            f"{kept} tokens are in logs",
+        )
         process.kill()
     with rollout_of(run, 2, 10**9, mode, turn=4):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     counts, often = hub.state.segments.counts(), drawn(run)
     assert counts["held"] == 0 and counts["used"] == counts["appended"] >= kept
-    assert len(often) == 8 * 12 and often.total() == 8 * 12 + 32 - kept, "nothing that was logged is drawn again"
+    assert len(often) == 8 * 12 and often.total() == 8 * 12 + 32 - kept, (
+        "nothing that was logged is drawn again"
+    )
     rows = rewarded_rows(run)
-    assert [row["finish_reason"] for row in rows] == ["env_done"] * 8 and {row["reward"] for row in rows} == {2.0}
+    assert [row["finish_reason"] for row in rows] == ["env_done"] * 8 and {
+        row["reward"] for row in rows
+    } == {2.0}
     assert all(row["environment"]["turns"] == [4, 10, 16] for row in rows)
     assert all((row["token_versions"] != 0).sum() == 12 == row["loss_mask"].sum() for row in rows)
     assert Ledger(run).judge(0).problems == []
@@ -157,7 +173,9 @@ def test_slow_episodes_hold_up_their_own_prompt_group_alone(world, tmp_path: Pat
     (tmp_path / "slow").touch()
     with rollout_of(run, 1, 10**9, "samples", turn=4):
         until(lambda: hub.state.counts.accepted == 6, "three prompt groups of four are accepted")
-        assert sum(prompt == "0/p100" for prompt, *_ in drawn(run)) == 2 * 4, "its episodes have had their first turns"
+        assert sum(prompt == "0/p100" for prompt, *_ in drawn(run)) == 2 * 4, (
+            "its episodes have had their first turns"
+        )
         (tmp_path / "slow").unlink()
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
 
@@ -175,10 +193,14 @@ def test_responses_that_wait_for_their_rewards_are_in_logs(world, tmp_path):
 
 
 def test_what_an_engine_of_ones_own_gives_of_tokens_survives_with_them(world, monkeypatch):
-    """Its class declares the field, which every process of the run knows when it has read the configuration."""
+    """Its class declares the field, which every process of the run knows when it has read the
+    configuration."""
     run, hub = world
     config = config_of(run, "tokens")
-    config.rollout.engine.kind, config.rollout.max_new_tokens = "tests.routes_engine:RoutesEngine", 2 * LONG
+    config.rollout.engine.kind, config.rollout.max_new_tokens = (
+        "tests.routes_engine:RoutesEngine",
+        2 * LONG,
+    )
     dump(config, run.config)
     known = dict(FIELDS)
     try:
@@ -194,11 +216,15 @@ def test_what_an_engine_of_ones_own_gives_of_tokens_survives_with_them(world, mo
         rows = rewarded_rows(run)
         for row in rows:
             start = row["prompt_len"]
-            assert np.array_equal(row["routes"][start:], routes_of(row["token_ids"][start:].tolist()))
+            assert np.array_equal(
+                row["routes"][start:], routes_of(row["token_ids"][start:].tolist())
+            )
             assert len(row["token_ids"]) == start + 2 * LONG and not row["routes"][:start].any()
         assert len(rows) == 8
         FIELDS["routes"] = replace(FIELDS["routes"], dtype="int32")
-        with pytest.raises(ConfigError, match=r"rollout\.engine\.kind: found field routes, .* no other field has"):
+        with pytest.raises(
+            ConfigError, match=r"rollout\.engine\.kind: found field routes, .* no other field has"
+        ):
             load_resolved(run.root)
     finally:
         FIELDS.clear()

@@ -30,10 +30,14 @@ print(run.token().decode(), *(claim_incarnation(run, "actor") for _ in range(50)
 def test_racing_processes_never_take_the_same_incarnation_or_make_two_tokens(tmp_path):
     words = [sys.executable, "-c", RACER, str(tmp_path / "run")]
     root = Path(__file__).resolve().parent.parent
-    racers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(3)]
+    racers = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(3)
+    ]
     answers = [racer.communicate(timeout=30)[0].split() for racer in racers]
     assert len({answer[0] for answer in answers}) == 1
-    assert sorted(int(incarnation) for answer in answers for incarnation in answer[1:]) == list(range(1, 151))
+    assert sorted(int(incarnation) for answer in answers for incarnation in answer[1:]) == list(
+        range(1, 151)
+    )
 
 
 def test_the_highest_published_incarnation_is_followed(tmp_path):
@@ -74,7 +78,9 @@ def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
     publish_card(run, Card("hub", 3, [], "tcp://127.0.0.1:3", PROTOCOL + 1))
     card = latest_card(run, "hub")
     assert card is not None
-    with pytest.raises(ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 3 speaks {PROTOCOL + 1}"):
+    with pytest.raises(
+        ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 3 speaks {PROTOCOL + 1}"
+    ):
         card.check_protocol()
 
 
@@ -87,7 +93,9 @@ def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
         ("inc-000001.journal", f'{{"format": {RUN_FORMAT + 1}}}', RUN_FORMAT + 1),
     ],
 )
-def test_a_run_of_another_format_is_not_gone_on_with(tmp_path: Path, journal: str, says: str, found: int) -> None:
+def test_a_run_of_another_format_is_not_gone_on_with(
+    tmp_path: Path, journal: str, says: str, found: int
+) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     run.check_format()
@@ -96,5 +104,7 @@ def test_a_run_of_another_format_is_not_gone_on_with(tmp_path: Path, journal: st
     (run.journal / journal).write_bytes(b"")
     if says:
         (run.root / "format.json").write_text(says)
-    with pytest.raises(ConfigError, match=f"found a run of format {found}, this code reads {RUN_FORMAT}; .*convert"):
+    with pytest.raises(
+        ConfigError, match=f"found a run of format {found}, this code reads {RUN_FORMAT}; .*convert"
+    ):
         load_resolved(run.root)

@@ -1,4 +1,5 @@
-"""Routes on their way: in logs and turns, and refused by name where they are none or not those of their tokens."""
+"""Routes on their way: in logs and turns, and refused by name where they are none or not those of
+their tokens."""
 
 from __future__ import annotations
 
@@ -46,8 +47,13 @@ def routes(tokens: int, seed: int = 0) -> np.ndarray:
 def answer(tokens: int = 4, **changes: np.ndarray) -> Generation:
     extras = {NAME: np.concatenate([routes(tokens - 1, 1), SHAPE.none(1)])}
     before = {NAME: routes(3, 2)}
-    made = Generation([5] * tokens, [-0.5] * tokens, np.full(tokens, 3, np.int32), "stop", extras, before)
-    made.extras, made.before = extras | changes.get("extras", {}), before | changes.get("before", {})
+    made = Generation(
+        [5] * tokens, [-0.5] * tokens, np.full(tokens, 3, np.int32), "stop", extras, before
+    )
+    made.extras, made.before = (
+        extras | changes.get("extras", {}),
+        before | changes.get("before", {}),
+    )
     return made
 
 
@@ -55,7 +61,9 @@ def test_routes_of_prompt_and_response_are_in_the_row() -> None:
     made = answer()
     (row,) = rows_of_answers(PROMPT, 4, {0: made})
     assert SHAPE.fault(row) == ""
-    assert np.array_equal(row[NAME][:3], made.before[NAME]) and np.array_equal(row[NAME][3:], made.extras[NAME])
+    assert np.array_equal(row[NAME][:3], made.before[NAME]) and np.array_equal(
+        row[NAME][3:], made.extras[NAME]
+    )
 
 
 def test_of_a_log_each_token_has_its_first_route() -> None:
@@ -81,7 +89,8 @@ def test_of_a_log_each_token_has_its_first_route() -> None:
 
 
 def test_turns_have_the_routes_of_who_first_read_them() -> None:
-    """The last token of a turn, and what is said to it, are read with the next request; all before was read already."""
+    """The last token of a turn, and what is said to it, are read with the next request; all before
+    was read already."""
     first, said = answer(4), (1, 2)
     asked = 3 + 4 + len(said)
     second = Generation(
@@ -93,11 +102,18 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
         {NAME: routes(asked, 6)},
     )
     whole = first.going_on(said, second)
-    assert whole.token_ids == [5, 5, 5, 5, 1, 2, 6, 6] and whole.token_versions.tolist() == [3] * 4 + [0, 0, 4, 4]
+    assert whole.token_ids == [5, 5, 5, 5, 1, 2, 6, 6] and whole.token_versions.tolist() == [
+        3
+    ] * 4 + [0, 0, 4, 4]
     assert whole.logprobs == [-0.5] * 4 + [0.0, 0.0, -0.1, -0.2] and whole.finish_reason == "stop"
     (row,) = rows_of_answers(PROMPT, 4, {0: whole})
     assert SHAPE.fault(row) == ""
-    expected = [first.before[NAME], first.extras[NAME][:3], second.before[NAME][6:], second.extras[NAME]]
+    expected = [
+        first.before[NAME],
+        first.extras[NAME][:3],
+        second.before[NAME][6:],
+        second.extras[NAME],
+    ]
     assert np.array_equal(row[NAME], np.concatenate(expected))
     assert Draft.of(whole).so_far() is whole
 
@@ -106,10 +122,19 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
     ("bad", "says"),
     [
         (Generation([5], [-0.5], np.array([3], np.int32), "stop"), "missing; the engine gave none"),
-        (answer(extras={NAME: answer(3).extras[NAME]}), r"found uint8 \[6, 2, 2, 1\], expected uint8 \[7, 2, 2, 1\]"),
+        (
+            answer(extras={NAME: answer(3).extras[NAME]}),
+            r"found uint8 \[6, 2, 2, 1\], expected uint8 \[7, 2, 2, 1\]",
+        ),
         (answer(before={NAME: routes(2)}), r"found uint8 \[6, 2, 2, 1\]"),
-        (answer(extras={NAME: answer().extras[NAME].astype(np.int32)}), r"found int32 \[7, 2, 2, 1\]"),
-        (answer(before={NAME: np.full_like(routes(3), 9)}), "found experts .9, 9. of token 0 in layer 0"),
+        (
+            answer(extras={NAME: answer().extras[NAME].astype(np.int32)}),
+            r"found int32 \[7, 2, 2, 1\]",
+        ),
+        (
+            answer(before={NAME: np.full_like(routes(3), 9)}),
+            "found experts .9, 9. of token 0 in layer 0",
+        ),
     ],
 )
 def test_a_prompt_group_without_good_routes_is_none(bad: Generation, says: str) -> None:
@@ -134,7 +159,9 @@ def test_a_prompt_group_without_good_routes_is_none(bad: Generation, says: str) 
 def put_with_routes(roles: Roles, tickets: list[int], version, tokens: int = 5) -> None:
     made = rows_of(tickets, version)
     for row in made:
-        row[NAME] = np.concatenate([routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.none(1)])
+        row[NAME] = np.concatenate(
+            [routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.none(1)]
+        )
     assert roles["rollout"].generated(made) == {}
     roles["rollout"].settle()
 
@@ -147,7 +174,9 @@ def test_routes_of_another_model_are_found_by_who_claims_them(tmp_path) -> None:
         tickets = roles.admit(version)
         put_with_routes(roles, tickets, version)
         claim = roles["reference"].claim("reference", BUDGET)
-        assert check_claim(roles["reference"], claim, None, SHAPE) and check_claim(roles["reference"], claim)
+        assert check_claim(roles["reference"], claim, None, SHAPE) and check_claim(
+            roles["reference"], claim
+        )
         other = RouteShape(layers=3, experts=8, chosen=2)
         assert not check_claim(roles["reference"], claim, None, other)
         dropped = roles["actor"].connection.call("status")["dropped"]
@@ -156,7 +185,8 @@ def test_routes_of_another_model_are_found_by_who_claims_them(tmp_path) -> None:
 
 
 def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) -> None:
-    """The trainer has computed two prompt groups, one of whose rows came with routes that are not its tokens'."""
+    """The trainer has computed two prompt groups, one of whose rows came with routes that are not
+    its tokens'."""
     run, config = make_run(tmp_path / "run"), small(2, 2)
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
@@ -173,11 +203,20 @@ def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) 
         model = SimpleNamespace(routed=True, pack_split=WHOLE, router_tokens=lambda _: whole)
         watch, tally = RouteWatch(context, ranks, model), Tally()
         assert watch.agree(computed, tally)
-        assert policy_values(StepResult([{}], 1, counted(tally), 0.1, 1.0))["r3/routes_equal"] == 1.0
+        assert (
+            policy_values(StepResult([{}], 1, counted(tally), 0.1, 1.0))["r3/routes_equal"] == 1.0
+        )
         wrong = rows[-1]["row_id"]
-        assert not watch.agree([(computed[0][0], batches_of(rows, claim.assignment[0], wrong))], Tally())
-        assert f"quarantined: {wrong}: 0.000 of its routes are the trainer's own" in capsys.readouterr().out
-        assert roles["actor"].connection.call("status")["dropped"] == {OTHER_ROUTES: config.samples_per_prompt}
+        assert not watch.agree(
+            [(computed[0][0], batches_of(rows, claim.assignment[0], wrong))], Tally()
+        )
+        assert (
+            f"quarantined: {wrong}: 0.000 of its routes are the trainer's own"
+            in capsys.readouterr().out
+        )
+        assert roles["actor"].connection.call("status")["dropped"] == {
+            OTHER_ROUTES: config.samples_per_prompt
+        }
         assert roles.admit(version) == [int(wrong.partition(".")[0])]
 
 
@@ -192,6 +231,8 @@ def batches_of(rows: list[Row], parts: list[list[int]], wrong: str = "") -> list
     found = collate_parts(rows, parts, "cpu", WHOLE, (NAME,))
     for batch, part in zip(found, parts, strict=True):
         batch.routes = Routes(batch.inputs[NAME][0], True)
-        same = torch.cat([torch.full((len(rows[n]["token_ids"]),), rows[n]["row_id"] != wrong) for n in part])
+        same = torch.cat(
+            [torch.full((len(rows[n]["token_ids"]),), rows[n]["row_id"] != wrong) for n in part]
+        )
         batch.routes.equal = dict.fromkeys(range(SHAPE.layers), same)
     return found

@@ -1,4 +1,5 @@
-"""Tokens are computed by the experts that their routes say, in every pass; routes of others are found."""
+"""Tokens are computed by the experts that their routes say, in every pass; routes of others are
+found."""
 
 from __future__ import annotations
 
@@ -37,9 +38,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_log_probabilities_are_those_of_the_experts_that_were_chosen(directory: Path) -> None:
-    """Against Hugging Face's model, made to take the same routes; rows of a pack have each its own."""
+    """Against Hugging Face's model, made to take the same routes; rows of a pack have each its
+    own."""
     samples, model = routed_rows(3), routed_policy(directory)
-    scored = [{name: value for name, value in row.items() if name != "loss_mask"} for row in samples]
+    scored = [
+        {name: value for name, value in row.items() if name != "loss_mask"} for row in samples
+    ]
     found = model.forward_logprobs([routed_batch(scored, model)], 0.9)
     for row, values in zip(samples, found, strict=True):
         np.testing.assert_allclose(values[1:], reference_logprobs(directory, row, 0.9), atol=1e-5)
@@ -47,21 +51,27 @@ def test_log_probabilities_are_those_of_the_experts_that_were_chosen(directory: 
     batch = routed_batch(scored, recorded)
     own = recorded.forward_logprobs([batch], 0.9)
     for row, values in zip(samples, own, strict=True):
-        free = reference_logprobs(directory, row | {NAME: own_routes(directory, row["token_ids"])}, 0.9)
+        free = reference_logprobs(
+            directory, row | {NAME: own_routes(directory, row["token_ids"])}, 0.9
+        )
         np.testing.assert_allclose(values[1:], free, atol=1e-5)
     assert max(np.abs(one - other).max() for one, other in zip(found, own, strict=True)) > 0.1
 
 
 def test_what_is_computed_again_takes_the_same_routes(directory: Path) -> None:
-    """Whatever is recomputed, and however rows are divided: the routes are those of the micro-batch."""
+    """Whatever is recomputed, and however rows are divided: the routes are those of the
+    micro-batch."""
     samples, norms = routed_rows(6), {}
     for recompute in ("none", "selective", "full"):
         for size in (6, 2):
             ours = routed_trainer(directory, actor_settings(recompute=recompute))
             parts = [samples[start : start + size] for start in range(0, 6, size)]
             batches = [routed_batch(part, ours.model) for part in parts]
-            # A micro-batch's backward pass comes after the forward pass of another one, as in a pipeline.
-            losses = [ours._loss_of(batch, ours.model.hidden(batch, ours.module)) for batch in batches]
+            # A micro-batch's backward pass comes after the forward pass of another one, as in a
+            # pipeline.
+            losses = [
+                ours._loss_of(batch, ours.model.hidden(batch, ours.module)) for batch in batches
+            ]
             for loss, _, metrics in losses:
                 loss.backward()
                 ours._sums = {n: ours._sums.get(n, 0) + v.double() for n, v in metrics.items()}
@@ -90,7 +100,10 @@ def test_bytes_of_routes() -> None:
     wide = RouteShape(layers=1, experts=400, chosen=2)
     numbers = np.array([[[399, 7]], [[1, 256]]])
     assert wide.packed(numbers).tolist() == [[[[143, 1], [7, 0]]], [[[1, 0], [0, 1]]]]
-    row = {"token_ids": np.zeros(3, np.int32), NAME: np.concatenate([wide.packed(numbers), wide.none(1)])}
+    row = {
+        "token_ids": np.zeros(3, np.int32),
+        NAME: np.concatenate([wide.packed(numbers), wide.none(1)]),
+    }
     assert wide.fault(row) == ""
     with pytest.raises(ValueError, match="experts 7 to 400, allowed 0 to 399"):
         wide.packed(np.array([[[400, 7]]]))
@@ -105,9 +118,15 @@ def test_bytes_of_routes() -> None:
         (lambda routes: routes[:, :, :1], r"found uint8 \[5, 2, 1, 1\]"),
         (lambda routes: routes.astype(np.int32), r"found int32 \[5, 2, 2, 1\]"),
         (lambda routes: routes.tolist(), "found list"),
-        (lambda routes: np.where(routes == routes[3, 1, 0], 9, routes), r"found experts \[.*9.*\] of token"),
+        (
+            lambda routes: np.where(routes == routes[3, 1, 0], 9, routes),
+            r"found experts \[.*9.*\] of token",
+        ),
         (lambda routes: routes[:, :, [0, 0]], r"found experts \[(\d), \1\] of token 0 in layer 0"),
-        (lambda routes: np.roll(routes, 1, 0), "found no route of token 0 in layer 0, expected 2 different ones of 8"),
+        (
+            lambda routes: np.roll(routes, 1, 0),
+            "found no route of token 0 in layer 0, expected 2 different ones of 8",
+        ),
     ],
 )
 def test_routes_that_are_none_are_told(change, says: str) -> None:
@@ -158,7 +177,8 @@ def test_routes_of_the_tokens_themselves_are_the_trainers_own(watched, long_rows
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_routes_that_are_shifted_anywhere_are_found(watched, long_rows, data) -> None:
-    """By a token, by a turn, in a turn alone, as if a prompt's token were missing, or of another row."""
+    """By a token, by a turn, in a turn alone, as if a prompt's token were missing, or of another
+    row."""
     whole, other = long_rows
     start = data.draw(st.integers(0, LONG - 1 - 32), label="first token")
     stop = data.draw(st.integers(start + 32, LONG - 1), label="behind the last")

@@ -23,8 +23,8 @@ from tests.prompt_helpers import row_set
 from tests.requirements import requires
 
 SAVED = Path(__file__).parent / "golden" / "saved_dataset"
-"""What `DatasetDict.save_to_disk` of `datasets` 5.2.0 has written: 5 rows of `train` in 2 shards, 2 of `test`, each
-with a list of one `Image`, whose column is struct<bytes, path>."""
+"""What `DatasetDict.save_to_disk` of `datasets` 5.2.0 has written: 5 rows of `train` in 2 shards, 2
+of `test`, each with a list of one `Image`, whose column is struct<bytes, path>."""
 DATA = DataConfig(max_prompt_tokens=64, max_bad_share=0.5)
 README = """---
 configs:
@@ -47,7 +47,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def write(folder: Path, files: Mapping[str, Sequence[object]]) -> Path:
     for name, rows in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        (folder / name).write_text(
+            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        )
     return folder
 
 
@@ -55,7 +57,9 @@ def rows(*names: str) -> list[dict[str, str]]:
     return [{"id": name, "prompt": f"{name}?", "answer": name} for name in names]
 
 
-def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_what_datasets_has_saved_is_read_with_its_images(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     requires("pyarrow")
     files = RowFiles.of(f"{SAVED}#train")
     how = PromptRules.of(DATA, tokenizer, files.folder)
@@ -64,7 +68,9 @@ def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, t
     assert [one.metadata for one in found] == [{"level": level} for level in range(5)]
     # 96 x 64 pixels of a file, which has its name beside its bytes, and 64 x 64 that never had one.
     assert [one.media[0].tokens for one in found] == [6, 4, 6, 4, 6]
-    assert all(one.media[0].source.startswith(b"\x89PNG") and IMAGE in one.token_ids for one in found)
+    assert all(
+        one.media[0].source.startswith(b"\x89PNG") and IMAGE in one.token_ids for one in found
+    )
     assert [RowFiles.of(SAVED / "test").count(), RowFiles.of(f"{SAVED}#test").count()] == [2, 2]
 
 
@@ -72,12 +78,20 @@ def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, t
     ("readme", "splits", "others"),
     [
         ("", {"train": ["train.jsonl"], "test": ["test.jsonl"]}, ["notes.txt"]),
-        ("", {"train": ["train/a.jsonl", "train/sub/c.jsonl"], "validation": ["validation/b.jsonl"]}, []),
+        (
+            "",
+            {"train": ["train/a.jsonl", "train/sub/c.jsonl"], "validation": ["validation/b.jsonl"]},
+            [],
+        ),
         ("", {"a_b": ["data/a_b-00000-of-00002.jsonl", "data/a_b-00001-of-00002.jsonl"]}, []),
         ("", {"train": ["a.jsonl", "b.jsonl"]}, [".hidden.jsonl"]),
         (
             "",
-            {"train": ["my-train-v2.jsonl"], "validation": ["my_dev.jsonl"], "test": ["eval_3.jsonl"]},
+            {
+                "train": ["my-train-v2.jsonl"],
+                "validation": ["my_dev.jsonl"],
+                "test": ["eval_3.jsonl"],
+            },
             ["contest.jsonl"],
         ),
         (
@@ -86,7 +100,11 @@ def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, t
             ["train.jsonl"],
         ),
         ("---\nconfigs: [{data_files: x/*.jsonl}]\n---\n", {"train": ["x/1.jsonl"]}, ["y.jsonl"]),
-        ("---\r\nconfigs: [{data_files: x/*.jsonl}]\r\n---\r\n", {"train": ["x/1.jsonl"]}, ["y.jsonl"]),
+        (
+            "---\r\nconfigs: [{data_files: x/*.jsonl}]\r\n---\r\n",
+            {"train": ["x/1.jsonl"]},
+            ["y.jsonl"],
+        ),
         ("---\nconfigs: [1, {data_files: 7}]\n---\n", {"train": ["a.jsonl"]}, []),
         ("---\n\t{\n---\n", {"train": ["a.jsonl"]}, []),
     ],
@@ -94,8 +112,8 @@ def test_what_datasets_has_saved_is_read_with_its_images(tokenizer: Tokenizer, t
 def test_files_of_a_folder_are_those_that_datasets_finds(
     readme: str, splits: dict[str, list[str]], others: list[str], tmp_path: Path
 ) -> None:
-    """The first seven as `load_dataset_builder` of `datasets` 5.2.0 splits the same folders, but for configurations
-    that are not the usual one, which it loads by another argument."""
+    """The first seven as `load_dataset_builder` of `datasets` 5.2.0 splits the same folders, but
+    for configurations that are not the usual one, which it loads by another argument."""
     write(tmp_path, dict.fromkeys((*others, *chain.from_iterable(splits.values())), ()))
     (tmp_path / "README.md").write_text(readme)
     for split, names in splits.items():
@@ -119,7 +137,11 @@ MAIN, OTHER = "m/train.jsonl", "s/train.jsonl"
             [MAIN, OTHER],
             "several splits",
         ),
-        ("{config_name: a, data_dir: m}, {config_name: b, data_dir: s}", [MAIN, OTHER], "several splits"),
+        (
+            "{config_name: a, data_dir: m}, {config_name: b, data_dir: s}",
+            [MAIN, OTHER],
+            "several splits",
+        ),
         ("{data_files: [b.jsonl, a.jsonl]}", ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"]),
         ("{data_files: z.jsonl}", ["a.jsonl"], "found no z.jsonl, which README.md names"),
         ("{data_dir: z}", ["a.jsonl"], "found no rows in the data_dir of README.md"),
@@ -144,8 +166,12 @@ def test_rows_that_a_readme_leaves_out_are_not_read(
         RowFiles.of(tmp_path)
 
 
-def test_bad_rows_of_several_files_are_named_by_file_and_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    folder = write(tmp_path / "d", {"a.jsonl": [*rows("1"), "", "{"], "b.jsonl": [*rows("2", "3"), *rows("1")]})
+def test_bad_rows_of_several_files_are_named_by_file_and_line(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = write(
+        tmp_path / "d", {"a.jsonl": [*rows("1"), "", "{"], "b.jsonl": [*rows("2", "3"), *rows("1")]}
+    )
     named, where = f"{folder}#train", tmp_path / "index"
     found = open_prompts(named, where, tokenizer, PromptRules(64), 0.5)
     assert [one.prompt_id for one in found] == ["1", "2", "3"]
@@ -162,7 +188,9 @@ def test_bad_rows_of_several_files_are_named_by_file_and_line(tokenizer: Tokeniz
         open_prompts(named, tmp_path / "other", tokenizer, PromptRules(64), 0.0)
 
 
-def test_media_of_a_folder_are_relative_to_that_of_its_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_media_of_a_folder_are_relative_to_that_of_its_files(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """As in what `datasets` calls an image folder."""
     seen = [{"id": "a", "prompt": "<image>", "answer": "x", "file_name": "one.png"}]
     folder = write(tmp_path / "d", {"train/metadata.jsonl": seen, "test/metadata.jsonl": seen})
@@ -173,8 +201,13 @@ def test_media_of_a_folder_are_relative_to_that_of_its_files(tokenizer: Tokenize
         assert reading.tally.counts == ({"missing_file": 1} if share else {})
 
 
-def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    folder, where = write(tmp_path / "d", {"a.jsonl": rows("1"), "b.jsonl": rows("2")}), tmp_path / "index"
+def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder, where = (
+        write(tmp_path / "d", {"a.jsonl": rows("1"), "b.jsonl": rows("2")}),
+        tmp_path / "index",
+    )
     open_prompts(folder, where, tokenizer, PromptRules(64), 0.0)
     shutil.copy(folder / "b.jsonl", tmp_path / "kept")
     (folder / "b.jsonl").write_text(json.dumps(rows("3")[0]) + "\n")
@@ -190,14 +223,29 @@ def test_a_folder_that_has_changed_since_it_was_indexed_is_refused(tokenizer: To
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "found a folder without rows, allowed: files whose names end with .jsonl, .parquet, .arrow"),
+        (
+            {},
+            "found a folder without rows, allowed: files whose names end with .jsonl, .parquet, "
+            ".arrow",
+        ),
         ({"state.json": ["{"]}, "state.json: not JSON"),
-        ({"state.json": [[]]}, "state.json: found list, expected a JSON object; save the data set again"),
-        ({"state.json": [{"_data_files": [{"filename": "gone.arrow"}]}]}, "names files that are not there"),
-        ({"dataset_dict.json": [{"splits": ["train"]}]}, "train/state.json: names files that are not there"),
+        (
+            {"state.json": [[]]},
+            "state.json: found list, expected a JSON object; save the data set again",
+        ),
+        (
+            {"state.json": [{"_data_files": [{"filename": "gone.arrow"}]}]},
+            "names files that are not there",
+        ),
+        (
+            {"dataset_dict.json": [{"splits": ["train"]}]},
+            "train/state.json: names files that are not there",
+        ),
     ],
 )
-def test_folders_without_rows_are_named(files: dict[str, list[object]], says: str, tmp_path: Path) -> None:
+def test_folders_without_rows_are_named(
+    files: dict[str, list[object]], says: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "d"
     folder.mkdir()
     write(folder, files)
@@ -225,7 +273,9 @@ LEAVING = {
 
 @pytest.mark.parametrize("name", LEAVING)
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_saved_data_set_names_no_file_outside_of_its_folder(tmp_path: Path, name: str, number: int) -> None:
+def test_a_saved_data_set_names_no_file_outside_of_its_folder(
+    tmp_path: Path, name: str, number: int
+) -> None:
     folder = write(tmp_path / "set", {})
     folder.mkdir()
     write(tmp_path, {"private.jsonl": rows("1"), "saved/a.jsonl": rows("1")})
@@ -261,14 +311,17 @@ def test_a_readme_names_no_file_outside_of_its_folder(tmp_path: Path, text: str)
         f"---\nconfigs:\n- config_name: default\n  {text}\n---\n".replace("{}", str(tmp_path))
     )
     with pytest.raises(
-        ConfigError, match=r"README\.md: (data_files: )?found .*, allowed: (patterns of )?files inside of"
+        ConfigError,
+        match=r"README\.md: (data_files: )?found .*, allowed: (patterns of )?files inside of",
     ):
         RowFiles.of(folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 5000], ids=["nul", "surrogate", "long"])
 @pytest.mark.parametrize("file", ["state.json", "dataset_dict.json", "README.md"])
-def test_a_name_that_no_file_can_have_is_an_error_of_the_folder(tmp_path: Path, file: str, name: str) -> None:
+def test_a_name_that_no_file_can_have_is_an_error_of_the_folder(
+    tmp_path: Path, file: str, name: str
+) -> None:
     folder = write(tmp_path / "set", {"a.jsonl": rows("1")})
     texts = {
         "state.json": json.dumps({"_data_files": [{"filename": name}]}),
@@ -281,7 +334,10 @@ def test_a_name_that_no_file_can_have_is_an_error_of_the_folder(tmp_path: Path, 
 
 
 def test_a_snapshot_of_the_hub_has_its_files_in_the_blobs_of_its_repository(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "datasets--me--set" / "snapshots" / "a1", tmp_path / "datasets--me--set" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "datasets--me--set" / "snapshots" / "a1",
+        tmp_path / "datasets--me--set" / "blobs",
+    )
     write(blobs, {"b2": rows("1")})
     snapshot.mkdir(parents=True)
     (snapshot / "x.jsonl").symlink_to("../../blobs/b2")
@@ -297,6 +353,10 @@ def test_a_link_of_another_user_to_a_file_of_the_reader_is_not_followed(
     (folder / "link.jsonl").symlink_to(tmp_path / "shared.jsonl")
     assert len(RowFiles.of(folder).paths) == 2
     owner = Path.lstat
-    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(st_uid=7, st_mode=owner(path).st_mode))
-    with pytest.raises(ConfigError, match=f"link.jsonl: a link of another user to {tmp_path}/shared.jsonl"):
+    monkeypatch.setattr(
+        Path, "lstat", lambda path: SimpleNamespace(st_uid=7, st_mode=owner(path).st_mode)
+    )
+    with pytest.raises(
+        ConfigError, match=f"link.jsonl: a link of another user to {tmp_path}/shared.jsonl"
+    ):
         RowFiles.of(folder)

@@ -43,9 +43,16 @@ from tests.fake_slurm import FakeSlurm
 )
 @pytest.mark.parametrize("sign_of_end", ["marks", "gone"])
 def test_the_end_of_a_run_is_known_at_once(
-    tmp_path: Path, slurm: FakeSlurm, capsys: Any, stop: tuple, state: str, code: int, sign_of_end: str
+    tmp_path: Path,
+    slurm: FakeSlurm,
+    capsys: Any,
+    stop: tuple,
+    state: str,
+    code: int,
+    sign_of_end: str,
 ) -> None:
-    """By what its roles have said, or because their processes are not there any more: their beats are young."""
+    """By what its roles have said, or because their processes are not there any more: their beats
+    are young."""
     run = make_run(tmp_path / "runs" / "a", "local")
     assert main(["status", str(run.root)]) == EXIT_RETRY
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
@@ -73,8 +80,14 @@ def test_the_end_of_a_run_is_known_at_once(
 def test_a_run_whose_jobs_squeue_does_not_know_has_ended(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = make_run(tmp_path / "runs" / "a")
     submitted(run, slurm)
-    assert listing.runs(tmp_path)[0]["state"] == status(run, 0.05, Slurm(30.0, 1))["state"] == "running"
+    assert (
+        listing.runs(tmp_path)[0]["state"]
+        == status(run, 0.05, Slurm(30.0, 1))["state"]
+        == "running"
+    )
     slurm.set(jobs={})
-    assert listing.runs(tmp_path)[0]["state"] == status(run, 0.05, Slurm(30.0, 1))["state"] == "ended"
+    assert (
+        listing.runs(tmp_path)[0]["state"] == status(run, 0.05, Slurm(30.0, 1))["state"] == "ended"
+    )
     slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert listing.runs(tmp_path)[0]["state"] == "running", "only its beats are a sign"

@@ -62,21 +62,30 @@ def test_the_table_of_states(seen_signs: dict[str, Any], state: str, code: int) 
 SIGNS = st.builds(
     RunSigns,
     stop=st.sampled_from([{}, STOPPED, FAILED]),
-    **{name: st.booleans() for name, field in RunSigns.__dataclass_fields__.items() if field.type == "bool"},
+    **{
+        name: st.booleans()
+        for name, field in RunSigns.__dataclass_fields__.items()
+        if field.type == "bool"
+    },
 )
 
 
 @given(SIGNS)
 def test_a_run_that_something_continues_has_not_ended(signs: RunSigns) -> None:
     state = state_of(signs)
-    continues = signs.hub_answers or signs.holds_nodes or signs.jobs_end or (signs.queued and not signs.stop)
+    continues = (
+        signs.hub_answers
+        or signs.holds_nodes
+        or signs.jobs_end
+        or (signs.queued and not signs.stop)
+    )
     if continues and not signs.finished:
         assert state not in OVER and exit_code(state, signs.stop) == 0
     assert (state == "finished") == signs.finished
     assert state != "running" or signs.works
 
 
-# -- the two commands ------------------------------------------------------------------------------------------------
+# -- the two commands ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -121,7 +130,9 @@ def test_a_run_with_a_queued_successor_has_not_ended(
     assert say(run, capsys) == ("stopped", 130)
 
 
-def test_a_held_spare_continues_nothing(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_held_spare_continues_nothing(
+    tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", "het")
     Ledger(run).add(Entry("20", "run", attempt=1))
     Ledger(run).add(Entry("31", "spare", "actor", attempt=1))
@@ -142,7 +153,9 @@ def test_the_run_of_another_user_is_judged_by_its_jobs_ids(
     begin(run, "hub", "11")
     slurm.set(jobs={"11": {"state": "RUNNING"}})
     assert say(run, capsys) == ("running", 0)
-    assert not [call for call in slurm.calls("squeue") if "--me" in call["argv"]], "its jobs are not mine"
+    assert not [call for call in slurm.calls("squeue") if "--me" in call["argv"]], (
+        "its jobs are not mine"
+    )
     # A site may show each user their own jobs alone.
     slurm.set(jobs={})
     assert say(run, capsys) == ("ended", 75)

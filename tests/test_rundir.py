@@ -19,15 +19,22 @@ for number in range(40):
 """
 
 
-def test_racing_writers_get_numbers_of_their_own_and_nobody_sees_half_a_file(tmp_path: Path) -> None:
+def test_racing_writers_get_numbers_of_their_own_and_nobody_sees_half_a_file(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "requests"
     root = Path(__file__).resolve().parent.parent
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(n)], cwd=root) for n in range(3)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(n)], cwd=root)
+        for n in range(3)
+    ]
     while any(writer.poll() is None for writer in writers):
         texts = [path.read_text() for path in folder.glob("*.txt")] if folder.exists() else []
         assert all(len(set(zip(*[iter(text.split())] * 2, strict=True))) == 1 for text in texts)
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
-    assert sorted(path.name for path in folder.iterdir()) == [f"{number:06d}.txt" for number in range(1, 121)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"{number:06d}.txt" for number in range(1, 121)
+    ]
     assert len({path.read_text() for path in folder.iterdir()}) == 120
 
 

@@ -80,7 +80,9 @@ def test_steps_share_the_bound_and_evaluations_may_use_all(tmp_path: Path) -> No
     log = SampleLog(tmp_path / NAME, limits, steps=10)
     for step in range(10):
         for _ in range(20):
-            log.keep([{"id": f"{step}", "response": os.urandom(500).hex(), "prompt": "x" * 10_000}], step)
+            log.keep(
+                [{"id": f"{step}", "response": os.urandom(500).hex(), "prompt": "x" * 10_000}], step
+            )
     log.keep([{"id": "eval"}])
     kept = ids(tmp_path)
     assert set(kept) == {"eval", *map(str, range(10))}, "every step has some"
@@ -88,7 +90,11 @@ def test_steps_share_the_bound_and_evaluations_may_use_all(tmp_path: Path) -> No
     assert len(kept) + skipped == 201 and skipped > 100 and not log.take_skipped()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limits.max_bytes
     prompt = next(read_samples(tmp_path))["prompt"]
-    assert prompt.startswith("x" * 500) and prompt.endswith("x" * 500) and "9000 characters left out" in prompt
+    assert (
+        prompt.startswith("x" * 500)
+        and prompt.endswith("x" * 500)
+        and "9000 characters left out" in prompt
+    )
     other = SampleLog(tmp_path / NAME.replace("0.", "1."), limits, steps=10)
     other.keep([{"id": "other", "response": os.urandom(20_000).hex()[:1000]}] * 40, step=9)
     assert other.take_skipped() == 40, "it counts what others have written"
@@ -107,7 +113,9 @@ def test_a_full_disk_delays_and_never_ends_anything(tmp_path: Path) -> None:
         assert ids(disk.folder / "samples") == ["before", *map(str, range(60))]
 
 
-def test_a_folder_that_is_none_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_none_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "samples").write_text("somebody's notes")
     log = SampleLog(tmp_path / "samples" / NAME, SamplesConfig(), steps=10)
     for _ in range(3):

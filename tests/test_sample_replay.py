@@ -1,4 +1,5 @@
-"""`relax-hpc samples RUN --replay ID`: an episode that was kept is played again by its environment, in its process."""
+"""`relax-hpc samples RUN --replay ID`: an episode that was kept is played again by its environment,
+in its process."""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ TICKET, NAME = 3, "000000003.01"
 
 @dataclass
 class Kept:
-    """A run of which an episode of training and one of an evaluation were kept, and the table of its environment."""
+    """A run of which an episode of training and one of an evaluation were kept, and the table of
+    its environment."""
 
     run: RunDir
     table: Path
 
-    def replayed(self, capsys: pytest.CaptureFixture[str], *words: str, name: str = NAME) -> tuple[int, str]:
+    def replayed(
+        self, capsys: pytest.CaptureFixture[str], *words: str, name: str = NAME
+    ) -> tuple[int, str]:
         code = main(["samples", str(self.run.root), "--replay", name, *words])
         said = capsys.readouterr()
         return code, said.out + said.err
@@ -63,11 +67,16 @@ def made_run(folder: Path, config: Config) -> Kept:
     """A run of a few prompts, of which nothing is kept yet."""
     run, table = make_run(folder / "run"), folder / "table.json"
     (folder / "picture.png").write_bytes(png())
-    rows = [{"id": f"p{number}", "prompt": f"{number}?", "answer": f"={number}"} for number in range(5)]
+    rows = [
+        {"id": f"p{number}", "prompt": f"{number}?", "answer": f"={number}"} for number in range(5)
+    ]
     for name in ("train", "held"):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config.prompts_per_step, config.run_dir = 4, str(run.root)
-    config.data.train, config.data.eval = str(folder / "train.jsonl"), {"held": str(folder / "held.jsonl")}
+    config.data.train, config.data.eval = (
+        str(folder / "train.jsonl"),
+        {"held": str(folder / "held.jsonl")},
+    )
     config.rollout.max_new_tokens, config.eval.responses, config.eval.temperature = 200, 2, 1.0
     dump(config, run.config)
     (kept := Kept(run, table)).now_says()
@@ -96,7 +105,9 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
 
     async def play(prompt: Prompt, ticket: int) -> list[Episode | BadAnswer]:
         requests = requests_for(prompt, ticket, 2, sampling, config.rollout.max_new_tokens)
-        return [await player.play(History(), Start(prompt, one, Drawing(tokenizer))) for one in requests]
+        return [
+            await player.play(History(), Start(prompt, one, Drawing(tokenizer))) for one in requests
+        ]
 
     try:
         await player.start()
@@ -112,21 +123,35 @@ async def keep(run: RunDir, config: Config, evaluates: bool = False) -> None:
         log.close()
 
 
-def test_an_environment_that_says_the_same_is_told_so(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, words in ((NAME, []), ("000000003.01.00", []), ("p2.01", ["--eval", "held", "--step", "4"])):
-        assert made.replayed(capsys, *words, name=name) == (EXIT_DONE, f"{name}: 3 turns, and the same again\n")
+def test_an_environment_that_says_the_same_is_told_so(
+    made: Kept, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, words in (
+        (NAME, []),
+        ("000000003.01.00", []),
+        ("p2.01", ["--eval", "held", "--step", "4"]),
+    ):
+        assert made.replayed(capsys, *words, name=name) == (
+            EXIT_DONE,
+            f"{name}: 3 turns, and the same again\n",
+        )
 
 
 def test_what_is_another_is_said_in_words(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
     made.now_says(says=["a lamp.", "a window.", "end."])
     code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and "environment_differs: row 1 of the episode has another observation" in said
+    assert (
+        code == EXIT_CONFIG
+        and "environment_differs: row 1 of the episode has another observation" in said
+    )
     assert said.endswith("when it is played again\nthen  a door.\nnow   a window.\n")
     made.now_says(reward=1.0)
     assert made.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: reward: 0.5 then, 1.0 now\n")
 
 
-def test_another_picture_is_another_observation(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_picture_is_another_observation(
+    made: Kept, capsys: pytest.CaptureFixture[str]
+) -> None:
     (other := made.table.with_name("other.png")).write_bytes(png(seed=1))
     made.now_says(pictures={"=2": str(other)})
     code, said = made.replayed(capsys, "--eval", "held", name="p2.01")
@@ -137,7 +162,9 @@ def test_another_picture_is_another_observation(made: Kept, capsys: pytest.Captu
 def test_an_end_that_is_another_is_said(made: Kept, capsys: pytest.CaptureFixture[str]) -> None:
     made.now_says(says=[*TABLE["says"], "more."])
     code, said = made.replayed(capsys)
-    assert code == EXIT_CONFIG and "row 1 of the episode has the policy speak where it did not" in said
+    assert (
+        code == EXIT_CONFIG and "row 1 of the episode has the policy speak where it did not" in said
+    )
     made.now_says(says=TABLE["says"][:2])
     code, said = made.replayed(capsys)
     assert code == EXIT_CONFIG and "row 1 of the episode has an end" in said
@@ -146,10 +173,20 @@ def test_an_end_that_is_another_is_said(made: Kept, capsys: pytest.CaptureFixtur
     made.now_says()
 
 
-def test_what_cannot_be_played_again_is_refused(made: Kept, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name, words in (("000000004.00", []), ("p2.01", []), (NAME, ["--step", "7"]), (NAME, ["--eval", "held"])):
+def test_what_cannot_be_played_again_is_refused(
+    made: Kept, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, words in (
+        ("000000004.00", []),
+        ("p2.01", []),
+        (NAME, ["--step", "7"]),
+        (NAME, ["--eval", "held"]),
+    ):
         code, said = made.replayed(capsys, *words, name=name)
-        assert code == EXIT_CONFIG and "of which no episode against an environment was kept; allowed: an id" in said
+        assert (
+            code == EXIT_CONFIG
+            and "of which no episode against an environment was kept; allowed: an id" in said
+        )
     (train,) = (path for path in made.run.root.parent.iterdir() if path.name == "train.jsonl")
     lines = train.read_text()
     train.write_text(lines.replace("?", "!"))
@@ -160,15 +197,26 @@ def test_what_cannot_be_played_again_is_refused(made: Kept, capsys: pytest.Captu
 
 def test_a_damaged_recording_ends_nothing(made: Kept) -> None:
     (sample, *_) = find(read_samples(made.run.samples), NAME).samples
-    for odd in ({"token_ids": [1, "x"]}, {"turns": 3}, {"sampled": [10_000]}, {"spans": [3]}, {"prompt_len": None}):
+    for odd in (
+        {"token_ids": [1, "x"]},
+        {"turns": 3},
+        {"sampled": [10_000]},
+        {"spans": [3]},
+        {"prompt_len": None},
+    ):
         damaged = [sample | {"recording": sample["recording"] | odd}]
         with pytest.raises(ConfigError, match="is damaged"):
             find(damaged, NAME).rows()
 
 
-def test_an_agent_is_played_again_at_an_endpoint_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_is_played_again_at_an_endpoint_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, template = Config(), tmp_path / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.role }}:{{ message.content }}.{% endfor %}assistant:")
+    template.write_text(
+        "{% for message in messages %}{{ message.role }}:{{ message.content }}.{% endfor "
+        "%}assistant:"
+    )
     command = ["python", "-m", "tests.lookup_agent", str(tmp_path / "table.json")]
     options = {"command": command, "chat_template": str(template)}
     config.environment = EnvironmentConfig(kind=AGENT, options=options, turn_tokens=20)
@@ -186,7 +234,11 @@ def test_an_agent_is_played_again_at_an_endpoint_of_its_own(tmp_path: Path, caps
     assert kept.replayed(capsys) == (EXIT_DONE, f"{NAME}: 3 turns, and the same again\n")
     kept.now_says(says=["a lamp.", "a window.", "end."])
     code, said = kept.replayed(capsys)
-    assert code == EXIT_CONFIG and "has the policy speak where it did not, after" in said and "a window." in said
+    assert (
+        code == EXIT_CONFIG
+        and "has the policy speak where it did not, after" in said
+        and "a window." in said
+    )
     assert said.count("\n") == 1
     kept.now_says(says=["a lamp."])
     assert kept.replayed(capsys) == (EXIT_CONFIG, f"{NAME}: its tokens are others\n")

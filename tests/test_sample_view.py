@@ -1,4 +1,5 @@
-"""`relax-hpc samples` as a user calls it: what was accepted, what was not, safe on a terminal and in a browser."""
+"""`relax-hpc samples` as a user calls it: what was accepted, what was not, safe on a terminal and
+in a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from tests.browser import needs_browser, seen
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small
 
 EVIL = (
-    "</script><script>document.title='evil'</script><img src=x onerror=\"document.title='evil'\"><!--"
+    "</script><script>document.title='evil'</script><img src=x "
+    "onerror=\"document.title='evil'\"><!--"
     "\u2028\x1b]0;evil\x07\x1b[31m"
 )
 """A text that would run in a page, and be obeyed by a terminal."""
@@ -38,7 +40,15 @@ EVIL = (
 
 def sample(name: str, step: int, reward: float, **more: Any) -> dict[str, Any]:
     texts = {"prompt": "4312?", "response": "1234", "finish_reason": "stop"}
-    return {"id": name, "step": step, "reward": reward, "time": float(step), "tokens": 5, **texts, **more}
+    return {
+        "id": name,
+        "step": step,
+        "reward": reward,
+        "time": float(step),
+        "tokens": 5,
+        **texts,
+        **more,
+    }
 
 
 def put(roles: Roles, log: SampleLog, version: Version, reward: float) -> dict[int, str]:
@@ -52,15 +62,21 @@ def put(roles: Roles, log: SampleLog, version: Version, reward: float) -> dict[i
         "components": {"exact": reward},
         "versions": [str(version)],
     }
-    log.keep([sample(f"{tickets[0]:09d}.0{k}", tickets[0] // 2, reward + k, shard=name, **texts) for k in (0, 1)])
+    log.keep(
+        [
+            sample(f"{tickets[0]:09d}.0{k}", tickets[0] // 2, reward + k, shard=name, **texts)
+            for k in (0, 1)
+        ]
+    )
     rollout.settle()
     return refused
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 0 is trained; step 1 was generated twice, as the actor came back at step 0 in between; what is said to
-    have been put in a shard that nobody knows was never accepted. And an evaluation."""
+    """Step 0 is trained; step 1 was generated twice, as the actor came back at step 0 in between;
+    what is said to have been put in a shard that nobody knows was never accepted. And an
+    evaluation."""
     run, config = make_run(tmp_path_factory.mktemp("samples") / "run"), small()
     config.queue.memory_bytes = 0
     dump(config, run.config)
@@ -72,12 +88,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         roles.train(0)
         put(roles, log, Version(1, 1), 5.0)
         with Roles(run, config, incarnation=2) as again:
-            # What was drawn by version 1 of the first actor is rolled back, what was by version 0 is trained again.
+            # What was drawn by version 1 of the first actor is rolled back, what was by version 0
+            # is trained again.
             again.start(step=0)
             again.train(0)
             put(again, log, Version(2, 1), -2.0)
-    log.keep([sample("000000003.00.00", 1, 9.0, shard="rollout-000001-9.h5", finish_reason="length")], step=1)
-    log.keep([sample(f"q{k}", 4, float(k), eval="heldout", finish_reason="length") for k in range(30)])
+    log.keep(
+        [sample("000000003.00.00", 1, 9.0, shard="rollout-000001-9.h5", finish_reason="length")],
+        step=1,
+    )
+    log.keep(
+        [sample(f"q{k}", 4, float(k), eval="heldout", finish_reason="length") for k in range(30)]
+    )
     log.close()
     with (run.samples / "rollout-inc-000002-rank-0.jsonl.gz").open("wb") as file:
         file.write((run.samples / "rollout-inc-000001-rank-0.jsonl.gz").read_bytes()[:50])
@@ -89,7 +111,9 @@ def shown(made: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[s
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_the_journal_did_not_accept_is_left_out(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_journal_did_not_accept_is_left_out(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = shown(made, capsys)
     assert [(one["step"], one["reward"], one["fate"]) for one in found["samples"]] == [
         (1, -2.0, "accepted"),
@@ -97,7 +121,10 @@ def test_what_the_journal_did_not_accept_is_left_out(made: Path, capsys: pytest.
         (0, 0.0, "trained i000002-v000000"),
         (0, 1.0, "trained i000002-v000000"),
     ]
-    assert found["hidden"] == {"dropped rolled_back": 2, "never accepted": 1} and found["matching"] == 4
+    assert (
+        found["hidden"] == {"dropped rolled_back": 2, "never accepted": 1}
+        and found["matching"] == 4
+    )
     marked = shown(made, capsys, "--dropped", "--best", "--limit", "3")
     assert [(one["reward"], one["fate"]) for one in marked["samples"]] == [
         (9.0, "never accepted"),
@@ -107,11 +134,16 @@ def test_what_the_journal_did_not_accept_is_left_out(made: Path, capsys: pytest.
     assert marked["hidden"] == {} and marked["matching"] == 7
 
 
-def test_a_sample_is_of_the_step_that_it_was_trained_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_of_the_step_that_it_was_trained_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ticket 0 is slow: what was admitted for step 1 takes its place in step 0."""
     run, config = make_run(tmp_path / "run"), small(staleness=1)
     dump(config, run.config)
-    log, drawn = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), steps=4), Version(1, 0)
+    log, drawn = (
+        SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), steps=4),
+        Version(1, 0),
+    )
     with in_thread(run, config), Roles(run, config) as roles:
         roles.start()
         tickets = roles.admit(drawn, count=4)
@@ -119,14 +151,24 @@ def test_a_sample_is_of_the_step_that_it_was_trained_in(tmp_path: Path, capsys: 
         shard = rollout.next_shard()
         assert rollout.generated(rows_of(tickets[1:3], drawn), name=shard) == {}
         rollout.settle()
-        log.keep([sample(f"{ticket:09d}.00", ticket // 2, ticket, shard=shard) for ticket in tickets[1:3]])
+        log.keep(
+            [
+                sample(f"{ticket:09d}.00", ticket // 2, ticket, shard=shard)
+                for ticket in tickets[1:3]
+            ]
+        )
         log.close()
-        assert {one["reward"]: one["step"] for one in shown(run.root, capsys)["samples"]} == {1: 0, 2: 1}
+        assert {one["reward"]: one["step"] for one in shown(run.root, capsys)["samples"]} == {
+            1: 0,
+            2: 1,
+        }
         for _ in range(2):
             # A window of middle roles ends where a step of tickets does.
             roles.learn(drawn)
         roles.train(0)
-        assert [one["reward"] for one in shown(run.root, capsys, "--step", "0", "--best")["samples"]] == [2, 1]
+        assert [
+            one["reward"] for one in shown(run.root, capsys, "--step", "0", "--best")["samples"]
+        ] == [2, 1]
     assert shown(run.root, capsys, "--step", "1")["samples"] == []
 
 
@@ -145,7 +187,10 @@ def test_samples_are_chosen(made: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--best", "--worst"], "--worst: found beside --best"),
         (["--limit", "-1"], "--limit: found -1"),
         (["--json", "--html", "x"], "--html: found beside --json"),
-        (["--html", f"{made}/no/such.html"], "No such file or directory; name a file in a folder of yours"),
+        (
+            ["--html", f"{made}/no/such.html"],
+            "No such file or directory; name a file in a folder of yours",
+        ),
     ):
         assert main(["samples", str(made), *words]) == EXIT_CONFIG
         assert text in capsys.readouterr().err
@@ -167,10 +212,15 @@ def test_a_damaged_journal_hides_nothing_and_is_said(
     assert said.err.count("\n") == 1 and "what became of the samples is not known" in said.err
 
 
-def test_what_others_have_put_there_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_others_have_put_there_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run")
     dump(small(), run.config)
-    assert main(["samples", str(run.root)]) == EXIT_DONE and capsys.readouterr() == ("", "no kept episode matches\n")
+    assert main(["samples", str(run.root)]) == EXIT_DONE and capsys.readouterr() == (
+        "",
+        "no kept episode matches\n",
+    )
     log = SampleLog(run.samples / "x.jsonl.gz", SamplesConfig(), steps=4)
     odd: list[Any] = [
         sample("1", 1, float("nan")),
@@ -193,7 +243,9 @@ def on_terminal(words: list[str], columns: int) -> str:
     """What the command prints to a terminal of this width."""
     main_end, their_end = pty.openpty()
     command = [sys.executable, "-m", "relax_hpc", "samples", *words]
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"COLUMNS": str(columns)}
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {
+        "COLUMNS": str(columns)
+    }
     with subprocess.Popen(command, stdout=their_end, env=environment) as process:
         os.close(their_end)
         said = b""
@@ -259,12 +311,16 @@ def test_the_page_holds_its_data_and_nothing_else_that_runs(
     style, data, script = (one for one in found.texts if one.strip())
     samples = json.loads(data)["samples"]
     assert len(samples) == 34 and any(one["response"].startswith(EVIL) for one in samples)
-    policy = next(attributes["content"] for tag, attributes in found.tags if "http-equiv" in attributes)
+    policy = next(
+        attributes["content"] for tag, attributes in found.tags if "http-equiv" in attributes
+    )
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
     for part, content in (("style-src", style), ("script-src", script)):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{part} 'sha256-{digest}'" in policy
-    assert not re.search(r"https?:|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text.replace(data, ""))
+    assert not re.search(
+        r"https?:|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text.replace(data, "")
+    )
 
 
 @needs_browser

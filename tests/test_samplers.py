@@ -1,4 +1,5 @@
-"""Samplers: every row once, nobody much heavier than the others, no budget overrun, the same answer for everybody."""
+"""Samplers: every row once, nobody much heavier than the others, no budget overrun, the same answer
+for everybody."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from relax_hpc.transfer_queue.samplers import (
 
 PARTS = st.integers(1, 8)
 BUDGETS = st.integers(1, 400)
-SAMPLERS = [sequential, balanced, lambda lengths, parts: balanced(lengths, parts, equal_counts=True)]
+SAMPLERS = [
+    sequential,
+    balanced,
+    lambda lengths, parts: balanced(lengths, parts, equal_counts=True),
+]
 
 
 def windows(most: int = 40, longest: int = 100) -> st.SearchStrategy[dict[int, int]]:
@@ -74,7 +79,8 @@ def test_balanced_is_never_worse_than_greedy(lengths, parts):
 def test_the_heaviest_part_is_within_grahams_bound_of_the_best(lengths, parts):
     def heaviest(choice: tuple[int, ...]) -> int:
         return max(
-            sum(s for s, where in zip(lengths.values(), choice, strict=True) if where == p) for p in range(parts)
+            sum(s for s, where in zip(lengths.values(), choice, strict=True) if where == p)
+            for p in range(parts)
         )
 
     best = min(map(heaviest, itertools.product(range(parts), repeat=len(lengths))))
@@ -108,7 +114,10 @@ def test_prompt_groups_stay_whole(window, parts):
 def test_only_a_single_long_item_may_exceed_the_budget(lengths, budget, least):
     found = micro_batches(lengths, budget, least)
     assert sorted(key for batch in found for key in batch) == sorted(lengths)
-    assert all(total <= budget or len(batch) == 1 for batch, total in zip(found, loads(lengths, found), strict=True))
+    assert all(
+        total <= budget or len(batch) == 1
+        for batch, total in zip(found, loads(lengths, found), strict=True)
+    )
     assert all(found) and len(found) >= min(least, len(lengths))
 
 
@@ -119,7 +128,9 @@ def fewest(sizes: list[int], budget: int) -> int:
     first, rest = max(sizes), sorted(sizes)[:-1]
     subsets = (c for n in range(len(rest) + 1) for c in itertools.combinations(range(len(rest)), n))
     fitting = [{*c} for c in subsets if first + sum(rest[i] for i in c) <= budget] or [set()]
-    return 1 + min(fewest([size for i, size in enumerate(rest) if i not in taken], budget) for taken in fitting)
+    return 1 + min(
+        fewest([size for i, size in enumerate(rest) if i not in taken], budget) for taken in fitting
+    )
 
 
 @given(lengths=windows(most=6, longest=12), budget=st.integers(12, 40))
@@ -138,7 +149,13 @@ def test_long_tails_leave_no_small_micro_batches(seed):
     assert spread(sizes) <= max(sizes) / 50
 
 
-@given(window=windows(most=12), ranks=PARTS, budget=BUDGETS, batch=st.integers(0, 20), seed=st.integers(0, 99))
+@given(
+    window=windows(most=12),
+    ranks=PARTS,
+    budget=BUDGETS,
+    batch=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
 @pytest.mark.parametrize("sampler", [*SAMPLERS, whole_groups])
 def test_the_order_of_arrival_changes_nothing(sampler, window, ranks, budget, batch, seed):
     lengths = samples(window)
@@ -149,7 +166,9 @@ def test_the_order_of_arrival_changes_nothing(sampler, window, ranks, budget, ba
 
 
 @given(lengths=windows(), ranks=PARTS, budget=BUDGETS, batch=st.integers(0, 20))
-def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_tokens(lengths, ranks, budget, batch):
+def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_tokens(
+    lengths, ranks, budget, batch
+):
     found = schedule(lengths, ranks, budget, batch)
     assert sorted(key for rank in found for part in rank for key in part) == sorted(lengths)
     for part in [part for rank in found for part in rank]:
@@ -159,7 +178,8 @@ def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_toke
     assert spread(totals) <= max(lengths.values(), default=0)
     [most] = {len(rank) for rank in found}
     for rank in found:
-        # Who has as many rows as others have micro-batches, or more, is never idle; nobody is before he is through.
+        # Who has as many rows as others have micro-batches, or more, is never idle; nobody is
+        # before he is through.
         assert all(map(len, rank[: min(most, sum(map(len, rank)))]))
 
 
@@ -170,20 +190,35 @@ def groups_with_media(draw):
     for _ in range(draw(st.integers(0, 6))):
         media = draw(st.lists(st.integers(1, 60), max_size=3))
         shown = draw(
-            st.lists(st.sets(st.sampled_from(range(len(media)))) if media else st.just(set()), min_size=1, max_size=5)
+            st.lists(
+                st.sets(st.sampled_from(range(len(media)))) if media else st.just(set()),
+                min_size=1,
+                max_size=5,
+            )
         )
-        groups.append((media, shown, draw(st.lists(st.integers(1, 60), min_size=len(shown), max_size=len(shown)))))
+        groups.append(
+            (
+                media,
+                shown,
+                draw(st.lists(st.integers(1, 60), min_size=len(shown), max_size=len(shown))),
+            )
+        )
     return groups
 
 
 @given(groups=groups_with_media(), ranks=PARTS, budget=BUDGETS, bound=st.integers(0, 100))
-def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(groups, ranks, budget, bound):
+def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(
+    groups, ranks, budget, bound
+):
     sizes, rows = [], []
     for number, (media, shown, texts) in enumerate(groups):
         seen = [sum(media[k] for k in row) for row in shown]
         lengths = [text + some for text, some in zip(texts, seen, strict=True)]
         sizes.append(GroupSize(lengths, seen, sum(media[k] for k in set().union(*shown))))
-        rows += [(length, {(number, k): media[k] for k in row}) for length, row in zip(lengths, shown, strict=True)]
+        rows += [
+            (length, {(number, k): media[k] for k in row})
+            for length, row in zip(lengths, shown, strict=True)
+        ]
     found = dealt(sizes, ranks, budget, bound)
     parts = [part for rank in found for part in rank]
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
@@ -195,16 +230,25 @@ def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(groups,
     assert all(map(any, zip(*found, strict=True))) if most else not rows
 
 
-@given(lengths=st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), max_size=9), ranks=PARTS, budget=BUDGETS)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), max_size=9),
+    ranks=PARTS,
+    budget=BUDGETS,
+)
 def test_rows_of_text_are_dealt_by_themselves(lengths, ranks, budget):
     sizes = [GroupSize(group, [0] * len(group), 0) for group in lengths]
-    assert dealt(sizes, ranks, budget, 7) == schedule(dict(enumerate(itertools.chain(*lengths))), ranks, budget)
+    assert dealt(sizes, ranks, budget, 7) == schedule(
+        dict(enumerate(itertools.chain(*lengths))), ranks, budget
+    )
 
 
 def test_rows_that_show_the_same_stay_together_but_no_rank_is_idle():
     """A tower encodes a medium once for a micro-batch, however many rows of it show it."""
     groups = [GroupSize([100] * 4, [90] * 4, 90) for _ in range(4)]
-    assert dealt(groups, 2, 450, 0) == [[[0, 1, 2, 3], [12, 13, 14, 15]], [[4, 5, 6, 7], [8, 9, 10, 11]]]
+    assert dealt(groups, 2, 450, 0) == [
+        [[0, 1, 2, 3], [12, 13, 14, 15]],
+        [[4, 5, 6, 7], [8, 9, 10, 11]],
+    ]
     assert dealt(groups[:1], 2, 450, 0) == [[[0, 1]], [[2, 3]]]
     assert [len(part) for part in dealt(groups[:1], 1, 250, 0)[0]] == [2, 2]
 
@@ -219,7 +263,9 @@ def test_what_is_left_of_a_window_stays_with_its_rank(lengths, ranks, budget, ke
     # As many each, and never all of them idle at once.
     assert all(map(any, zip(*left, strict=True)))
     for before, after in zip(whole, left, strict=True):
-        assert [rows[row] for part in after for row in part] == [r for part in before for r in part if r in kept]
+        assert [rows[row] for part in after for row in part] == [
+            r for part in before for r in part if r in kept
+        ]
 
 
 @given(lengths=windows(), ranks=PARTS)
@@ -231,7 +277,9 @@ def test_the_heaviest_part_goes_round(lengths, ranks):
         assert sum(lengths[key] for part in mine for key in part) == heaviest
 
 
-@pytest.mark.parametrize("call", [lambda: balanced({}, 0), lambda: sequential({}, 0), lambda: micro_batches({}, 0)])
+@pytest.mark.parametrize(
+    "call", [lambda: balanced({}, 0), lambda: sequential({}, 0), lambda: micro_batches({}, 0)]
+)
 def test_impossible_shapes_are_refused(call):
     with pytest.raises(ValueError, match="expected at least 1"):
         call()

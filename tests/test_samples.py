@@ -27,21 +27,34 @@ from relax_hpc.versions import Version
 PROMPT = Prompt("p", (5, 6, 7), "2?", "2", {})
 
 
-def rows_of(numbers: list[list[int]], rewards: list[float] | None = None, **how: object) -> list[Row] | Failure:
+def rows_of(
+    numbers: list[list[int]], rewards: list[float] | None = None, **how: object
+) -> list[Row] | Failure:
     """Of a group whose tokens were drawn by versions of these numbers."""
     answers = [
-        Generation([9] * len(each), [-0.5] * len(each), np.array([Version(1, n).encode() for n in each]), "length")
+        Generation(
+            [9] * len(each),
+            [-0.5] * len(each),
+            np.array([Version(1, n).encode() for n in each]),
+            "length",
+        )
         for each in numbers
     ]
     return group_rows(PROMPT, 4, answers, rewards or [1.0] * len(numbers), **how)
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6).map(sorted), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=6).map(sorted), min_size=1, max_size=4
+    )
+)
 def test_older_tokens_may_be_left_out_of_the_loss(numbers: list[list[int]]) -> None:
     whole, newest = rows_of(numbers), rows_of(numbers, newest_only=True)
     for row, masked, drawn_by in zip(whole, newest, numbers, strict=True):
         assert row["loss_mask"].tolist() == [0] * 3 + [1] * len(drawn_by)
-        assert masked["loss_mask"].tolist() == [0] * 3 + [int(number == drawn_by[-1]) for number in drawn_by]
+        assert masked["loss_mask"].tolist() == [0] * 3 + [
+            int(number == drawn_by[-1]) for number in drawn_by
+        ]
         assert masked["loss_mask"].dtype == np.uint8
 
 
@@ -60,7 +73,9 @@ def test_a_filter_that_raises_costs_the_group() -> None:
 
 
 def test_an_unknown_filter_is_named_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"filter: found 'reward_differ', .* did you mean 'rewards_differ'\?"):
+    with pytest.raises(
+        ConfigError, match=r"filter: found 'reward_differ', .* did you mean 'rewards_differ'\?"
+    ):
         get_filter("reward_differ")
 
 
@@ -76,15 +91,22 @@ class Words:
 def own_reward(samples: list[RewardInput]) -> list[dict[str, float]]:
     """By the first token, of which 7 is bad."""
     first = [int(sample.response_text.split()[0]) for sample in samples]
-    return [{"total": n / 10, "a name/of it": n, "good": math.nan if n == 7 else 1.0} for n in first]
+    return [
+        {"total": n / 10, "a name/of it": n, "good": math.nan if n == 7 else 1.0} for n in first
+    ]
 
 
-def test_components_of_rewards_are_counted_and_known_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a group that comes to nothing too; known are those of samples that people may look at."""
+def test_components_of_rewards_are_counted_and_known_of_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a group that comes to nothing too; known are those of samples that people may look
+    at."""
     monkeypatch.setattr(judge, "make_rewards", lambda *about: InThread(own_reward, 60.0))
     config, reported = Config(prompts_per_step=2), list[tuple[int, dict[str, float]]]()
     config.rollout.filter = "rewards_differ"
-    judging = judge.Judge(config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4)
+    judging = judge.Judge(
+        config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4
+    )
 
     def judged(ticket: int, *firsts: int) -> list[Row] | Failure:
         versions = np.ones(2, np.int32)
@@ -106,4 +128,7 @@ def test_components_of_rewards_are_counted_and_known_of_samples(monkeypatch: pyt
     ]
     about = judging.about([*rows, *others])
     assert list(about) == [row["row_id"] for row in rows] and judging.about(rows) == {}
-    assert about[rows[0]["row_id"]] == {"answer": "2", "components": {"a name/of it": 1.0, "good": 1.0}}
+    assert about[rows[0]["row_id"]] == {
+        "answer": "2",
+        "components": {"a name/of it": 1.0, "good": 1.0},
+    }

@@ -1,4 +1,5 @@
-"""Weights of tokens drawn from what top_k, top_p and min_p leave: the policy's own gradient comes out."""
+"""Weights of tokens drawn from what top_k, top_p and min_p leave: the policy's own gradient comes
+out."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def sampling(**how: float) -> Sampling:
 
 
 def gradient(how: dict[str, float], told: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the expected loss over what is drawn, and of minus the policy's expected advantage over what is kept.
+    """Of the expected loss over what is drawn, and of minus the policy's expected advantage over
+    what is kept.
 
     ``told``: of which distribution the engine's log-probabilities are, `kept` or `whole`.
     """
@@ -46,7 +48,9 @@ def gradient(how: dict[str, float], told: str) -> tuple[torch.Tensor, torch.Tens
                 mask=torch.ones(1, 1, dtype=torch.float64),
             )
             drawn = drawn + q[token] * algorithm.loss(batch)[0]
-    return tuple(torch.autograd.grad(total, logits, retain_graph=True)[0] for total in (drawn, expected))
+    return tuple(
+        torch.autograd.grad(total, logits, retain_graph=True)[0] for total in (drawn, expected)
+    )
 
 
 @pytest.mark.parametrize("how", CUTS, ids=str)
@@ -54,13 +58,23 @@ def test_the_gradient_is_that_of_the_policy_over_what_is_kept(how: dict[str, flo
     found, exact = gradient(how, "kept")
     assert torch.allclose(found, exact, atol=1e-12)
     wrong, exact = gradient(how, "whole")
-    assert (wrong / wrong.norm() - exact / exact.norm()).norm() > 1e-3, "and not only of another length"
+    assert (wrong / wrong.norm() - exact / exact.norm()).norm() > 1e-3, (
+        "and not only of another length"
+    )
 
 
-probabilities = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12).map(lambda p: np.array(p) / sum(p))
+probabilities = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12).map(
+    lambda p: np.array(p) / sum(p)
+)
 
 
-@given(probabilities, st.integers(0, 14), st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 0.999999))
+@given(
+    probabilities,
+    st.integers(0, 14),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 0.999999),
+)
 def test_what_is_kept_are_the_most_probable_and_one_at_least(
     whole: np.ndarray, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> None:
@@ -69,7 +83,10 @@ def test_what_is_kept_are_the_most_probable_and_one_at_least(
     kept = left > 0
     assert kept.any() and (left[kept] == whole[kept]).all()
     assert whole[kept].min() >= (whole[~kept].max() if (~kept).any() else 0.0)
-    assert kept.sum() <= (top_k or len(whole)) and (whole[kept] >= min_p * whole.max() * (1 - 1e-12)).all()
+    assert (
+        kept.sum() <= (top_k or len(whole))
+        and (whole[kept] >= min_p * whole.max() * (1 - 1e-12)).all()
+    )
     assert kept.sum() == 1 or whole[kept].sum() - whole[kept].min() < top_p + 1e-9
     token, logprob = sample_token(torch.from_numpy(whole).log(), how, uniform)
     assert logprob <= 0 and (whole[token] >= whole[kept].min() * (1 - 1e-5))

@@ -58,7 +58,14 @@ def batch(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
     """Submit `script` and return the job's id."""
     path = folder / "job.sh"
     path.write_text(f"#!/bin/bash\n{script}\n")
-    words = ("sbatch", "--parsable", f"--output={folder}/%j.out", f"--chdir={folder}", *options, str(path))
+    words = (
+        "sbatch",
+        "--parsable",
+        f"--output={folder}/%j.out",
+        f"--chdir={folder}",
+        *options,
+        str(path),
+    )
     return int(sandbox.client(*words))
 
 
@@ -67,12 +74,16 @@ def beats(sandbox: Sandbox, folder: Path, *options: str) -> tuple[int, psutil.Pr
     (folder / "beats.py").write_text(BEATS)
     job = batch(sandbox, folder, f"exec {sys.executable} {folder}/beats.py {folder}", *options)
     pid = folder / "pid"
-    until(lambda: pid.exists() and pid.read_text().endswith("\n"), WAIT_S, f"job {job} does not start")
+    until(
+        lambda: pid.exists() and pid.read_text().endswith("\n"), WAIT_S, f"job {job} does not start"
+    )
     return job, psutil.Process(int(pid.read_text()))
 
 
 def state_of(sandbox: Sandbox, job: int) -> str:
-    return sandbox.client("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").split()[0]
+    return sandbox.client(
+        "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"
+    ).split()[0]
 
 
 def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,13 +91,17 @@ def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         folder = str(own.folder)
         assert own.is_up() and main(["sandbox", "status", str(folder)]) == EXIT_DONE
         pids = own.daemons()
-        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and own.daemons() == pids, "what runs is left alone"
+        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and own.daemons() == pids, (
+            "what runs is left alone"
+        )
         assert main(["sandbox", "up", str(folder), "--nodes", "3"]) == EXIT_CONFIG
         assert "down first" in capsys.readouterr().err
         beats(own, tmp_path)
         assert main(["sandbox", "down", str(folder)]) == EXIT_DONE
         assert left_behind(own.folder) == [] and set(own.daemons().values()) == {0}
-        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        listening = {
+            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+        }
         assert not listening & set(range(own.options.port, own.options.port + 64))
         assert main(["sandbox", "down", str(folder)]) == EXIT_DONE, "nothing to do is no error"
         assert main(["sandbox", "status", str(folder)]) == EXIT_RETRY
@@ -96,20 +111,31 @@ def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def await_idle(sandbox: Sandbox) -> None:
     """Wait until no node has a job; the test before may have left one that is completing."""
-    until(lambda: set(sandbox.node_states().values()) == {"idle"}, WAIT_S, f"{sandbox.node_states()}")
+    until(
+        lambda: set(sandbox.node_states().values()) == {"idle"}, WAIT_S, f"{sandbox.node_states()}"
+    )
 
 
 def test_srun_over_nodes(sandbox: Sandbox) -> None:
     await_idle(sandbox)
-    words = ("srun", f"--nodes={len(sandbox.nodes)}", "--ntasks-per-node=2", "--gpus-per-node=2", "printenv")
+    words = (
+        "srun",
+        f"--nodes={len(sandbox.nodes)}",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "printenv",
+    )
     seen = Counter(sandbox.client(*words, "SLURMD_NODENAME").split())
     assert seen == dict.fromkeys(sandbox.nodes, 2)
-    assert sandbox.client(*words, "CUDA_VISIBLE_DEVICES").split() == ["0,1"] * 2 * len(sandbox.nodes)
+    assert sandbox.client(*words, "CUDA_VISIBLE_DEVICES").split() == ["0,1"] * 2 * len(
+        sandbox.nodes
+    )
 
 
 def test_heterogeneous_job_starts_within_seconds(sandbox: Sandbox, tmp_path: Path) -> None:
     script = (
-        "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH hetjob\n#SBATCH --nodes=1 --ntasks-per-node=2\n"
+        "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH hetjob\n#SBATCH --nodes=1 "
+        "--ntasks-per-node=2\n"
         "srun --het-group=0,1 printenv SLURM_PROCID > ranks && mv ranks done"
     )
     job = batch(sandbox, tmp_path, script)
@@ -123,12 +149,26 @@ def test_site_file_and_its_mpi(sandbox: Sandbox) -> None:
     assert (site.name, site.partition, site.interface) == ("sandbox", "main", "lo")
     requires("mpi")
     library = {} if site.mpi.library == "wheel" else {"MPI4PY_LIBMPI": site.mpi.library}
-    step = ["srun", f"--mpi={site.mpi.launcher}", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", RANKS]
+    step = [
+        "srun",
+        f"--mpi={site.mpi.launcher}",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        sys.executable,
+        "-c",
+        RANKS,
+    ]
     await_idle(sandbox)
     done = subprocess.run(
-        step, env=sandbox.environment() | site.env | library, capture_output=True, text=True, timeout=60
+        step,
+        env=sandbox.environment() | site.env | library,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert sorted(done.stdout.splitlines()) == ["node1 6", "node1 6", "node2 6", "node2 6"], done.stderr
+    assert sorted(done.stdout.splitlines()) == ["node1 6", "node1 6", "node2 6", "node2 6"], (
+        done.stderr
+    )
 
 
 def test_killed_node_is_dead_and_comes_back(small_sandbox: Sandbox, tmp_path: Path) -> None:
@@ -156,7 +196,9 @@ def test_running_job_survives_a_restart_of_slurm(small_sandbox: Sandbox, tmp_pat
 
     def knows_it() -> bool:
         # A state that was put together before the job came may be written after that.
-        return saved.exists() and saved.stat().st_mtime > started and b"survivor" in saved.read_bytes()
+        return (
+            saved.exists() and saved.stat().st_mtime > started and b"survivor" in saved.read_bytes()
+        )
 
     until(knows_it, WAIT_S, "slurmctld does not save its state")
     before = own.daemons()
@@ -182,7 +224,10 @@ def test_two_side_by_side(sandbox: Sandbox, tmp_path: Path) -> None:
         assert other.client("sinfo", "--noheader", "--format=%R").split() == ["main", "urgent"]
         job, _ = beats(other, tmp_path, "--cpus-per-task=8")
         assert state_of(other, job) == "RUNNING" and sandbox.client("squeue", "--noheader") == ""
-        assert other.client("srun", "--partition=urgent", "--cpus-per-task=8", "echo", "first") == "first\n"
+        assert (
+            other.client("srun", "--partition=urgent", "--cpus-per-task=8", "echo", "first")
+            == "first\n"
+        )
         assert state_of(other, job) == "PENDING", "preempted"
     assert sandbox.is_up()
 
@@ -196,7 +241,10 @@ def test_plain_user() -> None:
         assert up.returncode == EXIT_DONE, up.stderr
         own = cluster.load(folder)
         try:
-            assert {folder.owner(), *(psutil.Process(pid).username() for pid in own.daemons().values())} == {user.name}
+            assert {
+                folder.owner(),
+                *(psutil.Process(pid).username() for pid in own.daemons().values()),
+            } == {user.name}
             step = user.run("bash", "-c", f". {folder}/env.sh && srun --nodes=2 id -un")
             assert step.stdout.split() == [user.name] * 2, step.stderr
             if os.getuid() != user.entry.pw_uid:
@@ -213,9 +261,18 @@ def test_plain_user() -> None:
     [
         (["up", "DIR/" + "x" * 80], "allowed 64: the kernel takes no unix socket"),
         (["up", "DIR/a b"], "/a b', allowed letters"),
-        (["up", "DIR/x", "--nodes", "0"], "nodes: found 0, allowed 1 to 60, or 0 beside declared ones"),
-        (["up", "DIR/x", "--declared", "big[1-2]; x"], "found 'big[1-2]; x', allowed: names and sizes"),
-        (["up", "DIR/x", "--bind", "--cpus", "1024"], "cpus: found 1024 with bind, allowed: up to the "),
+        (
+            ["up", "DIR/x", "--nodes", "0"],
+            "nodes: found 0, allowed 1 to 60, or 0 beside declared ones",
+        ),
+        (
+            ["up", "DIR/x", "--declared", "big[1-2]; x"],
+            "found 'big[1-2]; x', allowed: names and sizes",
+        ),
+        (
+            ["up", "DIR/x", "--bind", "--cpus", "1024"],
+            "cpus: found 1024 with bind, allowed: up to the ",
+        ),
         (["up", "DIR/x/y", "--port", "1"], "port: 1 of 127.0.0.1 is in use"),
         (["up", "DIR/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
         (["up", "DIR/x", "DIR/y"], "allowed one DIR"),
@@ -227,11 +284,18 @@ def test_plain_user() -> None:
     ],
 )
 def test_wrong_use_teaches_and_leaves_nothing(
-    words: list[str], says: str, short_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    says: str,
+    short_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "missing", list)
     monkeypatch.setattr(machine, "_taken", lambda chosen: chosen.port if chosen.port == 1 else None)
-    assert main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)]) == EXIT_CONFIG
+    assert (
+        main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)])
+        == EXIT_CONFIG
+    )
     message = capsys.readouterr().err
     assert says in message and message.count("\n") == 1
     assert not list(short_folder.iterdir())
@@ -240,7 +304,9 @@ def test_wrong_use_teaches_and_leaves_nothing(
 def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = short_folder / "x"
     monkeypatch.setattr(machine, "missing", lambda: ["munged", "slurmctld"])
-    with pytest.raises(ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"):
+    with pytest.raises(
+        ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"
+    ):
         cluster.up(folder)
     monkeypatch.setattr(machine, "missing", list)
     monkeypatch.setattr(config_files, "host", lambda: "nowhere.invalid")
@@ -275,6 +341,12 @@ def test_extra_lines_take_the_place_of_settings() -> None:
 def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
     def first(port: int) -> int:
         text = config_files.slurm_conf(Path("/x"), Options(port=port))
-        return next(int(line.partition("=")[2]) for line in text.splitlines() if line.startswith("FirstJobId="))
+        return next(
+            int(line.partition("=")[2])
+            for line in text.splitlines()
+            if line.startswith("FirstJobId=")
+        )
 
-    assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, "Slurm's default MaxJobId"
+    assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, (
+        "Slurm's default MaxJobId"
+    )

@@ -64,7 +64,9 @@ def saves(settings: CheckpointConfig, step_s: list[float]) -> list[int]:
     ],
     ids=["time alone", "steps first", "both", "steps longer than it", "off"],
 )
-def test_whichever_comes_first(every: int, every_s: float, step_s: list[float], timed: list[int]) -> None:
+def test_whichever_comes_first(
+    every: int, every_s: float, step_s: list[float], timed: list[int]
+) -> None:
     assert saves(CheckpointConfig(every=every, every_s=every_s), step_s) == timed
 
 

@@ -1,4 +1,5 @@
-"""Logs of segments alone: whatever dies in whatever order, what is read was appended, and every token counts."""
+"""Logs of segments alone: whatever dies in whatever order, what is read was appended, and every
+token counts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ tickets, few = st.integers(0, TICKETS - 1), st.integers(0, 4)
 
 
 class LogMachine(RuleBasedStateMachine):
-    """A rollout that draws, appends and dies; a queue that keeps logs; what both know must agree."""
+    """A rollout that draws, appends and dies; a queue that keeps logs; what both know must
+    agree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +59,20 @@ class LogMachine(RuleBasedStateMachine):
         """Write a shard; its number, and what the queue is told."""
         self.files[len(self.files)] = {one["episode"]: one for one in segments}
         (growth,) = told(segments, {segments[0]["ticket"]: number})
-        return len(self.files) - 1, (growth["ticket"], growth["attempt"], growth["segments"], growth["versions"])
+        return len(self.files) - 1, (
+            growth["ticket"],
+            growth["attempt"],
+            growth["segments"],
+            growth["versions"],
+        )
 
-    @rule(ticket=tickets, k=st.integers(0, EPISODES - 1), tokens=few, version=st.integers(0, 3), ends=st.booleans())
+    @rule(
+        ticket=tickets,
+        k=st.integers(0, EPISODES - 1),
+        tokens=few,
+        version=st.integers(0, 3),
+        ends=st.booleans(),
+    )
     def draw(self, ticket: int, k: int, tokens: int, version: int, ends: bool) -> None:
         """Version 0: an observation, which nobody has sampled."""
         draft = self.work[ticket].drafts[k]
@@ -80,8 +93,12 @@ class LogMachine(RuleBasedStateMachine):
         log = self.logs.logs.get(ticket, Log(ticket, attempt.number))
         assert log.fits(growth[2])
         for k, row, start, *_ in growth[2]:
-            assert (ticket, k) in self.unanswered or log.lengths.get((k, row), 0) == start, "nothing twice"
-        (self.unanswered.difference_update if answered else self.unanswered.update)((ticket, k) for k, *_ in growth[2])
+            assert (ticket, k) in self.unanswered or log.lengths.get((k, row), 0) == start, (
+                "nothing twice"
+            )
+        (self.unanswered.difference_update if answered else self.unanswered.update)(
+            (ticket, k) for k, *_ in growth[2]
+        )
         self.logs.append(number, growth, False)
         if answered:
             attempt.appended(segments, False)
@@ -90,8 +107,14 @@ class LogMachine(RuleBasedStateMachine):
             made = self.known[ticket].get(k)
             whole = draft.so_far()
             if made and (unfinished_too or made.finish_reason != UNFINISHED):
-                assert vars_of(made)[0] == whole.token_ids and made.finish_reason == whole.finish_reason
-                assert vars_of(made)[1] == whole.logprobs and (made.token_versions == whole.token_versions).all()
+                assert (
+                    vars_of(made)[0] == whole.token_ids
+                    and made.finish_reason == whole.finish_reason
+                )
+                assert (
+                    vars_of(made)[1] == whole.logprobs
+                    and (made.token_versions == whole.token_versions).all()
+                )
 
     @rule(ticket=tickets)
     def kill(self, ticket: int) -> None:
@@ -154,7 +177,9 @@ class LogMachine(RuleBasedStateMachine):
     def every_token_is_in_one_place(self) -> None:
         logs = self.logs
         assert logs.appended == logs.used + logs.held + logs.lost.total()
-        assert logs.held == sum(len(made.token_ids) for log in self.known.values() for made in log.values())
+        assert logs.held == sum(
+            len(made.token_ids) for log in self.known.values() for made in log.values()
+        )
 
 
 def vars_of(made: Generation) -> tuple[list[int], list[float], np.ndarray]:
@@ -194,14 +219,19 @@ def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
     attempt.appended([first], False)
     attempt.drafts[0].add([3], [0.0], [0])
     (second,) = attempt.news(True, BUDGET)
-    assert first["token_ids"].tolist() == [7, 8, 9, 1, 2] and (first["prompt_len"], first[START]) == (3, 0)
+    assert first["token_ids"].tolist() == [7, 8, 9, 1, 2] and (
+        first["prompt_len"],
+        first[START],
+    ) == (3, 0)
     assert second["token_ids"].tolist() == [3] and (second["prompt_len"], second[START]) == (0, 2)
     assert second["loss_mask"].tolist() == [0] and told([second], {4: 2})[0]["versions"] == []
     assert joined(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
     attempt.drafts[0].add([4], [-1.0], [5])
     (both,) = attempt.news(True, BUDGET)
     again = joined(joined(first, second), both)
-    assert again["token_ids"].tolist() == [7, 8, 9, 1, 2, 3, 4], "the answer to the second one was lost"
+    assert again["token_ids"].tolist() == [7, 8, 9, 1, 2, 3, 4], (
+        "the answer to the second one was lost"
+    )
     assert attempt.news(False, BUDGET) == []
     attempt.appended([second], True)
     attempt.drafts[0].add([4], [-1.0], [5])
@@ -211,7 +241,9 @@ def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
 def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back():
     attempt = Attempt(4, 0, PROMPT, 2)
     rows = [
-        EpisodeRow((7, 8, 9), Generation([1, 2], [-1.0, 0.0], np.array([5, 0], np.int32), "length")),
+        EpisodeRow(
+            (7, 8, 9), Generation([1, 2], [-1.0, 0.0], np.array([5, 0], np.int32), "length")
+        ),
         EpisodeRow((7, 3), Generation([4], [-2.0], np.array([6], np.int32), "stop")),
     ]
     attempt.drafts[1].ended = Episode(rows)
@@ -230,9 +262,12 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
 
 
 def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
-    """Where it comes with the whole response alone, nothing is appended before; else token by token."""
+    """Where it comes with the whole response alone, nothing is appended before; else token by
+    token."""
     monkeypatch.setitem(
-        FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", by="rollout", tail=(2,), optional=True)
+        FIELDS,
+        "routes",
+        FieldSpec("routes", "token", "uint8", "", by="rollout", tail=(2,), optional=True),
     )
     attempt, routes = Attempt(4, 0, PROMPT, 1), np.array([[1, 2], [3, 4]], np.uint8)
     attempt.drafts[0].add([1], [-1.0], [5])
@@ -243,7 +278,11 @@ def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
     again.drafts[0].add([2], [-2.0], [5], {"routes": routes[1:]})
     (rest,) = again.news(True, BUDGET)
     whole = answer_of([joined(part, rest)], PROMPT)
-    assert whole.extras["routes"].tolist() == routes.tolist() and rest["routes"].tolist() == [[3, 4]]
-    attempt.drafts[0].ended = Generation([1, 2], [-1.0, -2.0], np.array([5, 5], np.int32), "stop", {"routes": routes})
+    assert whole.extras["routes"].tolist() == routes.tolist() and rest["routes"].tolist() == [
+        [3, 4]
+    ]
+    attempt.drafts[0].ended = Generation(
+        [1, 2], [-1.0, -2.0], np.array([5, 5], np.int32), "stop", {"routes": routes}
+    )
     found = answer_of(attempt.news(True, BUDGET), PROMPT)
     assert found.extras["routes"].tolist() == routes.tolist() and found.finish_reason == "stop"

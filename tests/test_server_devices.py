@@ -1,4 +1,5 @@
-"""The devices of several SGLang servers on one node: counted as SGLang counts them, and none used twice."""
+"""The devices of several SGLang servers on one node: counted as SGLang counts them, and none used
+twice."""
 
 from __future__ import annotations
 
@@ -37,21 +38,31 @@ FLAGS = st.fixed_dictionaries(
 def devices_of_sglang(arguments: dict[str, Any]) -> list[int]:
     """Device of each rank of a server, by SGLang 0.5.21.
 
-    `launch_dp_schedulers` and `launch_tensor_parallel_group` of data_parallel_controller.py, for one node.
+    `launch_dp_schedulers` and `launch_tensor_parallel_group` of data_parallel_controller.py, for
+    one node.
     """
     tensor, pipeline, data = (arguments.get(name, 1) for name in ("tp_size", "pp_size", "dp_size"))
     copies = 1 if arguments.get("enable_dp_attention") else data
     ranks = product(range(copies), range(pipeline), range(tensor))
-    return [arguments["base_gpu_id"] + copy * tensor * pipeline + stage * tensor + rank for copy, stage, rank in ranks]
+    return [
+        arguments["base_gpu_id"] + copy * tensor * pipeline + stage * tensor + rank
+        for copy, stage, rank in ranks
+    ]
 
 
 @given(flags=FLAGS, replicas=st.integers(1, 4))
 def test_no_device_is_used_by_two_servers(flags: dict[str, Any], replicas: int) -> None:
     config = Config()
-    config.model.device, config.rollout.replicas, config.rollout.engine.flags = "cuda", replicas, flags
+    config.model.device, config.rollout.replicas, config.rollout.engine.flags = (
+        "cuda",
+        replicas,
+        flags,
+    )
     devices = []
     for replica in range(replicas):
-        devices += devices_of_sglang(server_arguments(config, replica, Path("model"), Version(1, 0)))
+        devices += devices_of_sglang(
+            server_arguments(config, replica, Path("model"), Version(1, 0))
+        )
     first = flags.get("base_gpu_id", 0)
     assert devices == list(range(first, first + replicas * devices_per_server(flags)))
 
@@ -77,8 +88,12 @@ def _compute_world_size() -> Any:
 
 def test_data_parallel_attention_takes_no_further_devices() -> None:
     assert devices_per_server({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}) == 4
-    assert devices_per_server({"tp_size": 4, "dwdp_size": 4, "dp_size": 4}) == 4, "which SGLang then turns on"
-    assert devices_per_server({"tp_size": 2, "ep_size": 2, "moe_dp_size": 2, "attn_cp_size": 2}) == 2
+    assert devices_per_server({"tp_size": 4, "dwdp_size": 4, "dp_size": 4}) == 4, (
+        "which SGLang then turns on"
+    )
+    assert (
+        devices_per_server({"tp_size": 2, "ep_size": 2, "moe_dp_size": 2, "attn_cp_size": 2}) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,9 +105,15 @@ def test_data_parallel_attention_takes_no_further_devices() -> None:
         ({"tp_size": 2.0}, "tp_size: found 2.0, allowed: an integer, 1 or more"),
         ({"base_gpu_id": -1}, "base_gpu_id: found -1, allowed: an integer, 0 or more"),
         ({"enable_dp_attention": "no"}, "enable_dp_attention: found 'no', allowed: true or false"),
-        ({"gpu_id_step": 2}, "gpu_id_step: found 2, allowed: 1; a server takes adjacent devices of one node"),
+        (
+            {"gpu_id_step": 2},
+            "gpu_id_step: found 2, allowed: 1; a server takes adjacent devices of one node",
+        ),
         ({"nnodes": 2}, "nnodes: found 2, allowed: 1; a server takes adjacent devices of one node"),
-        ({"node_rank": 1}, "node_rank: found 1, allowed: 0; a server takes adjacent devices of one node"),
+        (
+            {"node_rank": 1},
+            "node_rank: found 1, allowed: 0; a server takes adjacent devices of one node",
+        ),
     ],
     ids=str,
 )
@@ -102,11 +123,16 @@ def test_flags_that_hide_the_devices_are_refused(flags: dict[str, Any], mistake:
     # SGLang's own check may name the mistake first, in other words.
     (flag,) = flags
     for section in ("rollout.engine", "genrm"):
-        lines = [line for line in check(_config(section, flags)) if line.startswith(f"{section}.flags.")]
-        assert [line.startswith(f"{section}.flags.{flag}: found ") for line in lines] == [True], lines
+        lines = [
+            line for line in check(_config(section, flags)) if line.startswith(f"{section}.flags.")
+        ]
+        assert [line.startswith(f"{section}.flags.{flag}: found ") for line in lines] == [True], (
+            lines
+        )
 
 
 def _config(section: str, flags: dict[str, Any]) -> Config:
-    """A configuration with a rollout and a generative reward model, of which ``section`` has ``flags``."""
+    """A configuration with a rollout and a generative reward model, of which ``section`` has
+    ``flags``."""
     groups = {"genrm": {"roles": ["genrm"]}}
     return load([], {"groups": groups, f"{section}.flags": flags, "rollout.engine.kind": "sglang"})

@@ -57,7 +57,9 @@ def ask(*kinds: int, served: Version = SERVED, **settings: Any) -> list[Generati
     async def generate() -> list[Generation | EngineFault]:
         async with client_and_server(**settings) as (client, _):
             client._version = served
-            return await asyncio.gather(*(client.generate(request(kind)) for kind in kinds), return_exceptions=True)
+            return await asyncio.gather(
+                *(client.generate(request(kind)) for kind in kinds), return_exceptions=True
+            )
 
     return asyncio.run(generate())
 
@@ -112,8 +114,11 @@ def test_a_bad_answer_is_a_fault_of_its_own(kind: int, reason: str) -> None:
     assert isinstance(third, Generation)
 
 
-def test_a_session_stays_with_its_copy_of_the_model_and_a_new_one_goes_where_least_is_asked() -> None:
-    """Requests that come at once are one exchange a copy; those of no session the server deals out."""
+def test_a_session_stays_with_its_copy_of_the_model_and_a_new_one_goes_where_least_is_asked() -> (
+    None
+):
+    """Requests that come at once are one exchange a copy; those of no session the server deals
+    out."""
     bodies: list[tuple[int | None, int]] = []
 
     async def generate() -> None:
@@ -138,7 +143,9 @@ def test_routes_come_with_prompt_and_response() -> None:
     """The last token has none, and a server that gives none is for who looks at rows."""
     good, without = ask(fake.GOOD, fake.NO_ROUTES, routes=ROUTES)
     assert good.before[NAME].tolist() == [[[[0], [1]], [[2], [3]]]] * 2
-    assert good.extras[NAME].tolist() == [[[[0], [1]], [[2], [3]]]] * 3 + [[[[255], [255]], [[255], [255]]]]
+    assert good.extras[NAME].tolist() == [[[[0], [1]], [[2], [3]]]] * 3 + [
+        [[[255], [255]], [[255], [255]]]
+    ]
     assert isinstance(without, Generation) and not without.extras and not without.before
 
 
@@ -167,11 +174,14 @@ def test_versions_come_from_spans_or_from_the_one_version() -> None:
 def test_tokens_of_older_weights_than_those_served_are_a_fault() -> None:
     (fault,) = ask(fake.GOOD, served=Version(1, 5))
     assert type(fault) is EngineFault and fault.reason == "old_version"
-    assert "found tokens of i000001-v000004 from an engine that serves i000001-v000005" in str(fault)
+    assert "found tokens of i000001-v000004 from an engine that serves i000001-v000005" in str(
+        fault
+    )
 
 
 def drafts_after(*kinds: int, served: Version = SERVED) -> list[Draft]:
-    """What requests of these kinds have left in their drafts, of which the first has a token from before."""
+    """What requests of these kinds have left in their drafts, of which the first has a token from
+    before."""
     before = Generation([3], [-0.1], np.array([Version(1, 2).encode()], np.int32), "partial")
     drafts = [Draft.of(before), *(Draft() for _ in kinds[1:])]
     requests = [request(kind, k, drafts[k]) for k, kind in enumerate(kinds)]
@@ -191,7 +201,11 @@ def test_what_a_server_told_before_it_failed_is_in_the_drafts() -> None:
     assert first.ended and first.ended.finish_reason == "length"
     assert first.ended.token_ids == [3, 7, 7, 7]
     assert first.ended.token_versions.tolist() == [Version(1, n).encode() for n in (2, 3, 3, 4)]
-    assert not second.ended and second.so_far().token_ids == [7, 7] and second.so_far().logprobs == [-0.5, -0.5]
+    assert (
+        not second.ended
+        and second.so_far().token_ids == [7, 7]
+        and second.so_far().logprobs == [-0.5, -0.5]
+    )
     assert second.token_versions == [SERVED.encode()] * 2
 
 
@@ -225,7 +239,13 @@ def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
             return server.app[fake.CALLS]
 
     calls = asyncio.run(updates())
-    assert calls == ["/freeze_gc", "i000001-v000005", "/pause_generation", "i000001-v000006", "/continue_generation"]
+    assert calls == [
+        "/freeze_gc",
+        "i000001-v000005",
+        "/pause_generation",
+        "i000001-v000006",
+        "/continue_generation",
+    ]
 
 
 def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_release() -> None:
@@ -240,11 +260,17 @@ def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_releas
             await asyncio.wait([hanging])
             assert hanging.cancelled() and not client.gate.inside
             await client.update_weights(Path("weights"), Version(1, 6))
-            with pytest.raises(EngineFault, match=r"requests that were given up are drawn still, after 0\.2 s"):
+            with pytest.raises(
+                EngineFault, match=r"requests that were given up are drawn still, after 0\.2 s"
+            ):
                 await client.release()
             return server.app[fake.CALLS]
 
-    assert asyncio.run(updates()) == ["/pause_generation", "i000001-v000006", "/continue_generation"]
+    assert asyncio.run(updates()) == [
+        "/pause_generation",
+        "i000001-v000006",
+        "/continue_generation",
+    ]
 
 
 def test_an_abort_that_came_before_its_request_is_told_again() -> None:
@@ -288,7 +314,9 @@ def test_nothing_is_asked_of_unknown_weights() -> None:
     asyncio.run(generate())
 
 
-@pytest.mark.parametrize(("directory", "what"), [("broken", "no such file"), ("stale", "reports version")])
+@pytest.mark.parametrize(
+    ("directory", "what"), [("broken", "no such file"), ("stale", "reports version")]
+)
 def test_an_update_that_did_not_happen_is_a_fault(directory: str, what: str) -> None:
     async def update() -> None:
         async with client_and_server() as (client, _):
@@ -299,7 +327,9 @@ def test_an_update_that_did_not_happen_is_a_fault(directory: str, what: str) -> 
     assert caught.value.reason == "update_failed"
 
 
-def test_large_weights_have_longer_for_their_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_have_longer_for_their_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits: list[float | None] = []
     call = SglangClient._call
 
@@ -321,7 +351,9 @@ def test_large_weights_have_longer_for_their_update(tmp_path: Path, monkeypatch:
 
 def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     async def generate() -> None:
-        client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine, SERVED)
+        client = SglangClient(
+            "http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine, SERVED
+        )
         try:
             await client.generate(request(fake.GOOD))
         finally:
@@ -332,14 +364,19 @@ def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     assert caught.value.reason == "connection"
 
 
-def test_the_port_of_a_server_that_has_ended_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger who took it would be sent the key with the next request. Who asks there is hung up on."""
+def test_the_port_of_a_server_that_has_ended_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger who took it would be sent the key with the next request. Who asks there is hung up
+    on."""
     monkeypatch.setattr(process, "_SERVER", "this")
     arguments = {"host": "127.0.0.1", "port": 0}
 
     async def main() -> None:
         server = process.ServerProcess(
-            process.Launch(arguments=arguments, name="server", logs=tmp_path, threads=1, stop_s=20.0)
+            process.Launch(
+                arguments=arguments, name="server", logs=tmp_path, threads=1, stop_s=20.0
+            )
         )
         await server.start()
         address = "127.0.0.1", server.arguments["port"]

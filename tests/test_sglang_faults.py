@@ -1,4 +1,5 @@
-"""What the process handling makes of a server that dies, hangs, or cannot start, and of who else is on the machine."""
+"""What the process handling makes of a server that dies, hangs, or cannot start, and of who else is
+on the machine."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def start(engine: SglangEngine) -> None:
     asyncio.run(start_and_close())
 
 
-def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(place: Path, faked: None) -> None:
+def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(
+    place: Path, faked: None
+) -> None:
     async def die() -> tuple[EngineFault, str, int]:
         engine = make_engine(place)
         await engine.start()
@@ -85,7 +88,9 @@ def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(p
     assert not session_of(leader)
 
 
-def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Path, faked: None) -> None:
+def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(
+    place: Path, faked: None
+) -> None:
     """As the role does with its other tasks once one of them has seen the end."""
 
     async def die() -> tuple[bool, bool]:
@@ -106,7 +111,16 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
 def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
     place: Path, faked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD")
+    ranks = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PMI_RANK",
+        "PMIX_ID",
+        "OMPI_COMM_WORLD",
+    )
     for name in ranks:
         monkeypatch.setenv(name, "1")
 
@@ -114,7 +128,9 @@ def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
         engine = make_engine(place)
         await engine.start()
         try:
-            return engine.server.key_file.read_text(), await engine._client._call("/environment", None, 5.0)
+            return engine.server.key_file.read_text(), await engine._client._call(
+                "/environment", None, 5.0
+            )
         finally:
             await engine.close()
 
@@ -126,11 +142,16 @@ def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
 
 
 def test_a_server_dies_with_the_role_that_started_it() -> None:
-    tie = "import os, sys; from relax_hpc.rendezvous.process import die_with_parent; die_with_parent()"
+    tie = (
+        "import os, sys; from relax_hpc.rendezvous.process import die_with_parent; "
+        "die_with_parent()"
+    )
     server = f"{tie}; print(os.getpid(), flush=True); sys.stdin.read()"
     role = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {server!r}])"
     root = Path(__file__).parents[1]
-    process = subprocess.Popen([sys.executable, "-c", role], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", role], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     with process:
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
@@ -138,12 +159,16 @@ def test_a_server_dies_with_the_role_that_started_it() -> None:
 
 
 def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> None:
-    """At once, and for those that wait for an answer; what comes and goes beside the parts is nobody's end."""
+    """At once, and for those that wait for an answer; what comes and goes beside the parts is
+    nobody's end."""
 
     async def scene() -> tuple[str, str]:
         engine = make_engine(place)
         await engine.start()
-        parts = {process.cmdline()[0]: process for process in session_of(engine.server.session.leader.pid)}
+        parts = {
+            process.cmdline()[0]: process
+            for process in session_of(engine.server.session.leader.pid)
+        }
         helper = os.pidfd_open(parts["helper"].pid)
         parts["helper"].kill()
         assert select.select([helper], [], [], 60.0)[0]
@@ -163,7 +188,9 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
     assert "sglang::part" in said and said in fault
 
 
-def test_processes_that_a_security_module_hides_are_no_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_a_security_module_hides_are_no_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """SELinux may say nothing of other people's sessions."""
     getsid = os.getsid
 
@@ -193,9 +220,11 @@ with socket.socket() as taken:
 
 @pytest.mark.root
 def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: None) -> None:
-    """As any user could who sets SO_REUSEADDR, while it was bound and did not listen; then he was sent the key.
+    """As any user could who sets SO_REUSEADDR, while it was bound and did not listen; then he was
+    sent the key.
 
-    The real attack needs another user: root makes one up, others try it as themselves, which is easier for them.
+    The real attack needs another user: root makes one up, others try it as themselves, which is
+    easier for them.
     """
     os.mkfifo(place / "model" / "hold")
     who = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}
@@ -205,7 +234,9 @@ def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: No
         starting = asyncio.create_task(engine.start())
         writer = await asyncio.to_thread(os.open, place / "model" / "hold", os.O_WRONLY)
         words = ["/usr/bin/python3", "-c", SQUATTER, str(engine.server.arguments["port"])]
-        tried = await asyncio.to_thread(subprocess.run, words, **who, capture_output=True, text=True, timeout=30)
+        tried = await asyncio.to_thread(
+            subprocess.run, words, **who, capture_output=True, text=True, timeout=30
+        )
         assert not starting.done()
         os.close(writer)
         await starting
@@ -279,7 +310,9 @@ def test_a_busy_port_is_tried_again(place: Path) -> None:
     """The server of the incarnation before may have it for a moment."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EngineFault, match=rf"rollout\.engine\.port: {port} is in use") as caught:
+        with pytest.raises(
+            EngineFault, match=rf"rollout\.engine\.port: {port} is in use"
+        ) as caught:
             start(make_engine(place, port=port - 2))
     assert start_error_of(caught.value) == ""
 
@@ -295,7 +328,9 @@ def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
         make_engine(place, flags={"port": 30000})
     with pytest.raises(ConfigError, match=r"flags\.grpc_port: not allowed; it cannot be changed"):
         make_engine(place, flags={"grpc_port": 30001})
-    with pytest.raises(ConfigError, match=r"flags\.gpu_id_step: found 2, allowed: 1; .*; leave out the flag"):
+    with pytest.raises(
+        ConfigError, match=r"flags\.gpu_id_step: found 2, allowed: 1; .*; leave out the flag"
+    ):
         make_engine(place, flags={"gpu_id_step": 2})
 
 
@@ -303,7 +338,11 @@ def test_flags_override_what_the_device_sets(place: Path) -> None:
     assert make_engine(place).server.arguments["disable_radix_cache"]
     flags = {"max_total_tokens": 99, "disable_radix_cache": False}
     arguments = make_engine(place, flags=flags, port=4000).server.arguments
-    assert (arguments["max_total_tokens"], arguments["disable_radix_cache"], arguments["port"]) == (99, False, 4002)
+    assert (arguments["max_total_tokens"], arguments["disable_radix_cache"], arguments["port"]) == (
+        99,
+        False,
+        4002,
+    )
 
 
 def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
@@ -311,9 +350,13 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     config.model.device = "cuda"
     assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 4
     arguments = server_arguments(config, 2, place, Version(1, 0), place=0)
-    assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, "first of another node"
+    assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, (
+        "first of another node"
+    )
     config.rollout.engine.flags["base_gpu_id"] = 1
-    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 5, "from the first GPU that is named"
+    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 5, (
+        "from the first GPU that is named"
+    )
     config.rollout.engine.flags = {"tp_size": 2, "dp_size": 2}
     assert server_arguments(config, 1, place, Version(1, 0))["base_gpu_id"] == 4
     config.genrm.flags = {"dp_size": 4}
@@ -322,7 +365,11 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
 
 @pytest.mark.parametrize("saver", [True, False])
 def test_expandable_segments_are_left_out_for_a_memory_saver_alone(
-    place: Path, faked: None, saver: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    faked: None,
+    saver: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """torch_memory_saver raises an error if they are on, and the server dies while it starts."""
     both = "max_split_size_mb:128,expandable_segments:True"
@@ -338,7 +385,10 @@ def test_expandable_segments_are_left_out_for_a_memory_saver_alone(
 
     settings = asyncio.run(environment_of_server())["PYTORCH_CUDA_ALLOC_CONF"]
     assert settings == ("max_split_size_mb:128" if saver else both)
-    assert f"engine-2: PYTORCH_CUDA_ALLOC_CONF={both}: without expandable" in capsys.readouterr().out or not saver
+    assert (
+        f"engine-2: PYTORCH_CUDA_ALLOC_CONF={both}: without expandable" in capsys.readouterr().out
+        or not saver
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,14 +398,20 @@ def test_ranks_of_one_server_meet_in_memory_also_where_its_flags_say_that_they_a
     flags: dict, private: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's own store listens on every interface."""
-    for name in (override := "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in (
+        override := "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    ):
         monkeypatch.setenv(name, "")
     sglang_server._stay_private(flags)
     assert os.environ[override].startswith("file:///proc/") == private
 
 
 @pytest.mark.skipif(
-    not effort(0, 1), reason="test_bad_input.py has a whole run end by it; alone: env/test.sh --all, or RELAX_WHOLE=1"
+    not effort(0, 1),
+    reason="test_bad_input.py has a whole run end by it; alone: env/test.sh --all, or "
+    "RELAX_WHOLE=1",
 )
 def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
     """By SGLang's own list, in the server process."""
@@ -365,7 +421,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
     assert str(caught.value) == f"rollout.engine.flags.max_total_token: {expected}"
 
 
-def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_start_is_dead_and_its_log_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sglang_process, "_SERVER", "tests.no_such_module")
     text = r"while starting; its log ends with .*No module named .*; see .*engine-2\.log"
     with pytest.raises(EngineFault, match=f"ended with code 1 {text}") as caught:
@@ -374,9 +432,7 @@ def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monke
     assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
 
 
-def test_the_last_error_of_a_server_is_quoted(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_error_of_a_server_is_quoted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier server has left another error in the same log."""
     monkeypatch.setattr(sglang_process, "_SERVER", "tests.engine_failing_server")
     (place / "logs").mkdir(exist_ok=True)

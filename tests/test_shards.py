@@ -30,7 +30,11 @@ def same(found: dict, expected: dict) -> bool:
 
 @given(lengths=st.lists(st.integers(2, 40), max_size=6))
 def test_rows_come_back_as_they_went_in(lengths):
-    rows = [row for ticket, n in enumerate(lengths) for row in rows_of([ticket], Version(1, ticket), length=n)]
+    rows = [
+        row
+        for ticket, n in enumerate(lengths)
+        for row in rows_of([ticket], Version(1, ticket), length=n)
+    ]
     if not rows:
         return
     found = unpack(packed(rows))
@@ -85,7 +89,8 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 def test_dropped_rows_in_a_shard_that_is_still_needed_do_not_show(tmp_path):
-    """Ticket 1 was generated again, longer: its old log-probs lie beside ticket 0's, which count."""
+    """Ticket 1 was generated again, longer: its old log-probs lie beside ticket 0's, which
+    count."""
     files = ShardFiles(tmp_path)
     first, again = rows_of([0, 1], Version(1, 1)), rows_of([1], Version(2, 0), length=9)
     stale = [{**row, "old_logprobs": row["rollout_logprobs"]} for row in first]

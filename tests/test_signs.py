@@ -39,7 +39,9 @@ def test_a_process_that_was_killed_is_gone_before_anybody_has_waited_for_it(tmp_
     assert not is_gone(sign) and said(tmp_path / "sign.json").startswith("warm start (")
     speaker.kill()
     # Until it is a zombie; nobody has reaped it.
-    subprocess.run(["/bin/sh", "-c", f"while ! grep -q ') Z' /proc/{speaker.pid}/stat; do :; done"], timeout=10)
+    subprocess.run(
+        ["/bin/sh", "-c", f"while ! grep -q ') Z' /proc/{speaker.pid}/stat; do :; done"], timeout=10
+    )
     assert is_gone(sign) and said(tmp_path / "sign.json") == ""
     speaker.wait(60)
     assert is_gone(sign)
@@ -62,8 +64,16 @@ def test_what_a_process_is_at_is_said_until_it_is_over(tmp_path, monkeypatch):
     assert said(path) == "warm start (0 s)"
     say(path, "")
     assert said(path) == ""
-    for text in ("{", "[]", '{"doing": "x"}', '{"doing": 7, "since": 1}', '{"doing": "x", "since": "now"}'):
+    for text in (
+        "{",
+        "[]",
+        '{"doing": "x"}',
+        '{"doing": 7, "since": 1}',
+        '{"doing": "x", "since": "now"}',
+    ):
         path.write_text(text)
         assert said(path) == ""
-    monkeypatch.setattr(signs, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
+    monkeypatch.setattr(
+        signs, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "no room"))
+    )
     say(path, "goes on")

@@ -1,4 +1,5 @@
-"""When a group that has fallen silent is given to another job; tests/test_slurm_jobs.py has it from a real Slurm."""
+"""When a group that has fallen silent is given to another job; tests/test_slurm_jobs.py has it from
+a real Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from relax_hpc.slurm.submissions import Entry, Ledger
 
 @dataclass
 class World:
-    """A run of one group in job 7, the parts of Slurm and the supervisor, what they are told, and a clock."""
+    """A run of one group in job 7, the parts of Slurm and the supervisor, what they are told, and a
+    clock."""
 
     run: RunDir
     config: Config
@@ -53,7 +55,7 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "lease").write_text(str(self.beats))
 
-    # -- Slurm -------------------------------------------------------------------------------------------------
+    # -- Slurm -------------------------------------------------------------------------------------
 
     def jobs(self, *ids: str) -> dict[str, SimpleNamespace]:
         self.asked += 1
@@ -62,7 +64,9 @@ class World:
         # The new job waits in the queue.
         states = {job: self.state if job == "7" else "PENDING" for job in ids}
         values = {"node_list": "node[4-5]", "used_s": self.used_s}
-        return {job: SimpleNamespace(state=state, **values) for job, state in states.items() if state}
+        return {
+            job: SimpleNamespace(state=state, **values) for job, state in states.items() if state
+        }
 
     def hostnames(self, node_list: str) -> list[str]:
         return {"node[4-5]": ["node4", "node5"]}[node_list]
@@ -73,7 +77,7 @@ class World:
             raise SlurmError("scancel: no answer")
         self.told.append(("cancel", job))
 
-    # -- the supervisor ----------------------------------------------------------------------------------------
+    # -- the supervisor ----------------------------------------------------------------------------
 
     def submit(self, name: str, avoid: str) -> str:
         self.told.append(("submit", name, avoid))

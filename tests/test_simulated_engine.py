@@ -15,7 +15,14 @@ import pytest
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import (
+    BadAnswer,
+    Draft,
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
 from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.engines.stops import Stops, with_stops
 from relax_hpc.engines.together import DrawsTogether
@@ -69,7 +76,9 @@ def drawn(model: Path, requests: Sequence[GenerateRequest] = REQUESTS) -> list[G
 def test_draws_are_even_reproducible_and_end_at_end_tokens(model: Path) -> None:
     first, engine = drawn(model), asyncio.run(started(model))
     size, ends = engine._tokenizer.vocab_size, set(engine._tokenizer.eos_ids)
-    assert [made.token_ids for made in drawn(model, REQUESTS[::-1])][::-1] == [made.token_ids for made in first]
+    assert [made.token_ids for made in drawn(model, REQUESTS[::-1])][::-1] == [
+        made.token_ids for made in first
+    ]
     counts = Counter(token for made in first for token in made.token_ids)
     expected = counts.total() / size
     chi_square = sum((counts[token] - expected) ** 2 / expected for token in range(size))
@@ -108,7 +117,9 @@ def test_a_turn_goes_on_from_what_was_said_whose_texts_end_nothing(model: Path) 
     first, both, said = asyncio.run(two())
     known = len(first.token_ids) + len(said)
     assert both.token_ids[:known] == first.token_ids + said and len(both.token_ids) > known + 1
-    assert (np.flatnonzero(both.token_versions == 0) + 1).tolist() == list(range(known - len(said) + 1, known + 1))
+    assert (np.flatnonzero(both.token_versions == 0) + 1).tolist() == list(
+        range(known - len(said) + 1, known + 1)
+    )
     assert both.token_ids[known : known + 3] != first.token_ids[:3] and both.finish_reason == "stop"
 
 
@@ -137,7 +148,9 @@ def test_weights_that_are_not_there_are_refused(model: Path, tmp_path: Path) -> 
 def test_times_are_lognormal_around_the_median(model: Path) -> None:
     engine = asyncio.run(started(model, response_s=2.0, sigma=0.5))
     logs = np.log([engine.seconds(ask(str(number))) for number in range(4000)])
-    assert np.mean(logs) == pytest.approx(math.log(2.0), abs=0.04) and np.std(logs) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(logs) == pytest.approx(math.log(2.0), abs=0.04) and np.std(
+        logs
+    ) == pytest.approx(0.5, abs=0.03)
     even = asyncio.run(started(model, response_s=2.0))
     assert {even.seconds(request) for request in REQUESTS} == {2.0}
 
@@ -149,7 +162,9 @@ def test_as_many_are_drawn_at_a_time_as_it_is_told(model: Path) -> None:
         generating = asyncio.create_task(answers(engine, requests))
         found = 0
         while not generating.done():
-            found = max(found, sum(bool(r.draft.token_ids) and r.draft.ended is None for r in requests))
+            found = max(
+                found, sum(bool(r.draft.token_ids) and r.draft.ended is None for r in requests)
+            )
             await asyncio.sleep(0)
         return found
 
@@ -175,8 +190,13 @@ def test_a_long_response_is_no_silence(model: Path) -> None:
 
 def test_who_gives_up_leaves_its_place_to_the_next(model: Path) -> None:
     async def left() -> list[float]:
-        engine, clock = await started(model, concurrency=1, response_s=3200.0), asyncio.get_running_loop().time
-        drawing, waiting, last = (asyncio.create_task(engine.generate(ask(key))) for key in ("p0", "p1", "p2"))
+        engine, clock = (
+            await started(model, concurrency=1, response_s=3200.0),
+            asyncio.get_running_loop().time,
+        )
+        drawing, waiting, last = (
+            asyncio.create_task(engine.generate(ask(key))) for key in ("p0", "p1", "p2")
+        )
         await asyncio.sleep(10.0)
         for task in (drawing, waiting):
             task.cancel()
@@ -196,12 +216,17 @@ def test_all_of_a_prompt_in_one_call_are_as_one_by_one(model: Path) -> None:
         return await engine.generate_all([replace(REQUESTS[0], media=("m",)), *REQUESTS[1:8]])
 
     found = run_on_a_clock(together())
-    assert [made.token_ids for made in found] == [made.token_ids for made in drawn(model, REQUESTS[:8])]
+    assert [made.token_ids for made in found] == [
+        made.token_ids for made in drawn(model, REQUESTS[:8])
+    ]
 
 
 def test_who_gives_up_several_leaves_all_their_places(model: Path) -> None:
     async def left() -> list[float]:
-        engine, clock = await started(model, concurrency=2, response_s=3200.0), asyncio.get_running_loop().time
+        engine, clock = (
+            await started(model, concurrency=2, response_s=3200.0),
+            asyncio.get_running_loop().time,
+        )
         drawing = asyncio.create_task(engine.generate_all([ask(key) for key in ("p0", "p1", "p2")]))
         last = asyncio.create_task(engine.generate(ask("p3")))
         await asyncio.sleep(10.0)
@@ -215,7 +240,9 @@ def test_who_gives_up_several_leaves_all_their_places(model: Path) -> None:
 def test_the_name_of_a_special_token_ends_a_response_where_it_is_drawn(model: Path) -> None:
     """Responses are decoded without special tokens, so that its text is never found."""
     tokenizer = load_tokenizer(model)
-    sampling = with_stops(replace(SAMPLING, stop=("a",), stop_token_ids=(2,)), ["<pad>", "b"], tokenizer)
+    sampling = with_stops(
+        replace(SAMPLING, stop=("a",), stop_token_ids=(2,)), ["<pad>", "b"], tokenizer
+    )
     assert (sampling.stop_token_ids, sampling.stop) == ((2, 0), ("a", "b"))
     pad = tokenizer.encode("ab<pad>", special=False, special_tokens=True)
     for texts, ends in ((("<pad>",), True), (("b",), False), (("ab",), False)):

@@ -1,4 +1,5 @@
-"""The script of a size, as `slurm/` ships it: submitted by hand, and run inside an allocation that is there already."""
+"""The script of a size, as `slurm/` ships it: submitted by hand, and run inside an allocation that
+is there already."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ pytestmark = pytest.mark.slurm
 
 SIZE = "configs/clusters/small.yaml"
 FEW = {"steps": 12, "rollout": {"replicas": 1}, "checkpoint": {"every": 3}}
-PARTS = {"hub": {"resources": {"nodes": 2}}, "reference": None, "actor": {"resources": {"nodes": 2}}}
+PARTS = {
+    "hub": {"resources": {"nodes": 2}},
+    "reference": None,
+    "actor": {"resources": {"nodes": 2}},
+}
 
 
 def submit(script: Path, environment: dict[str, str]) -> None:
@@ -37,16 +42,37 @@ def allocate(script: Path, environment: dict[str, str]) -> None:
     """The same components, asked for by `salloc`."""
     words: list[str] = []
     for part in components(load([script.parent / SIZE])):
-        shape = [f"--nodes={part.nodes}", f"--ntasks-per-node={part.tasks_per_node}", "--exclusive", "--no-kill"]
-        words += [*([":"] if words else []), *shape, f"--cpus-per-task={part.cpus_per_task}", "--time=60"]
-    subprocess.run(["salloc", *words, "bash", script], check=True, cwd=script.parent, env=environment, timeout=300)
+        shape = [
+            f"--nodes={part.nodes}",
+            f"--ntasks-per-node={part.tasks_per_node}",
+            "--exclusive",
+            "--no-kill",
+        ]
+        words += [
+            *([":"] if words else []),
+            *shape,
+            f"--cpus-per-task={part.cpus_per_task}",
+            "--time=60",
+        ]
+    subprocess.run(
+        ["salloc", *words, "bash", script],
+        check=True,
+        cwd=script.parent,
+        env=environment,
+        timeout=300,
+    )
 
 
 @pytest.mark.skipif(not ALL, reason="two more whole runs: env/test.sh --all")
 @pytest.mark.parametrize("begin", [submit, allocate])
-def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_script_by_hand_runs_to_its_end(
+    begin: Callable[..., None], sandbox: Sandbox, tmp_path: Path
+) -> None:
     engine, root = engine_of("simulated"), tmp_path / "run"
-    run = merged(merged(OVER, with_engine(engine)), FEW | {"run_dir": str(root), "groups": {"reference": None}})
+    run = merged(
+        merged(OVER, with_engine(engine)),
+        FEW | {"run_dir": str(root), "groups": {"reference": None}},
+    )
     run["groups"] = {"reference": None}
     size = tmp_path / SIZE
     size.parent.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""A site that gives the hub no nodes of its own, and lets no compute node call sbatch: it rides along, and what takes
-the place of lost jobs was queued at submission.
+"""A site that gives the hub no nodes of its own, and lets no compute node call sbatch: it rides
+along, and what takes the place of lost jobs was queued at submission.
 
 The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
 """
@@ -57,12 +57,18 @@ def another_rider_leads(live: SlurmRun) -> None:
 
 
 def the_successor_takes_over(live: SlurmRun, successor: str) -> None:
-    """A group without a spare has lost its only node: the next job goes on, where the actor has a component again."""
+    """A group without a spare has lost its only node: the next job goes on, where the actor has a
+    component again."""
     (node,), spare, lost = live.nodes_of("actor_fwd"), live.job("actor"), rollbacks(live.run)
     live.sandbox.kill_node(node, down=True)
     live.sandbox.start_node(node)
     live.wait_until(lambda: live.job("hub") == successor, "the successor has started", 2 * START_S)
     live.goes_on()
-    live.wait_until(lambda: f"{spare} " not in live.queued(), "the job that the actor had is gone", START_S)
+    live.wait_until(
+        lambda: f"{spare} " not in live.queued(), "the job that the actor had is gone", START_S
+    )
     assert live.job("actor") != spare and rollbacks(live.run) == lost, "it was to save before"
-    live.survived("power loss of a node of actor_fwd, where no spare is left and the successor was queued before")
+    live.survived(
+        "power loss of a node of actor_fwd, where no spare is left and the successor was queued "
+        "before"
+    )

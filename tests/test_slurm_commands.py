@@ -1,4 +1,5 @@
-"""Slurm's commands behind one runner: retries, deadlines, and answers that make no sense, on a fake Slurm."""
+"""Slurm's commands behind one runner: retries, deadlines, and answers that make no sense, on a fake
+Slurm."""
 
 from __future__ import annotations
 
@@ -11,9 +12,18 @@ from relax_hpc.slurm import commands
 from relax_hpc.slurm.commands import Slurm, SlurmError, clean_environment, parse_time
 from tests.fake_slurm import FakeSlurm
 
-DOWN = {"err": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", "code": 1}
-BUSY = {"err": "sbatch: error: Batch job submission failed: Resource temporarily unavailable\n", "code": 1}
-UNSURE = {"err": "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n", "code": 1}
+DOWN = {
+    "err": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n",
+    "code": 1,
+}
+BUSY = {
+    "err": "sbatch: error: Batch job submission failed: Resource temporarily unavailable\n",
+    "code": 1,
+}
+UNSURE = {
+    "err": "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n",
+    "code": 1,
+}
 
 
 @pytest.fixture
@@ -25,7 +35,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "job.sbatch"
-    path.write_text("#!/bin/bash\n#SBATCH --comment='my words'\n#SBATCH hetjob\n#SBATCH --comment=other\n")
+    path.write_text(
+        "#!/bin/bash\n#SBATCH --comment='my words'\n#SBATCH hetjob\n#SBATCH --comment=other\n"
+    )
     return path
 
 
@@ -55,7 +67,12 @@ def test_submit_and_look(fake: FakeSlurm, script: Path) -> None:
 
 
 def test_components_have_plain_ids(fake: FakeSlurm) -> None:
-    fake.set(jobs={"8": {"het": "8+0", "state": "RUNNING"}, "9": {"het": "8+1", "nodes": 2, "node_list": "n[1-2]"}})
+    fake.set(
+        jobs={
+            "8": {"het": "8+0", "state": "RUNNING"},
+            "9": {"het": "8+1", "nodes": 2, "node_list": "n[1-2]"},
+        }
+    )
     found = Slurm().jobs("8", "9")
     assert list(found) == ["8", "9"]
     assert (found["9"].het_leader, found["9"].het_offset, found["9"].nodes) == ("8", 1, 2)
@@ -106,7 +123,9 @@ def test_a_slow_command_meets_its_deadline(fake: FakeSlurm) -> None:
     assert "no answer within 0.5 s" in one_line(error.value)
 
 
-def test_a_busy_controller_makes_no_job_so_sbatch_is_tried_again(fake: FakeSlurm, script: Path) -> None:
+def test_a_busy_controller_makes_no_job_so_sbatch_is_tried_again(
+    fake: FakeSlurm, script: Path
+) -> None:
     fake.answer("sbatch", times=1, **BUSY)
     assert Slurm().submit(script) == "100"
     assert len(fake.calls("sbatch")) == 2
@@ -126,13 +145,20 @@ def test_the_job_of_an_unsure_submission_is_found_by_its_tag(
     fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda n: "feed")
-    fake.set(jobs={"40": {"het": "40+0", "comment": "x relax-hpc-feed"}, "41": {"het": "40+1", "comment": "y"}})
+    fake.set(
+        jobs={
+            "40": {"het": "40+0", "comment": "x relax-hpc-feed"},
+            "41": {"het": "40+1", "comment": "y"},
+        }
+    )
     fake.answer("sbatch", **UNSURE)
     assert Slurm().submit(script) == "40"
     assert len(fake.calls("sbatch")) == 1
 
 
-def test_a_queue_that_cannot_be_read_leaves_the_submission_open(fake: FakeSlurm, script: Path) -> None:
+def test_a_queue_that_cannot_be_read_leaves_the_submission_open(
+    fake: FakeSlurm, script: Path
+) -> None:
     fake.answer("sbatch", **UNSURE)
     fake.answer("squeue", **DOWN)
     with pytest.raises(SlurmError, match="whether the job was made is not known"):
@@ -152,7 +178,9 @@ def test_a_banner_and_a_cluster_are_no_part_of_the_id(fake: FakeSlurm, script: P
     assert Slurm().submit(script) == "123"
 
 
-@pytest.mark.parametrize("out", ["rubbish\n", "8|8|RUNNING\n", "8|eight|RUNNING|1|n1|0:01|1:00|None|x\n"])
+@pytest.mark.parametrize(
+    "out", ["rubbish\n", "8|8|RUNNING\n", "8|eight|RUNNING|1|n1|0:01|1:00|None|x\n"]
+)
 def test_rubbish_of_squeue(fake: FakeSlurm, out: str) -> None:
     fake.answer("squeue", out)
     with pytest.raises(SlurmError) as error:
@@ -185,8 +213,15 @@ def test_a_program_that_may_not_be_run(fake: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"err": "scancel: error: Kill job error on job id 8: Invalid job id specified\n", "code": 1},
-        {"err": "scancel: error: Kill job error on job id 8: Job/step already completing or completed\n", "code": 1},
+        {
+            "err": "scancel: error: Kill job error on job id 8: Invalid job id specified\n",
+            "code": 1,
+        },
+        {
+            "err": "scancel: error: Kill job error on job id 8: Job/step already completing or "
+            "completed\n",
+            "code": 1,
+        },
         {"code": 229},
     ],
 )
@@ -197,7 +232,11 @@ def test_cancelling_what_has_ended(fake: FakeSlurm, how: dict) -> None:
 
 
 def test_cancelling_what_belongs_to_another(fake: FakeSlurm) -> None:
-    fake.answer("scancel", err="scancel: error: Kill job error on job id 8: Access/permission denied\n", code=1)
+    fake.answer(
+        "scancel",
+        err="scancel: error: Kill job error on job id 8: Access/permission denied\n",
+        code=1,
+    )
     with pytest.raises(SlurmError, match="permission denied"):
         Slurm().cancel("8+1")
 
@@ -237,10 +276,21 @@ def test_steps(fake: FakeSlurm) -> None:
 
 
 def test_the_callers_job_is_kept_away(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SBATCH_PARTITION", "SRUN_DEBUG", "SQUEUE_STATES", "SLURM_CONF", "SLURMETTE"):
+    for name in (
+        "SLURM_JOB_ID",
+        "SBATCH_PARTITION",
+        "SRUN_DEBUG",
+        "SQUEUE_STATES",
+        "SLURM_CONF",
+        "SLURMETTE",
+    ):
         monkeypatch.setenv(name, "x")
     Slurm().jobs("8")
-    kept = {name for name in fake.calls("squeue")[0]["env"] if name.startswith(("SLURM", "SBATCH", "SRUN", "SQUEUE"))}
+    kept = {
+        name
+        for name in fake.calls("squeue")[0]["env"]
+        if name.startswith(("SLURM", "SBATCH", "SRUN", "SQUEUE"))
+    }
     assert kept == {"SLURM_CONF", "SLURMETTE"}
     assert "SLURM_JOB_ID" not in clean_environment()
 
@@ -269,11 +319,17 @@ def test_times(text: str, seconds: float | None) -> None:
         ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-02T11:00:00", True),
         ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-02T10:00:00", True),
         ("StartTime=2026-01-02T10:00:00 PreemptTime=2026-01-01T11:00:00", False),
-        ("StartTime=2026-01-02T10:00:00 PreemptEligibleTime=2026-01-02T10:00:00 PreemptTime=None", False),
+        (
+            "StartTime=2026-01-02T10:00:00 PreemptEligibleTime=2026-01-02T10:00:00 "
+            "PreemptTime=None",
+            False,
+        ),
         ("StartTime=2026-01-02T10:00:00", False),
     ],
     ids=["now", "at once", "in an earlier life", "not", "no preemption here"],
 )
-def test_a_job_in_its_grace_time_is_preempted(fake: FakeSlurm, times: str, is_preempted: bool) -> None:
+def test_a_job_in_its_grace_time_is_preempted(
+    fake: FakeSlurm, times: str, is_preempted: bool
+) -> None:
     fake.answer("scontrol", f"JobId=7 JobState=RUNNING {times}\n", match="show job 7")
     assert Slurm().is_preempted("7") == is_preempted

@@ -1,4 +1,5 @@
-"""A whole run whose roles are in containers: real ones, made by a program that takes Apptainer's words."""
+"""A whole run whose roles are in containers: real ones, made by a program that takes Apptainer's
+words."""
 
 from __future__ import annotations
 
@@ -19,14 +20,23 @@ requires("torch", "megatron", "transformers", "mpi", "bubblewrap")
 requires_sandbox()
 
 pytestmark = pytest.mark.slurm
-WHOLE = pytest.mark.skipif(not effort(0, 1), reason="one more whole run: env/test.sh --all, or RELAX_WHOLE=1")
+WHOLE = pytest.mark.skipif(
+    not effort(0, 1), reason="one more whole run: env/test.sh --all, or RELAX_WHOLE=1"
+)
 
 
 @pytest.mark.parametrize("layout", ["het", pytest.param("jobs", marks=WHOLE)])
-def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_run_inside_of_containers_survives_a_kill(
+    layout: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
     program, image = install(tmp_path / "bin"), make_image(tmp_path / "image")
     (tmp_path / "local").mkdir()
-    container = {"runtime": "apptainer", "program": str(program), "image": str(image), "python": PYTHON}
+    container = {
+        "runtime": "apptainer",
+        "program": str(program),
+        "image": str(image),
+        "python": PYTHON,
+    }
     site = {
         "container": container,
         "local_dir": str(tmp_path / "local"),
@@ -43,4 +53,7 @@ def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbo
         live.assert_nothing_left()
     calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
     assert any("relax_hpc.slurm.node_probe" in call for call in calls)
-    assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {"actor", "rollout"}
+    assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {
+        "actor",
+        "rollout",
+    }

@@ -1,4 +1,5 @@
-"""Whole clusters that a real slurmctld knows and that run nothing: what Slurm makes of each component of each size."""
+"""Whole clusters that a real slurmctld knows and that run nothing: what Slurm makes of each
+component of each size."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def held(cluster: Sandbox, folder: Path, text: str) -> list[dict[str, str]]:
 
 def config_of(size: Path, layout: str = "het", **overrides: Any) -> Config:
     site = {"site.partition": {8: "eight", 4: "four"}[gpus_of(size)], "site.hub_partition": "thin"}
-    fixed = {"name": "demo", "run_dir": "/scratch/demo", "layout": layout, "site.python": "/opt/python"}
+    fixed = {
+        "name": "demo",
+        "run_dir": "/scratch/demo",
+        "layout": layout,
+        "site.python": "/opt/python",
+    }
     return load([size], fixed | site | overrides)
 
 
@@ -79,11 +85,16 @@ def check(found: dict[str, str], part: Component) -> None:
     assert found["Partition"] == part.options["partition"]
     days, _, clock = found["TimeLimit"].rpartition("-")
     assert seconds(f"{days or 0}-{clock}", "TimeLimit") == seconds(part.time, "time")
-    assert found.get("TresPerNode") == (f"gres:gpu:{part.gpus_per_node}" if part.gpus_per_node else None)
+    assert found.get("TresPerNode") == (
+        f"gres:gpu:{part.gpus_per_node}" if part.gpus_per_node else None
+    )
     assert found["MinMemoryNode"] == part.memory
     assert found["Account"] == part.options.get("account", "(null)")
     assert found["Nice"] == part.options.get("nice", "0")
-    assert found["ExcNodeList"] in (part.options.get("exclude", "(null)"), part.options.get("exclude", ""))
+    assert found["ExcNodeList"] in (
+        part.options.get("exclude", "(null)"),
+        part.options.get("exclude", ""),
+    )
     assert found.get("Reservation", "") == part.options.get("reservation", "")
     assert found.get("Comment", "") == part.options.get("comment", "")
     assert found["DelayBoot"] == "00:00:00" or "delay-boot" in part.options
@@ -120,15 +131,21 @@ def test_each_component_of_each_size_is_what_the_layout_says(
 
 
 @pytest.mark.parametrize("size", MANY, ids=lambda size: size.stem)
-def test_a_hub_that_rides_gives_its_own_options_to_nobody(cluster: Sandbox, tmp_path: Path, size: Path) -> None:
+def test_a_hub_that_rides_gives_its_own_options_to_nobody(
+    cluster: Sandbox, tmp_path: Path, size: Path
+) -> None:
     config = config_of(size, **{"site.cpu_nodes": False, "slurm.one_node_hub": True})
     config.groups["hub"].resources.options = dict(PASSED_ON)
-    for one, part in zip(held(cluster, tmp_path, render(config)["run.sbatch"]), components(config), strict=True):
+    for one, part in zip(
+        held(cluster, tmp_path, render(config)["run.sbatch"]), components(config), strict=True
+    ):
         check(one, part)
 
 
 @pytest.mark.parametrize("size", MANY, ids=lambda size: size.stem)
-def test_each_job_of_the_layout_jobs_is_what_the_layout_says(cluster: Sandbox, tmp_path: Path, size: Path) -> None:
+def test_each_job_of_the_layout_jobs_is_what_the_layout_says(
+    cluster: Sandbox, tmp_path: Path, size: Path
+) -> None:
     for nodes in (True, False):
         config = config_of(size, "jobs", **{"site.cpu_nodes": nodes})
         texts = render(config)
@@ -144,10 +161,16 @@ def test_what_sbatch_passes_on_is_undone_or_refused(option: str) -> None:
     config = config_of(MANY[0])
     config.groups["hub"].resources.options = {option: "x"}
     if INHERITED[option] is None:
-        with pytest.raises(ConfigError, match=rf"groups.\w+.resources.options.{option}: found none, but groups.hub"):
+        with pytest.raises(
+            ConfigError, match=rf"groups.\w+.resources.options.{option}: found none, but groups.hub"
+        ):
             render(config)
         config.site.options = {option: "y"}
-    own = [line for line in render(config)["run.sbatch"].splitlines() if line.startswith(f"#SBATCH --{option}=")]
+    own = [
+        line
+        for line in render(config)["run.sbatch"].splitlines()
+        if line.startswith(f"#SBATCH --{option}=")
+    ]
     assert len(own) == len(components(config))
 
 
@@ -156,23 +179,32 @@ def test_memory_of_the_hub_alone_is_refused() -> None:
     for name in ("rollout", "actor"):
         config.groups[name].resources.memory = ""
         with pytest.raises(
-            ConfigError, match=rf"groups.{name}.resources.memory: found none, but groups.\w+ states one"
+            ConfigError,
+            match=rf"groups.{name}.resources.memory: found none, but groups.\w+ states one",
         ):
             render(config)
         config.groups[name].resources.memory = "0"
-    config.groups["rollout"].resources = config.groups["rollout"].resources.__class__(options={"mem-per-cpu": "4G"})
-    with pytest.raises(ConfigError, match=r"rollout.resources.memory: found none beside mem-per-cpu 4G, with which"):
+    config.groups["rollout"].resources = config.groups["rollout"].resources.__class__(
+        options={"mem-per-cpu": "4G"}
+    )
+    with pytest.raises(
+        ConfigError, match=r"rollout.resources.memory: found none beside mem-per-cpu 4G, with which"
+    ):
         render(config)
 
 
 def test_sbatch_itself_passes_on_what_the_table_says(cluster: Sandbox, tmp_path: Path) -> None:
-    """Were it otherwise, nothing of this would be needed: without a word of ours the second component has it all."""
+    """Were it otherwise, nothing of this would be needed: without a word of ours the second
+    component has it all."""
     words = {name: value for name, value in PASSED_ON.items() if name != "begin"} | {
         "mem": "2G",
         "account": "cpu-hours",
     }
     lines = "".join(f"#SBATCH --{name}={value!r}\n" for name, value in words.items())
-    text = f"#!/bin/bash\n#SBATCH --partition=thin\n{lines}#SBATCH hetjob\n#SBATCH --partition=eight\ntrue\n"
+    text = (
+        f"#!/bin/bash\n#SBATCH --partition=thin\n{lines}#SBATCH hetjob\n#SBATCH "
+        "--partition=eight\ntrue\n"
+    )
     _, second = held(cluster, tmp_path, text)
     names = ("Nice", "ExcNodeList", "Comment", "Reservation", "StdIn", "MinMemoryNode", "Account")
     assert [second.get(name, "") for name in names] == [

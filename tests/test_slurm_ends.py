@@ -1,4 +1,5 @@
-"""Groups that always fail: the run ends by itself, and everything of it, also what has not even begun.
+"""Groups that always fail: the run ends by itself, and everything of it, also what has not even
+begun.
 
 The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
 """
@@ -42,16 +43,23 @@ def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path
 
 def test_a_crash_loop_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:
     groups = {"rollout": crashing(tmp_path, nodes=1), "actor": HELD}
-    one = {"rollout": {"replicas": 1}, "actor": {"parallel": {"data": 1}}, "liveness": {"max_restarts": 1}}
+    one = {
+        "rollout": {"replicas": 1},
+        "actor": {"parallel": {"data": 1}},
+        "liveness": {"max_restarts": 1},
+    }
     with submitted(sandbox, tmp_path, "jobs", one | {"groups": groups}) as live:
         asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
-        assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith("rollout: ended 2 times")
+        assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith(
+            "rollout: ended 2 times"
+        )
         live.assert_nothing_left()
         assert (live.incarnations("rollout"), live.incarnations("actor")) == (2, 0)
 
 
 def crashing(folder: Path, nodes: int) -> dict[str, Any]:
-    """A group whose roles fail at once; what looks at their nodes before does not, which would find it out."""
+    """A group whose roles fail at once; what looks at their nodes before does not, which would find
+    it out."""
     crash = "import os, sys\nif '--role' in sys.orig_argv:\n    os._exit(7)\n"
     (folder / "sitecustomize.py").write_text(crash)
     path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))

@@ -1,7 +1,9 @@
-"""One long run in heterogeneous jobs of the sandbox's Slurm, to which everything happens that can, one by one.
+"""One long run in heterogeneous jobs of the sandbox's Slurm, to which everything happens that can,
+one by one.
 
-A test for each, in this order; each leaves the run training. It generates ahead as far as a run may in tests (staleness
-4, with spare groups). The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
+A test for each, in this order; each leaves the run training. It generates ahead as far as a run may
+in tests (staleness 4, with spare groups). The engine is `simulated`: a rollout stub in SGLang's
+place, which env/test.sh --all puts in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ LIMIT_S = 120.0
 SAVE_S = 15.0
 """What a run needs to make way in good order, however busy the machine is."""
 NONE_TO_SPARE = "no node is to spare"
-WHY = "happens to the run of test_slurm_jobs.py too, or here to another group; all of them: env/test.sh --all"
+WHY = (
+    "happens to the run of test_slurm_jobs.py too, or here to another group; all of them: "
+    "env/test.sh --all"
+)
 in_all = pytest.mark.skipif(not ALL, reason=WHY)
 
 
@@ -86,15 +91,19 @@ def test_a_stopped_role_is_replaced_and_killed(live: SlurmRun) -> None:
 
 @pytest.mark.parametrize("role", ["actor", pytest.param("rollout", marks=in_all)])
 def test_a_stopped_node_goes_on_too_late(live: SlurmRun, role: str) -> None:
-    """All of the role on a node stands still, Slurm's stepd too, which cannot kill it: the group has long gone on when
-    it moves again, and ends by itself."""
+    """All of the role on a node stands still, Slurm's stepd too, which cannot kill it: the group
+    has long gone on when it moves again, and ends by itself."""
     incarnation, former = live.newest(role), live.processes(role)[0]
     with live.frozen(live.nodes_of(role)[0]):
-        with live.only(role, f"SIGSTOP of a whole node of {role}, and SIGCONT when it has been replaced"):
+        with live.only(
+            role, f"SIGSTOP of a whole node of {role}, and SIGCONT when it has been replaced"
+        ):
             pass
         # The role alone goes on: nobody is there to kill it.
         former.resume()
-        mark = live.wait_until(lambda: live.mark(role, incarnation, role), f"the former {role} has ended", START_S)
+        mark = live.wait_until(
+            lambda: live.mark(role, incarnation, role), f"the former {role} has ended", START_S
+        )
         assert mark["status"] == "failed", mark
         # Its engine still stands still, and is asked to end before it is killed.
         live.wait_until(lambda: not alive(former), f"the former {role} is gone", START_S)
@@ -117,12 +126,16 @@ def test_the_supervisor_stops_for_longer_than_its_lease(live: SlurmRun) -> None:
         former.suspend()
         live.supervised_anew(holder["incarnation"])
     assert live.lease_holder()["node"] != holder["node"]
-    live.wait_until(lambda: len(live.processes("controller")) == 1, "the former hub has ended", START_S)
+    live.wait_until(
+        lambda: len(live.processes("controller")) == 1, "the former hub has ended", START_S
+    )
     live.wait_until(lambda: len(live.processes("advantages")) == 1, "its advantages too", START_S)
     with live.nobody_notices("SIGCONT of that supervisor when the standby leads"):
         former.resume()
         said = f"supervisor {holder['incarnation'] + 1} has taken over"
-        live.wait_until(lambda: said in live.log(), "the former supervisor knows that it is none", LEASE_S)
+        live.wait_until(
+            lambda: said in live.log(), "the former supervisor knows that it is none", LEASE_S
+        )
 
 
 @pytest.mark.parametrize(("group", "rank"), [("rollout", 1), ("actor", 0), ("actor_fwd", 0)])
@@ -130,7 +143,8 @@ def test_a_node_loses_power(live: SlurmRun, group: str, rank: int) -> None:
     """The group goes on in a job of its own."""
     job, node = live.job(group), live.nodes_of(group)[rank]
     with live.only(group, f"power loss of a node of {group}"):
-        # A component of one node that is lost is noticed by its silence; of the others Slurm hears at once.
+        # A component of one node that is lost is noticed by its silence; of the others Slurm hears
+        # at once.
         live.sandbox.kill_node(node, down=group != "actor_fwd")
     live.sandbox.start_node(node, rebooted=True)
     assert live.job(group) != job and node not in live.nodes_of(group)
@@ -140,16 +154,20 @@ def test_a_node_loses_power(live: SlurmRun, group: str, rank: int) -> None:
 def test_a_job_of_its_own_falls_silent(live: SlurmRun) -> None:
     """The group's supervisor goes with the node: the run's sees to it."""
     job, (node,) = live.job("actor_fwd"), live.nodes_of("actor_fwd")
-    with live.only("actor_fwd", "power loss of the node of a job of its own, which Slurm is not told of"):
+    with live.only(
+        "actor_fwd", "power loss of the node of a job of its own, which Slurm is not told of"
+    ):
         live.sandbox.kill_node(node)
     assert live.job("actor_fwd") != job and node not in live.nodes_of("actor_fwd")
     live.sandbox.start_node(node, rebooted=True)
 
 
 def test_the_leading_node_is_lost_and_a_component_cancelled(live: SlurmRun) -> None:
-    """With it the hub goes; the standby on the other node takes over, and the groups live on meanwhile.
+    """With it the hub goes; the standby on the other node takes over, and the groups live on
+    meanwhile.
 
-    After the other nodes: once component 0 has a single one, Slurm 22.05 ends the whole job at the next loss.
+    After the other nodes: once component 0 has a single one, Slurm 22.05 ends the whole job at the
+    next loss.
     """
     holder = live.lease_holder()
     with live.only("hub", "power loss of the leading node of the hub"):
@@ -164,13 +182,17 @@ def test_the_leading_node_is_lost_and_a_component_cancelled(live: SlurmRun) -> N
 def test_the_report_tells_of_it_and_staleness_is_bounded(live: SlurmRun) -> None:
     assert max(row["staleness/max"] for row in trained_steps(live.run)) <= STALENESS
     told = json.loads(live.call("report", "--json"))
-    assert {"hub", "rollout", "actor", "actor_fwd"} == {one["group"] for one in told["restarts"] if one["fault"]}
+    assert {"hub", "rollout", "actor", "actor_fwd"} == {
+        one["group"] for one in told["restarts"] if one["fault"]
+    }
     spent = told["hours"]
     assert spent["unit"] == "node" and spent["lost_restarting"] > 0
-    assert spent["asked"] == pytest.approx(sum(value for name, value in spent.items() if name not in ("unit", "asked")))
+    assert spent["asked"] == pytest.approx(
+        sum(value for name, value in spent.items() if name not in ("unit", "asked"))
+    )
 
 
-# -- ends of its jobs, with a successor ------------------------------------------------------------------------------
+# -- ends of its jobs, with a successor ------------------------------------------------------------
 
 
 def test_it_makes_way_at_the_early_signal(live: SlurmRun, no_node_to_spare: None) -> None:
@@ -179,15 +201,21 @@ def test_it_makes_way_at_the_early_signal(live: SlurmRun, no_node_to_spare: None
     none = f"{early}, where a group is in a job of its own and {NONE_TO_SPARE}"
     with succeeded(live, f"{early} during a weight publish", none):
         live.signal_job(live.job("hub"), "weight publish")
-    assert rollbacks(live.run) == before, "the actor did not save, or had no hub any more to save to"
+    assert rollbacks(live.run) == before, (
+        "the actor did not save, or had no hub any more to save to"
+    )
 
 
 def test_it_makes_way_at_the_time_limit(live: SlurmRun) -> None:
     before, job = rollbacks(live.run), live.job("hub")
     with succeeded(live, "the time limit"):
         # The whole run has a minute left, or less, and that is when it is to make way.
-        used_s = parse_time(live.sandbox.client("squeue", "--noheader", f"--jobs={job}", "--format=%M").split()[0])
-        live.sandbox.client("scontrol", "update", f"jobid={job}", f"timelimit={int((used_s + SAVE_S) / 60) + 1}")
+        used_s = parse_time(
+            live.sandbox.client("squeue", "--noheader", f"--jobs={job}", "--format=%M").split()[0]
+        )
+        live.sandbox.client(
+            "scontrol", "update", f"jobid={job}", f"timelimit={int((used_s + SAVE_S) / 60) + 1}"
+        )
     assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
 
 
@@ -199,7 +227,9 @@ def test_a_component_is_preempted(live: SlurmRun) -> None:
     with succeeded(live, "preemption of the component of actor_fwd"):
         preempt(live.sandbox, live.nodes_of("actor_fwd")[0])
     assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
-    assert {group: live.incarnations(group) - count for group, count in started.items()} == dict.fromkeys(started, 1)
+    assert {
+        group: live.incarnations(group) - count for group, count in started.items()
+    } == dict.fromkeys(started, 1)
 
 
 def test_both_nodes_of_the_hub_lose_power(live: SlurmRun) -> None:
@@ -208,7 +238,9 @@ def test_both_nodes_of_the_hub_lose_power(live: SlurmRun) -> None:
 
 
 @in_all
-def test_both_nodes_of_the_hub_lose_power_and_no_head_gives_back_others(live: SlurmRun, no_node_to_spare: None) -> None:
+def test_both_nodes_of_the_hub_lose_power_and_no_head_gives_back_others(
+    live: SlurmRun, no_node_to_spare: None
+) -> None:
     a_group_moves(live, "actor_fwd")
     with succeeded(live, f"power loss of both nodes of the hub, where {NONE_TO_SPARE}"):
         live.lose_and_bring_back(*hub_nodes(live))
@@ -218,7 +250,9 @@ def test_the_hub_is_lost_node_by_node(live: SlurmRun, no_node_to_spare: None) ->
     node, holder = live.nodes_of("actor_fwd")[0], live.lease_holder()
     live.lose_and_bring_back(holder["node"])
     live.supervised_anew(holder["incarnation"])
-    with succeeded(live, f"power loss of a node of the hub, then of actor_fwd's, where {NONE_TO_SPARE}"):
+    with succeeded(
+        live, f"power loss of a node of the hub, then of actor_fwd's, where {NONE_TO_SPARE}"
+    ):
         # With one node left, component 0 ends when any node is lost; those of two nodes live on.
         live.lose_and_bring_back(node)
 
@@ -230,7 +264,8 @@ def test_a_group_moves(live: SlurmRun, no_node_to_spare: None) -> None:
 def test_slurm_is_restarted(live: SlurmRun) -> None:
     """slurmctld and every slurmd are killed and come again: nobody notices.
 
-    Near the end: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read from its files.
+    Near the end: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read
+    from its files.
     """
     with live.nobody_notices("restart of slurmctld and every slurmd"):
         live.restart_slurm()
@@ -254,10 +289,13 @@ def a_group_moves(live: SlurmRun, group: str) -> None:
 
 @contextmanager
 def succeeded(live: SlurmRun, *faults: str) -> Iterator[None]:
-    """In the block the job of the run ends; the next one goes on with every group, and training with every step."""
+    """In the block the job of the run ends; the next one goes on with every group, and training
+    with every step."""
     former, incarnation = live.job("hub"), live.incarnations("actor")
     yield
-    live.wait_until(lambda: live.incarnations("actor") > incarnation, "the successor has started", LIMIT_S)
+    live.wait_until(
+        lambda: live.incarnations("actor") > incarnation, "the successor has started", LIMIT_S
+    )
     live.goes_on()
     assert live.job("hub") != former
     live.wait_until(lambda: f"{former}+0 " not in live.queued(), "the former job is gone", START_S)
@@ -268,6 +306,9 @@ def succeeded(live: SlurmRun, *faults: str) -> Iterator[None]:
 def hub_nodes(live: SlurmRun) -> list[str]:
     """Both nodes of component 0."""
     job = live.job("hub")
-    lines = [line.split() for line in live.sandbox.client("squeue", "--noheader", "--format=%A %N").splitlines()]
+    lines = [
+        line.split()
+        for line in live.sandbox.client("squeue", "--noheader", "--format=%A %N").splitlines()
+    ]
     (nodes,) = [words[1] for words in lines if words[0] == job]
     return live.sandbox.client("scontrol", "show", "hostnames", nodes).split()

@@ -1,8 +1,9 @@
-"""One long run with a Slurm job for each group, to which everything happens, one by one: deaths, lost nodes, jobs that
-make way and come back, and what its user commands.
+"""One long run with a Slurm job for each group, to which everything happens, one by one: deaths,
+lost nodes, jobs that make way and come back, and what its user commands.
 
-A test for each, in this order; each leaves the run training. The engine is `simulated`, and SGLang in the end, when the
-run is stopped and submitted again; env/test.sh --all has SGLang from the beginning.
+A test for each, in this order; each leaves the run training. The engine is `simulated`, and SGLang
+in the end, when the run is stopped and submitted again; env/test.sh --all has SGLang from the
+beginning.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ TWO_HEADS = {
     # Of the engine that comes in the end.
     "rollout": {"engine": {"flags": with_engine("sglang")["rollout"]["engine"]["flags"]}},
 }
-WHY = "happens to the run of test_slurm_het.py too, or here to another group; all of them: env/test.sh --all"
+WHY = (
+    "happens to the run of test_slurm_het.py too, or here to another group; all of them: "
+    "env/test.sh --all"
+)
 in_all = pytest.mark.skipif(not ALL, reason=WHY)
 
 
@@ -80,7 +84,7 @@ def test_a_rank_dies(live: SlurmRun, group: str, role: str, rank: int, moment: s
     assert live.job(group) == job
 
 
-# -- jobs make way, having saved, and are queued again under their number --------------------------------------------
+# -- jobs make way, having saved, and are queued again under their number --------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,8 @@ def test_a_job_makes_way_at_the_early_signal(live: SlurmRun, group: str, moment:
 
 
 def test_a_job_makes_way_for_a_more_urgent_one(live: SlurmRun) -> None:
-    """The actor has the partition's GraceTime to save. It is not started again in the job that ends."""
+    """The actor has the partition's GraceTime to save. It is not started again in the job that
+    ends."""
     incarnations = live.incarnations("actor")
     with comes_back(live, "actor", "preemption of the actor during a checkpoint"):
         (node, *_) = live.nodes_of("actor")
@@ -111,15 +116,19 @@ def test_a_job_makes_way_for_a_more_urgent_one(live: SlurmRun) -> None:
 
 @contextmanager
 def comes_back(live: SlurmRun, group: str, fault: str) -> Iterator[None]:
-    """In the block the job of a group ends in good order; it is queued again under its number, and no step is lost."""
+    """In the block the job of a group ends in good order; it is queued again under its number, and
+    no step is lost."""
     job, incarnation, before = live.job(group), live.newest(group), rollbacks(live.run)
     with live.only(group, fault):
         yield
-    assert live.job(group) == job and live.mark(group, incarnation, group)["status"] in ("stopped", "failed")
+    assert live.job(group) == job and live.mark(group, incarnation, group)["status"] in (
+        "stopped",
+        "failed",
+    )
     assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
 
 
-# -- nodes lose power. The first of a job takes the supervisor along, and what knows of it first acts ----------------
+# -- nodes lose power. The first of a job takes the supervisor along, and what knows of it first acts
 
 
 def test_the_leading_node_of_the_hub_is_lost(live: SlurmRun) -> None:
@@ -134,7 +143,11 @@ def test_the_leading_node_of_the_hub_is_lost(live: SlurmRun) -> None:
 
 @pytest.mark.parametrize(
     ("group", "rank"),
-    [("actor_fwd", 0), pytest.param("actor", 1, marks=in_all), pytest.param("actor", 0, marks=in_all)],
+    [
+        ("actor_fwd", 0),
+        pytest.param("actor", 1, marks=in_all),
+        pytest.param("actor", 0, marks=in_all),
+    ],
 )
 def test_a_node_falls_silent(live: SlurmRun, group: str, rank: int) -> None:
     """The hub has another job take the group; where the supervisor lives, it does that itself."""
@@ -163,7 +176,7 @@ def test_slurm_is_told_of_a_lost_node(live: SlurmRun, group: str, role: str) -> 
     assert live.job(group) == job
 
 
-# -- batch scripts are killed: Slurm ends their jobs, and queues none of them again ------------------------------------
+# -- batch scripts are killed: Slurm ends their jobs, and queues none of them again ----------------
 
 
 @pytest.mark.parametrize("group", [pytest.param(name, marks=in_all) for name in ("hub", "actor")])
@@ -205,7 +218,7 @@ def assert_continues(live: SlurmRun) -> None:
     assert json.loads(live.call("status", "--json"))["state"] in ("running", "queued", "starting")
 
 
-# -- what the user commands ------------------------------------------------------------------------------------------
+# -- what the user commands ------------------------------------------------------------------------
 
 
 def test_a_cancelled_job_comes_back_by_command(live: SlurmRun) -> None:
@@ -213,7 +226,9 @@ def test_a_cancelled_job_comes_back_by_command(live: SlurmRun) -> None:
     former = live.job("actor_fwd")
     with live.only("actor_fwd", "scancel of the group's component or job"):
         live.sandbox.client("scancel", former)
-        live.wait_until(lambda: f"{former} " not in live.queued(), "the cancelled job is gone", START_S)
+        live.wait_until(
+            lambda: f"{former} " not in live.queued(), "the cancelled job is gone", START_S
+        )
         live.call("resubmit", "--group", "actor_fwd")
     assert live.job("actor_fwd") != former
 
@@ -254,7 +269,8 @@ def test_slurm_is_restarted(live: SlurmRun) -> None:
 
 
 def test_it_is_stopped_and_comes_to_its_end_with_real_engines(live: SlurmRun) -> None:
-    """Submitted again it has the size that rollout was given, and all settings that it is given now."""
+    """Submitted again it has the size that rollout was given, and all settings that it is given
+    now."""
     live.patience_s = ENGINE_START_S
     live.finish_soon("--rollout.engine.kind=sglang", "--rollout.engine.simulated.response_s=0")
     assert "--nodes=1" in (live.run.submit / "rollout.sbatch").read_text()

@@ -1,8 +1,9 @@
-"""A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in it, the end.
+"""A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in
+it, the end.
 
-Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the system's, by pmix. Model
-and environment are copied to what stands for the nodes' own disks; in `env/test.sh --all` gigabytes. The engine is
-`simulated`.
+Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the
+system's, by pmix. Model and environment are copied to what stands for the nodes' own disks; in
+`env/test.sh --all` gigabytes. The engine is `simulated`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ OVER = {
 def call(user: PlainUser, *words: str | Path, slurm: Path | None = None) -> str:
     """What a command of the project prints; it succeeds."""
     done = user.run(user.python, "-m", *words, slurm=slurm)
-    assert done.returncode == EXIT_DONE, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == EXIT_DONE, (
+        f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout
 
 
@@ -57,7 +60,17 @@ def test_a_plain_user_runs_it_all() -> None:
         try:
             over = merged(with_engine("simulated"), {"site": {"local_dir": str(disk)}})
             config = write_config(user.home / "run.yaml", merged(OVER, over))
-            words = ["--config", sandbox.site, "--config", config, "--run_dir", root, "--layout", "het", "--parsable"]
+            words = [
+                "--config",
+                sandbox.site,
+                "--config",
+                config,
+                "--run_dir",
+                root,
+                "--layout",
+                "het",
+                "--parsable",
+            ]
             # Its environment is copied first.
             live = SlurmRun(sandbox, RunDir(root), [], "het", "simulated", patience_s=3 * START_S)
             live.jobs = call(user, "relax_hpc", "submit", *words, slurm=sandbox.conf).split()

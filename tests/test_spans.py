@@ -47,7 +47,13 @@ def test_spans_are_written_and_read(tmp_path, monkeypatch):
     spans.close()
     spans.close()
     train, wait = read_spans(tmp_path)
-    assert (train.role, train.what, train.step, wait.what, wait.step) == ("actor", "train", 3, "wait", None)
+    assert (train.role, train.what, train.step, wait.what, wait.step) == (
+        "actor",
+        "train",
+        3,
+        "wait",
+        None,
+    )
     assert train.end - train.start == pytest.approx(2, abs=1e-5) and wait.start == train.end
     lines = [json.loads(line) for line in span_file(tmp_path, "actor").read_text().splitlines()]
     assert lines[1] == {"role": "actor", "what": "train", "step": 3, "start": 100.0, "end": 102.0}
@@ -105,13 +111,27 @@ def test_threads_share_spans(tmp_path):
 
 
 def test_processes_of_one_boot_share_a_clock_and_others_are_moved(tmp_path):
-    for group, boot, monotonic, wall in (("a", "x", 10.0, 1010.0), ("b", "x", 20.0, 1020.4), ("c", "y", 5.0, 1020.0)):
+    for group, boot, monotonic, wall in (
+        ("a", "x", 10.0, 1010.0),
+        ("b", "x", 20.0, 1020.4),
+        ("c", "y", 5.0, 1020.0),
+    ):
         path = span_file(tmp_path, group)
         path.parent.mkdir(parents=True)
         anchor = {"role": group, "monotonic": monotonic, "wall": wall, "boot": boot}
-        span = {"role": group, "what": "wait", "step": None, "start": monotonic, "end": monotonic + 1}
+        span = {
+            "role": group,
+            "what": "wait",
+            "step": None,
+            "start": monotonic,
+            "end": monotonic + 1,
+        }
         path.write_text(json.dumps(anchor) + "\n" + json.dumps(span) + '\n{"role": "a", "wh')
-    assert [(span.role, span.start) for span in read_spans(tmp_path)] == [("a", 1010.0), ("b", 1020.0), ("c", 1020.0)]
+    assert [(span.role, span.start) for span in read_spans(tmp_path)] == [
+        ("a", 1010.0),
+        ("b", 1020.0),
+        ("c", 1020.0),
+    ]
 
 
 def test_reopened_file_is_healed(tmp_path):
@@ -127,7 +147,9 @@ def test_reopened_file_is_healed(tmp_path):
 
 @given(INTERVALS, st.integers(-20, 20), st.integers(-20, 20))
 def test_union_length_counts_covered_cells(intervals, start, end):
-    covered = {cell for low, high in intervals for cell in range(low, high)} & set(range(start, end))
+    covered = {cell for low, high in intervals for cell in range(low, high)} & set(
+        range(start, end)
+    )
     assert union_length(intervals, start, end) == len(covered)
 
 
@@ -171,7 +193,9 @@ def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
 def test_what_cannot_be_cut_grows(tmp_path, monkeypatch):
     monkeypatch.setattr(spans_module, "PART_BYTES", 500)
     monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     spans = Spans(tmp_path / "spans-rollout-0.jsonl", "rollout")
     for step in range(20):
         with spans("generate", step=step):

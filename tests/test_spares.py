@@ -1,4 +1,5 @@
-"""Over-sampling: spare groups are there when a group is filtered out or fails, and change nothing else."""
+"""Over-sampling: spare groups are there when a group is filtered out or fails, and change nothing
+else."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def prompt_of(ticket: int, attempt: int) -> str:
 
 
 class Drawing(FaultyEngine):
-    """Puts its answers into the drafts, as a real engine does; what `hold` says of a prompt group comes first."""
+    """Puts its answers into the drafts, as a real engine does; what `hold` says of a prompt group
+    comes first."""
 
     hold: Callable[[str], bool] = staticmethod(lambda key: False)
     fails: frozenset[str] = frozenset()
@@ -60,8 +62,11 @@ class Drawing(FaultyEngine):
         return answers
 
 
-def run(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, **about: object) -> tuple[Controller, list[list[str]]]:  # noqa: F811
-    """The role and an actor until the only step is trained; the queue, and what was asked of the engine."""
+def run(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, **about: object
+) -> tuple[Controller, list[list[str]]]:  # noqa: F811
+    """The role and an actor until the only step is trained; the queue, and what was asked of the
+    engine."""
     world.config.data.shuffle = False
     kind = type("Scripted", (Drawing,), {"asked": [], **about})
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
@@ -80,18 +85,30 @@ def trained_prompts(world: SimpleNamespace) -> dict[int, str]:  # noqa: F811
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypatch, share):  # noqa: F811
     """Prompts with odd numbers are filtered out."""
-    world.config.rollout.filter, world.config.rollout.over_sampling = "tests.test_bad_input:never_equal", share
+    world.config.rollout.filter, world.config.rollout.over_sampling = (
+        "tests.test_bad_input:never_equal",
+        share,
+    )
     use_reward(monkeypatch, lambda sample: float(int(sample.prompt[:-1]) % 2))
     controller, asked = run(world, monkeypatch)
-    attempts = {ticket: next(a for a in range(99) if int(prompt_of(ticket, a)[1:]) % 2 == 0) for ticket in range(4)}
-    assert trained_prompts(world) == {ticket: prompt_of(ticket, attempt) for ticket, attempt in attempts.items()}
+    attempts = {
+        ticket: next(a for a in range(99) if int(prompt_of(ticket, a)[1:]) % 2 == 0)
+        for ticket in range(4)
+    }
+    assert trained_prompts(world) == {
+        ticket: prompt_of(ticket, attempt) for ticket, attempt in attempts.items()
+    }
     spare = {ticket for ticket in range(4) if has_spare(ticket, share)}
     unused = sum(attempts[ticket] == 0 for ticket in spare)
     expected = {"filtered": 2 * sum(attempts.values()), "surplus": 2 * unused}
-    assert controller.state.counts.dropped == {reason: samples for reason, samples in expected.items() if samples}
+    assert controller.state.counts.dropped == {
+        reason: samples for reason, samples in expected.items() if samples
+    }
     first = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)}
     early = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in spare}
-    assert set(asked[0]) | set(asked[1] if spare else ()) >= first | early, "spares are begun beside the others"
+    assert set(asked[0]) | set(asked[1] if spare else ()) >= first | early, (
+        "spares are begun beside the others"
+    )
     drawn = [key for keys in asked for key in keys]
     assert len(drawn) == len(set(drawn)), "of nothing there was a second draw"
     result = audit(world.run)
@@ -145,12 +162,21 @@ def test_a_spare_that_cannot_be_appended_is_no_loss(world, monkeypatch, capsys):
 
     monkeypatch.setattr(segment_log, "append", broken)
     config, waits = world.config, iter([True] * 50)
-    config.max_staleness, config.rollout.over_sampling, config.rollout.groups_per_request = 1, 1.0, 2
+    config.max_staleness, config.rollout.over_sampling, config.rollout.groups_per_request = (
+        1,
+        1.0,
+        2,
+    )
     config.rollout.requests_in_flight = 1
     later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
-    controller, _ = run(world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False)))
+    controller, _ = run(
+        world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False))
+    )
     assert not controller.state.counts.dropped and controller.state.segments.appended == 0
-    assert "2 segments of unfinished prompt groups were not appended: no space left" in capsys.readouterr().out
+    assert (
+        "2 segments of unfinished prompt groups were not appended: no space left"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # noqa: F811
@@ -158,7 +184,9 @@ def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # 
     with QueueClient(world.run, world.config, "rollout", 1) as client:
         client.connection.call("serve", reader="rollout/0", version=str(V0))
         admitted = client.tickets.admit("rollout/0", 4).result()
-        source = PromptSource(open_train(world.run, world.config, load_tokenizer(world.run.model)), world.config)
+        source = PromptSource(
+            open_train(world.run, world.config, load_tokenizer(world.run.model)), world.config
+        )
         for ticket, prompt in ((0, source.prompt(0, 0)), (1, source.prompt(3, 0))):
             attempt = Attempt(ticket, 0, prompt, 2)
             attempt.drafts[1].add([5, 6], [-1.0, -1.0], [V0.encode()] * 2)
@@ -172,10 +200,15 @@ def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # 
     state, said = world.controller.state, capsys.readouterr().out
     assert admitted.tickets == [0, 1, 2, 3] and state.progress.finished()
     assert state.segments.counts() == {"appended": 4, "used": 0, "held": 0, "lost/unusable": 4}
-    assert f"ticket 0 is generated anew: {first}" in said and "ticket 1 is generated anew: its prompt" in said
+    assert (
+        f"ticket 0 is generated anew: {first}" in said
+        and "ticket 1 is generated anew: its prompt" in said
+    )
 
 
 @given(tickets=st.integers(1, 2000), share=st.floats(0, 1))
 def test_spares_are_spread_evenly(tickets, share):
-    found = [sum(has_spare(ticket, share) for ticket in range(count)) for count in (tickets, 2 * tickets)]
+    found = [
+        sum(has_spare(ticket, share) for ticket in range(count)) for count in (tickets, 2 * tickets)
+    ]
     assert found == [int(tickets * share), int(2 * tickets * share)]

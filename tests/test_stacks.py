@@ -1,4 +1,5 @@
-"""A process that hangs says where before it is killed; who cannot say it is not ended by the question."""
+"""A process that hangs says where before it is killed; who cannot say it is not ended by the
+question."""
 
 from __future__ import annotations
 
@@ -44,13 +45,16 @@ hangs()
 
 @contextmanager
 def hanging(run: RunDir) -> Iterator[tuple[Processes, psutil.Process]]:
-    """An incarnation whose only rank hangs in native code, and a child of it that knows of no such signal."""
+    """An incarnation whose only rank hangs in native code, and a child of it that knows of no such
+    signal."""
     run.create()
     logs = run.logs("rollout", 1)
     logs.mkdir(parents=True)
     with (logs / "rollout-rank-0.log").open("ab") as log:
         words = [sys.executable, "-c", CODE]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, cwd=Path(__file__).parents[1])
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=log, cwd=Path(__file__).parents[1]
+        )
     child = psutil.Process(int(process.stdout.readline().split()[1]))
     incarnation = Processes(run, "rollout", 1, [Member.of("rollout", process)])
     try:
@@ -69,13 +73,19 @@ def test_a_native_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
     with hanging(RunDir(tmp_path / "run")) as (incarnation, child):
         incarnation.dump_stacks()
         told = (tmp_path / "run/logs/rollout/inc-000001/rollout-rank-0.log").read_text()
-        assert child.is_running() and child.status() == psutil.STATUS_SLEEPING, "an engine is killed, not asked"
+        assert child.is_running() and child.status() == psutil.STATUS_SLEEPING, (
+            "an engine is killed, not asked"
+        )
         assert incarnation.members[0].process.poll() is None, "it goes on"
     current, other = told.split("Current thread")[1], told.split("Current thread")[0]
-    assert "in hangs" in current and "in waits" in other and told.count("most recent call first") == 2
+    assert (
+        "in hangs" in current and "in waits" in other and told.count("most recent call first") == 2
+    )
 
 
-def test_one_that_is_stopped_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_stopped_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(group, "_STACKS_S", 0.05)
     with hanging(RunDir(tmp_path / "run")) as (incarnation, _):
         incarnation.members[0].process.send_signal(signal.SIGSTOP)
@@ -90,12 +100,18 @@ def test_who_handles_the_signal_is_known() -> None:
     assert not shows_stacks(process.pid)
 
 
-def test_the_steps_of_a_group_are_signalled_by_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_a_group_are_signalled_by_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """srun would not pass it on, and may be on a node that is gone."""
     monkeypatch.setattr(group, "_STACKS_S", 0.0)
     monkeypatch.setattr(group, "in_thread", lambda act: act())
     slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
-    steps = {"7.3": "actor.actor.i000002", "7.4": "actor.actor.i000001", "7.5": "rollout.rollout.i000002"}
+    steps = {
+        "7.3": "actor.actor.i000002",
+        "7.4": "actor.actor.i000001",
+        "7.5": "rollout.rollout.i000002",
+    }
     slurm.set(jobs={"7": {"state": "RUNNING", "steps": steps}})
     run = RunDir(tmp_path / "run")
     run.create()
@@ -103,7 +119,9 @@ def test_the_steps_of_a_group_are_signalled_by_slurm(tmp_path: Path, monkeypatch
     assert [call["argv"] for call in slurm.calls("scancel")] == [["--signal=USR1", "7.3"]]
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm tries for 20 s to reach it, which the group would need in vain."""
     monkeypatch.setattr(group, "_STACKS_S", 0.05)
     asked, answers = threading.Event(), threading.Event()

@@ -38,8 +38,12 @@ def model(folder: Path) -> Path:
 def test_many_processes_copy_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, copies = model(tmp_path / "model"), tmp_path / "local", []
     real = node_files.shutil.copytree
-    monkeypatch.setattr(node_files.shutil, "copytree", lambda *a, **k: (copies.append(a), real(*a, **k))[1])
-    threads = [threading.Thread(target=node_files.copy_once, args=(source, target, 30.0)) for _ in range(8)]
+    monkeypatch.setattr(
+        node_files.shutil, "copytree", lambda *a, **k: (copies.append(a), real(*a, **k))[1]
+    )
+    threads = [
+        threading.Thread(target=node_files.copy_once, args=(source, target, 30.0)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -59,7 +63,9 @@ def test_a_dead_copier_is_replaced_and_a_living_one_waited_for(tmp_path: Path) -
         node_files.copy_once(source, tmp_path / "other", 0.3)
 
 
-def test_the_model_is_staged_where_the_site_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_staged_where_the_site_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, config = RunDir(tmp_path / "run"), Config()
     run.create()
     model(run.model)
@@ -73,23 +79,36 @@ def test_the_model_is_staged_where_the_site_says_so(tmp_path: Path, monkeypatch:
         local_dir.local_folder()
 
 
-def test_a_process_goes_on_in_a_copy_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual environment with symbolic links, as `venv` makes them: the copy is entered once, and is whole."""
+def test_a_process_goes_on_in_a_copy_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment with symbolic links, as `venv` makes them: the copy is entered once,
+    and is whole."""
     venv, disk = tmp_path / "venv", tmp_path / "disk"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True, timeout=60
+    )
     packages = next(venv.glob("lib/python3.*/site-packages"))
     (packages / "ours.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
     (packages / "where.py").write_text(WHERE)
     monkeypatch.setenv(local_dir.LOCAL_DIR, str(disk))
     words = [venv / "bin" / "python", "-m", "where", "word"]
-    said = [subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout for _ in range(2)]
+    said = [
+        subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+        for _ in range(2)
+    ]
     (copy,) = disk.glob("environment-*")
     assert said == [f"in {copy} with ['word']\n"] * 2
 
 
 def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
-    """TMPDIR of the batch node is inherited by roles of other jobs and nodes, where it may not be, or another is."""
-    batch = {"RELAX_TMPDIR": "/local/job1", "RELAX_LOCAL_DIR": "/local/job1/me-relax", "HF_HOME": "/shared/hf"}
+    """TMPDIR of the batch node is inherited by roles of other jobs and nodes, where it may not be,
+    or another is."""
+    batch = {
+        "RELAX_TMPDIR": "/local/job1",
+        "RELAX_LOCAL_DIR": "/local/job1/me-relax",
+        "HF_HOME": "/shared/hf",
+    }
     batch["TRITON_CACHE_DIR"] = "/local/job1/me-relax/triton"
     for here, expected in ((str(tmp_path), str(tmp_path)), ("/local/job1", "/tmp"), ("", "/tmp")):
         environment = batch | {"TMPDIR": here}
@@ -103,5 +122,9 @@ def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
     chosen = {"RELAX_LOCAL_DIR": "/nvme/me-relax", "TMPDIR": "/nowhere"}
     local_dir.settle_on_this_node(environment := dict(chosen))
     assert environment == chosen, "the site's own folder is the same on each node"
-    local_dir.settle_on_this_node(environment := chosen | {"RELAX_TMPDIR": "/local/job1", "TMPDIR": str(tmp_path)})
-    assert environment == chosen | {"TMPDIR": str(tmp_path)}, "also where site.env names it, after the job's own"
+    local_dir.settle_on_this_node(
+        environment := chosen | {"RELAX_TMPDIR": "/local/job1", "TMPDIR": str(tmp_path)}
+    )
+    assert environment == chosen | {"TMPDIR": str(tmp_path)}, (
+        "also where site.env names it, after the job's own"
+    )

@@ -19,7 +19,13 @@ from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import RelaxError
 from relax_hpc.metrics.writer import MetricsWriter
-from relax_hpc.roles.step_report import StepResult, Tally, policy_values, row_counts, staleness_report
+from relax_hpc.roles.step_report import (
+    StepResult,
+    Tally,
+    policy_values,
+    row_counts,
+    staleness_report,
+)
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.transfer_queue.client import StepTrained
@@ -32,7 +38,8 @@ requires("torch")
 
 
 def test_drift_and_updates_are_apart() -> None:
-    """Old log-probabilities 0.5 nats below those of a step's begin, whose update moves it by 0.25 more."""
+    """Old log-probabilities 0.5 nats below those of a step's begin, whose update moves it by 0.25
+    more."""
     batch, means = random_batch(2, 5, seed=1), []
     for moved in (0.5, 0.75):
         at = batch.replace(logprobs=batch.old_logprobs + moved, advantages=batch.mask.clone())
@@ -42,7 +49,9 @@ def test_drift_and_updates_are_apart() -> None:
     drift, last = np.exp(0.5) - 1.5, np.exp(0.75) - 1.75
     assert values["kl/drift"] == pytest.approx(drift)
     assert (values["kl/old"], values["kl/old_max"]) == pytest.approx(((drift + last) / 2, last))
-    assert values["loss/clip_fraction_drift"] == values["loss/clip_fraction"] == 1.0, "e^0.5 is beyond 1.28"
+    assert values["loss/clip_fraction_drift"] == values["loss/clip_fraction"] == 1.0, (
+        "e^0.5 is beyond 1.28"
+    )
 
 
 def tally_of(rewards: list[float]) -> Tally:
@@ -61,17 +70,43 @@ def test_metrics_of_several_updates_are_sums_means_or_maxima() -> None:
     """Two passes of two mini-batches. A spike in the first update, which the last one does not
     have, is seen; an update without tokens and one whose gradient is not finite are counted, each
     by its name, and are in no mean."""
-    names = ("train_rollout_logprob_max", "train_rollout_ratio_p99", "rollout_kl", "experts/load_max")
-    many, few = (dict(zip(names, values, strict=True)) for values in ((2.0, 3.0, 0.5, 4.0), (1.0, 1.5, 0.1, 1.0)))
+    names = (
+        "train_rollout_logprob_max",
+        "train_rollout_ratio_p99",
+        "rollout_kl",
+        "experts/load_max",
+    )
+    many, few = (
+        dict(zip(names, values, strict=True))
+        for values in ((2.0, 3.0, 0.5, 4.0), (1.0, 1.5, 0.1, 1.0))
+    )
     updates = [
-        update(1.0, 30.0, **many, **{"loss/policy": 6.0, "clip_fraction": 0.5, "grad_norm": 9.0, "kl/old": 0.0}),
-        update(3.0, 10.0, **few, **{"loss/policy": 2.0, "clip_fraction": 0.1, "grad_norm": 1.0, "kl/old": 0.4}),
+        update(
+            1.0,
+            30.0,
+            **many,
+            **{"loss/policy": 6.0, "clip_fraction": 0.5, "grad_norm": 9.0, "kl/old": 0.0},
+        ),
+        update(
+            3.0,
+            10.0,
+            **few,
+            **{"loss/policy": 2.0, "clip_fraction": 0.1, "grad_norm": 1.0, "kl/old": 0.4},
+        ),
         update(0.0, 0.0, skipped=0.0),
-        update(2.0, 5.0, skipped=1.0, grad_norm=math.inf, **{"loss/policy": math.nan, "clip_fraction": 0.0}),
+        update(
+            2.0,
+            5.0,
+            skipped=1.0,
+            grad_norm=math.inf,
+            **{"loss/policy": math.nan, "clip_fraction": 0.0},
+        ),
     ]
     values = policy_values(StepResult(updates, 2, tally_of([1.0]), 1e-3, 1.0))
     assert (values["loss/skipped_updates"], values["loss/empty_updates"]) == (1.0, 1.0)
-    assert values["loss/policy"] == pytest.approx((1 * 6 + 3 * 2) / 4), "by the weight that the loss is a mean over"
+    assert values["loss/policy"] == pytest.approx((1 * 6 + 3 * 2) / 4), (
+        "by the weight that the loss is a mean over"
+    )
     assert values["loss/clip_fraction"] == pytest.approx((30 * 0.5 + 10 * 0.1) / 45), "by tokens"
     assert (values["loss/clip_fraction_max"], values["kl/old_max"]) == (0.5, 0.4)
     assert (values["loss/grad_norm"], values["loss/grad_norm_max"]) == (5.0, 9.0)
@@ -85,10 +120,18 @@ def test_metrics_of_several_updates_are_sums_means_or_maxima() -> None:
 def test_a_single_update_is_reported_as_it_is() -> None:
     metrics = update(1.0, 4.0, **{"loss/policy": 0.25, "clip_fraction": 0.5, "grad_norm": 3.0})
     values = StepResult([metrics], 1, tally_of([1.0]), 1e-3, 1.0).values()
-    assert (values["loss/policy"], values["loss/clip_fraction"], values["loss/grad_norm"]) == (0.25, 0.5, 3.0)
+    assert (values["loss/policy"], values["loss/clip_fraction"], values["loss/grad_norm"]) == (
+        0.25,
+        0.5,
+        3.0,
+    )
     assert not [name for name in values if name.endswith("_max")]
-    bad = StepResult([metrics | {"skipped": 1.0, "loss/policy": math.nan}], 1, tally_of([1.0]), 1e-3, 1.0).values()
-    assert math.isnan(bad["loss/policy"]) and bad["loss/skipped_updates"] == 1.0, "nothing else is known of it"
+    bad = StepResult(
+        [metrics | {"skipped": 1.0, "loss/policy": math.nan}], 1, tally_of([1.0]), 1e-3, 1.0
+    ).values()
+    assert math.isnan(bad["loss/policy"]) and bad["loss/skipped_updates"] == 1.0, (
+        "nothing else is known of it"
+    )
 
 
 def rows_with(*groups: list[float]) -> list[dict]:
@@ -96,9 +139,15 @@ def rows_with(*groups: list[float]) -> list[dict]:
     rows = []
     for ticket, rewards in enumerate(groups):
         for episode, reward in enumerate(rewards):
-            row = {"row_id": row_id(ticket, episode, 0), "reward": np.float32(reward), "token_ids": np.arange(3)}
+            row = {
+                "row_id": row_id(ticket, episode, 0),
+                "reward": np.float32(reward),
+                "token_ids": np.arange(3),
+            }
             versions = np.array([0, 4, 4], np.int32)
-            rows.append(row | {"token_versions": versions, "prompt_len": 1, "finish_reason": "stop"})
+            rows.append(
+                row | {"token_versions": versions, "prompt_len": 1, "finish_reason": "stop"}
+            )
     return rows
 
 
@@ -112,7 +161,9 @@ def rows_with(*groups: list[float]) -> list[dict]:
         ([[1], [1]], None),
     ],
 )
-def test_groups_of_equal_rewards_are_counted(groups: list[list[float]], share: float | None) -> None:
+def test_groups_of_equal_rewards_are_counted(
+    groups: list[list[float]], share: float | None
+) -> None:
     """Over several windows; a group of one episode compares nothing."""
     tally, second = Tally(), Tally()
     rows = rows_with(*groups)
@@ -136,12 +187,18 @@ def loss_metrics(algorithm: Algorithm, advantages: list[float]) -> dict[str, flo
     return StepResult([means], 1, tally_of([1.0]), 1e-3, 1.0).values()
 
 
-def test_a_step_in_which_all_advantages_are_zero_is_seen_and_so_is_the_entropy_of_what_was_drawn() -> None:
+def test_a_step_in_which_all_advantages_are_zero_is_seen_and_so_is_the_entropy_of_what_was_drawn() -> (
+    None
+):
     assert loss_metrics(Grpo(), [0.0, 0.0])["loss/zero_advantage_share"] == 1.0
     assert loss_metrics(Ppo(), [0.0, 0.0, 0.5, 0.0])["loss/zero_advantage_share"] == 0.75
     divergence = loss_metrics(Distill(teacher_top_k=2), [0.0, 0.0])
-    assert "loss/zero_advantage_share" not in divergence, "it learns from the divergence, which needs no advantage"
-    assert loss_metrics(Grpo(), [1.0, -1.0])["loss/sampled_entropy_nats"] == 2.0, "by those who drew"
+    assert "loss/zero_advantage_share" not in divergence, (
+        "it learns from the divergence, which needs no advantage"
+    )
+    assert loss_metrics(Grpo(), [1.0, -1.0])["loss/sampled_entropy_nats"] == 2.0, (
+        "by those who drew"
+    )
 
 
 def test_it_is_said_once_of_each_stretch_that_nothing_was_learned(tmp_path: Path, capsys) -> None:
@@ -150,18 +207,27 @@ def test_it_is_said_once_of_each_stretch_that_nothing_was_learned(tmp_path: Path
     terminal = Terminal(run, Config(steps=10))
     equal = {"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0, "reward/mean": 0.25}
     masked = {"loss/zero_advantage_share": 0.0, "loss/empty_updates": 1.0}
-    mixed = {"loss/zero_advantage_share": 0.5, "reward/zero_std_share": 0.5, "loss/empty_updates": 0.0}
+    mixed = {
+        "loss/zero_advantage_share": 0.5,
+        "reward/zero_std_share": 0.5,
+        "loss/empty_updates": 0.0,
+    }
     with contextlib.closing(MetricsWriter(run.root, 1)) as writer:
         for step, values in enumerate([mixed, equal, equal, masked, mixed, mixed, masked]):
             writer.write(step, {"reward/mean": 0.0, "perf/step_s": 1.0} | values)
             terminal.show_progress()
     terminal.close()
-    lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    lines = [
+        line.partition("] ")[2]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("[")
+    ]
     assert [line.partition(";")[0] for line in lines] == [
         "step 1: nothing was learned from rewards: all rewards inside each prompt group are equal "
         "(reward/zero_std_share 1, reward/mean 0.250)",
         "step 4: rewards are learned from again",
-        "step 6: nothing was learned from rewards: no token was trained, all were masked (loss/empty_updates)",
+        "step 6: nothing was learned from rewards: no token was trained, all were masked "
+        "(loss/empty_updates)",
     ]
 
 
@@ -194,7 +260,9 @@ ROW = st.tuples(st.integers(1, 5), st.lists(st.sampled_from([NOBODY, 3, 4]), max
 
 
 @given(st.lists(ROW, min_size=1, max_size=6))
-def test_tokens_of_all_rows_are_counted_at_once_as_of_each(parts: list[tuple[int, list[int]]]) -> None:
+def test_tokens_of_all_rows_are_counted_at_once_as_of_each(
+    parts: list[tuple[int, list[int]]],
+) -> None:
     versions = [[NOBODY] * prompt + response for prompt, response in parts]
     rows = [
         {"token_versions": np.array(values, np.int32), "prompt_len": prompt}
@@ -202,6 +270,9 @@ def test_tokens_of_all_rows_are_counted_at_once_as_of_each(parts: list[tuple[int
     ]
     counts = row_counts(rows)
     assert counts.sampled.tolist() == [sum(v != NOBODY for v in values) for values in versions]
-    groups = [[key for key, _ in itertools.groupby(v != NOBODY for v in response)] for _, response in parts]
+    groups = [
+        [key for key, _ in itertools.groupby(v != NOBODY for v in response)]
+        for _, response in parts
+    ]
     assert counts.turns == sum(group.count(True) for group in groups)
     assert counts.heard == sum(v == NOBODY for _, response in parts for v in response)

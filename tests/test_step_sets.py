@@ -1,7 +1,8 @@
-"""At staleness above 0 a step trains what is ready, long responses are trained on too, and nothing comes too late.
+"""At staleness above 0 a step trains what is ready, long responses are trained on too, and nothing
+comes too late.
 
-The controller's real request handlers, and engines whose responses take as long as heavy tails have it, on a clock that
-nobody waits for.
+The controller's real request handlers, and engines whose responses take as long as heavy tails have
+it, on a clock that nobody waits for.
 """
 
 from __future__ import annotations
@@ -37,24 +38,37 @@ class Asker:
     """Sends requests to a service by the roles of a run."""
 
     def __init__(self, prompts: int, staleness: int, steps: int) -> None:
-        self.service, self.keys, self.incarnations = desk_of(prompts, staleness, steps), itertools.count(), {}
+        self.service, self.keys, self.incarnations = (
+            desk_of(prompts, staleness, steps),
+            itertools.count(),
+            {},
+        )
         self.plan, self.state = self.service.plan, self.service.state
         self.ask("actor", "resume", step=0)
         self.publish(0)
 
     def ask(self, group: str, op: str, /, **args: Any) -> Any:
-        return self.service.ask(group, self.incarnations.get(group, 1), f"k{next(self.keys)}", op, **args)
+        return self.service.ask(
+            group, self.incarnations.get(group, 1), f"k{next(self.keys)}", op, **args
+        )
 
     def publish(self, number: int) -> None:
         self.ask("actor", "publish", version=str(Version(1, number)), digest="d")
 
     def admit(self, engine: str, version: int, count: int = BUDGET) -> list[int]:
         self.ask(engine, "serve", reader=engine, version=str(Version(1, version)))
-        return (self.ask(engine, "admit", reader=engine, count=count) or {"tickets": []}).get("tickets", [])
+        return (self.ask(engine, "admit", reader=engine, count=count) or {"tickets": []}).get(
+            "tickets", []
+        )
 
     def put(self, engine: str, ticket: int, *versions: int, length: int = 3) -> dict[int, str]:
         codes = [Version(1, number).encode() for number in versions]
-        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([length, 2]), "versions": codes}
+        row = {
+            "ticket": ticket,
+            "episodes": b"\1\1",
+            "lengths": packed([length, 2]),
+            "versions": codes,
+        }
         put = {"shard": {"name": f"s{next(self.keys)}"}, "rows": [row], "fields": list(GENERATED)}
         return self.ask(engine, "put", **put)["refused"]
 
@@ -67,7 +81,9 @@ class Asker:
     def train(self, step: int, *claims: dict[str, Any]) -> list[int]:
         """The staleness of each prompt group of the step."""
         self.publish(step + 1)
-        return self.ask("actor", "trained", step=step, leases=[claim["lease"] for claim in claims])["staleness"]
+        return self.ask("actor", "trained", step=step, leases=[claim["lease"] for claim in claims])[
+            "staleness"
+        ]
 
     def die(self, group: str) -> None:
         now = self.incarnations.get(group, 1)
@@ -82,7 +98,9 @@ def test_at_staleness_0_a_step_has_its_tickets_whatever_is_ready_first():
     assert it.claim() is None
     it.put("rollout", 0, 0)
     claim = it.claim()
-    assert (claim["tickets"], claim["step"], claim["place"]) == ([0, 1], 0, 0) and it.train(0, claim) == [0, 0]
+    assert (claim["tickets"], claim["step"], claim["place"]) == ([0, 1], 0, 0) and it.train(
+        0, claim
+    ) == [0, 0]
 
 
 def test_a_step_goes_on_without_a_straggler_until_its_last_step_has_come():
@@ -133,7 +151,8 @@ def test_rows_of_later_weights_may_wait_longer():
 
 
 def test_a_ticket_that_is_given_again_goes_to_no_engine_too_old_for_its_place():
-    """Two of the same last step would be one too many: others have taken the places that they had."""
+    """Two of the same last step would be one too many: others have taken the places that they
+    had."""
     it = Asker(1, 2, 6)
     assert it.admit("slow", 0, 1) == [0]
     assert it.admit("mortal", 0, 1) == [1] and it.admit("rollout", 0, 1) == [2]
@@ -192,16 +211,21 @@ def test_after_a_resume_sets_are_chosen_anew_from_what_survives():
     assert contents(it.service.replayed()) == contents(it.state)
 
 
-# -- a whole run on a clock of its own ---------------------------------------------------------------------------
+# -- a whole run on a clock of its own -------------------------------------------------------------
 
 
 class Simulation(Asker):
-    """Engines that serve versions as late as they like, an actor, and groups that take `lengths` of time each."""
+    """Engines that serve versions as late as they like, an actor, and groups that take `lengths` of
+    time each."""
 
-    def __init__(self, prompts: int, staleness: int, steps: int, seed: int, train_s: float, windows: int = 1) -> None:
+    def __init__(
+        self, prompts: int, staleness: int, steps: int, seed: int, train_s: float, windows: int = 1
+    ) -> None:
         super().__init__(prompts, staleness, steps)
         self.chance, self.train_s, self.windows = random.Random(seed), train_s, windows
-        self.lengths = [max(1, round(40 * self.chance.lognormvariate(0.0, 1.2))) for _ in range(prompts * steps)]
+        self.lengths = [
+            max(1, round(40 * self.chance.lognormvariate(0.0, 1.2))) for _ in range(prompts * steps)
+        ]
         self.events: list[tuple[float, int, str, Any]] = []
         self.now, self.step, self.serves = 0.0, 0, {}
         self.claims: list[dict[str, Any]] = []
@@ -254,7 +278,9 @@ class Simulation(Asker):
         assert max(self.train(self.step, *self.claims)) <= self.plan.max_staleness
         self.step, self.claims = self.step + 1, []
         for engine in self.serves:
-            self.later(self.chance.choice([0.0, 0.1, 2 * self.train_s]), "swap", (engine, self.step))
+            self.later(
+                self.chance.choice([0.0, 0.1, 2 * self.train_s]), "swap", (engine, self.step)
+            )
 
     def swap(self, about: tuple[str, int]) -> None:
         engine, version = about
@@ -268,7 +294,10 @@ class Simulation(Asker):
 
 
 @settings(
-    max_examples=effort(25, 2000), deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,)
+    max_examples=effort(25, 2000),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),
 )
 @given(
     prompts=st.integers(1, 8),

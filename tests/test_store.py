@@ -1,4 +1,5 @@
-"""Shards of a process: readable at once, saved soon, their memory used again; over the bound they are files."""
+"""Shards of a process: readable at once, saved soon, their memory used again; over the bound they
+are files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_schema import BadRow
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.transfer_queue.storage.shard_store import Descriptor, ShardReader, ShardStore, planes_of
+from relax_hpc.transfer_queue.storage.shard_store import (
+    Descriptor,
+    ShardReader,
+    ShardStore,
+    planes_of,
+)
 from relax_hpc.transport import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
 from relax_hpc.transport.choice import check_required
 from relax_hpc.versions import Version
@@ -92,7 +98,9 @@ def test_memory_is_used_again_and_what_is_over_the_bound_is_a_file_at_once(tmp_p
             made.save(name)
             saved.wait(number + 1)
             made.free(made.holds())
-        big, is_saved = made.make("big", rows_of([0], Version(1, 0), length=4000), GENERATED, ORIGIN)
+        big, is_saved = made.make(
+            "big", rows_of([0], Version(1, 0), length=4000), GENERATED, ORIGIN
+        )
         assert is_saved and big["planes"] == {} and made.read(big)
         assert made.pool.taken == 0 and "big" not in made.holds()
 
@@ -102,7 +110,9 @@ def test_what_is_not_wanted_leaves_no_file(tmp_path: Path) -> None:
         made.make("a", rows_of([0], Version(1, 0)), GENERATED, ORIGIN)
         made.discard("a")
         with pytest.raises(BadRow):
-            made.make("b", [{**rows_of([1], Version(1, 0))[0], "reward": np.nan}], GENERATED, ORIGIN)
+            made.make(
+                "b", [{**rows_of([1], Version(1, 0))[0], "reward": np.nan}], GENERATED, ORIGIN
+            )
         assert made.pool.taken == 0
     assert not any(tmp_path.iterdir())
 
@@ -119,7 +129,9 @@ def test_a_full_disk_is_named_at_the_next_shard(tmp_path: Path) -> None:
             made.make("b", rows_of([1], Version(1, 0)), GENERATED, ORIGIN)
 
 
-def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     pool = SlabPool()
     tcp = TcpPlane(TOKEN, "127.0.0.1")
     made = ShardStore(ShardFiles(tmp_path), [ShmPlane(TOKEN, pool), tcp], pool, 1 << 24, Saved())
@@ -134,12 +146,19 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, 
         made.read(descriptor)
     size = float(descriptors[0]["bytes"])
     first = {"queue/by_shm_shards": 2.0, "queue/by_tcp_shards": 2.0}
-    assert made.ways.since_last() == first | {"queue/by_shm_bytes": 2 * size, "queue/by_tcp_bytes": 2 * size}
+    assert made.ways.since_last() == first | {
+        "queue/by_shm_bytes": 2 * size,
+        "queue/by_tcp_bytes": 2 * size,
+    }
     assert made.ways.since_last() == {}
     made.close()
-    shm, other = [line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")]
+    shm, other = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")
+    ]
     assert shm == "queue: shards of rollout-i000001 come by shm"
-    assert re.fullmatch("queue: shards of rollout-i000001 come by tcp, for shm: .*take another plane", other)
+    assert re.fullmatch(
+        "queue: shards of rollout-i000001 come by tcp, for shm: .*take another plane", other
+    )
 
 
 def planes_by_name(tmp_path: Path, config: Config) -> list[str]:
@@ -165,18 +184,26 @@ def test_planes_are_as_configured(tmp_path: Path, modes: dict[str, Mode], names:
     assert planes_by_name(tmp_path, config) == names
 
 
-def test_rdma_is_not_loaded_where_there_is_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_rdma_is_not_loaded_where_there_is_no_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
     monkeypatch.setattr(rdma_path, "_FABRIC", tmp_path / "none")
     config = Config(layout="jobs", site=SiteConfig(interface="lo"))
     assert planes_by_name(tmp_path, config) == ["shm", "tcp"]
-    assert "queue: no plane rdma here: rdma: there is no InfiniBand card that NIXL knows" in capfd.readouterr().err
+    assert (
+        "queue: no plane rdma here: rdma: there is no InfiniBand card that NIXL knows"
+        in capfd.readouterr().err
+    )
 
 
-def test_a_required_plane_that_is_not_there_ends_the_run_before_it_begins(tmp_path, monkeypatch) -> None:
+def test_a_required_plane_that_is_not_there_ends_the_run_before_it_begins(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(rdma_agent, "_PACKAGES", ("no_such_package",))
     config = Config(layout="local", queue=QueueConfig(planes=PlanesConfig(rdma="required")))
     line = (
-        "queue.planes.rdma: found required, but there is no package nixl-cu12; pip install --no-deps nixl-cu12; "
+        "queue.planes.rdma: found required, but there is no package nixl-cu12; pip install "
+        "--no-deps nixl-cu12; "
         "or set it to auto"
     )
     for refuses in (lambda: planes_by_name(tmp_path, config), lambda: check_required(config)):

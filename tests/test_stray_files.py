@@ -1,4 +1,5 @@
-"""What somebody leaves in a run directory, or leaves half written: it is answered or left alone, and ends nothing."""
+"""What somebody leaves in a run directory, or leaves half written: it is answered or left alone,
+and ends nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from relax_hpc.lifecycle.establish import check_resumable, reopen
 from relax_hpc.observe import status_groups
 from relax_hpc.observe.status import last_checkpoint, status
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, latest_card, latest_incarnation, publish_card
+from relax_hpc.rendezvous.roster import (
+    Card,
+    claim_incarnation,
+    latest_card,
+    latest_incarnation,
+    publish_card,
+)
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise import launch_records, requests
@@ -32,17 +39,29 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-@pytest.mark.parametrize("content", [*ODD, b'{"op": "restart"}', b'{"op": "dance", "group": "actor"}'])
+@pytest.mark.parametrize(
+    "content", [*ODD, b'{"op": "restart"}', b'{"op": "dance", "group": "actor"}']
+)
 def test_what_is_no_request_is_answered_and_other_files_are_left_alone(run, content):
     folder = run.root / "requests"
     good = requests.ask(run, "restart", "actor")
     leave(folder / "000002.json", content)
-    for name in ("notes.json", "000001.json~", "1.json", "0000001.json", "backup.answer.json", "².json"):
+    for name in (
+        "notes.json",
+        "000001.json~",
+        "1.json",
+        "0000001.json",
+        "backup.answer.json",
+        "².json",
+    ):
         leave(folder / name, content)
     assert requests.pending(run, lambda _: True) == [good] == requests.pending(run, lambda _: True)
     answer = requests.wait_for_answer(run, Request(2, "", ""), 1.0)
     assert "000002.json: no request: op is one of release, restart, start" in answer["error"]
-    assert {path.name for path in folder.glob("*.answer.json")} == {"000002.answer.json", "backup.answer.json"}
+    assert {path.name for path in folder.glob("*.answer.json")} == {
+        "000002.answer.json",
+        "backup.answer.json",
+    }
     assert requests.ask(run, "start", "rollout-2").number == 3
 
 
@@ -70,14 +89,23 @@ def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
     leave(run.rendezvous("notes"), b"a file among folders")
     leave(run.exit_mark("actor", 1, "actor"), content)
     config = Config()
-    assert latest_card(run, "actor") == Card("actor", 1, [{"node": "n1"}]) and _nodes(run, "actor", 1) == 1
+    assert (
+        latest_card(run, "actor") == Card("actor", 1, [{"node": "n1"}])
+        and _nodes(run, "actor", 1) == 1
+    )
     assert latest_incarnation(run, "actor") == 1 and latest_incarnation(run, "notes") == 0
     assert launch_records.members_of(run, config) == list(config.groups)
-    assert launch_records.last_beat_s(run, "actor") == float("inf") and status_groups._beats(run, "actor", 1, {}) == []
     assert (
-        launch_records.read_launch(run, "actor", 1) is None and launch_records.read_mark(run, "actor", 1, "actor") == {}
+        launch_records.last_beat_s(run, "actor") == float("inf")
+        and status_groups._beats(run, "actor", 1, {}) == []
     )
-    assert not launch_records.all_ended(run, config, "actor") and outcome_of(run, "actor", "7") is None
+    assert (
+        launch_records.read_launch(run, "actor", 1) is None
+        and launch_records.read_mark(run, "actor", 1, "actor") == {}
+    )
+    assert (
+        not launch_records.all_ended(run, config, "actor") and outcome_of(run, "actor", "7") is None
+    )
     assert status(run, 0.1)["groups"]["actor"]["state"] in ("absent", "ended")
     if content is not None:
         leave_mark(run.exit_mark("actor", 1, "actor"), 75, "it says so")
@@ -124,7 +152,17 @@ def test_a_finished_run_is_shown_and_reopened(run, content):
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"a: [", b"nonsense: 1\n", b"actor: 7\n", b"7\n", b"\xff", b"steps: true\n", b"a: &a [*a]\n"]
+    "content",
+    [
+        b"{",
+        b"a: [",
+        b"nonsense: 1\n",
+        b"actor: 7\n",
+        b"7\n",
+        b"\xff",
+        b"steps: true\n",
+        b"a: &a [*a]\n",
+    ],
 )
 def test_a_change_that_is_none_is_left_out_and_said(run, capsys, content):
     folder = run.root / "changes"
@@ -142,7 +180,15 @@ def test_a_change_that_is_none_is_left_out_and_said(run, capsys, content):
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://[::1", "tcp://127.0.0.1:99999999", "ü"],
+    [
+        "",
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:x",
+        "tcp://[::1",
+        "tcp://127.0.0.1:99999999",
+        "ü",
+    ],
 )
 def test_a_client_outlives_cards_that_lead_nowhere(run, endpoint):
     publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], endpoint))
@@ -154,7 +200,13 @@ def test_a_client_outlives_cards_that_lead_nowhere(run, endpoint):
 
 
 def test_a_controller_starts_among_strange_files(run):
-    for folder in (run.shards, run.journal, run.media, run.journal.with_name("snapshots"), run.root / "queue"):
+    for folder in (
+        run.shards,
+        run.journal,
+        run.media,
+        run.journal.with_name("snapshots"),
+        run.root / "queue",
+    ):
         for name in ("notes.txt", ".hidden", "rollout-i000001-000001.h5.orig"):
             leave(folder / name, b"what is that?")
         leave(folder / "folder", None)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, NoProgressError, RelaxError
+from relax_hpc.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_RETRY,
+    ConfigError,
+    NoProgressError,
+    RelaxError,
+)
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.supervise import failures, requests, starts
 from relax_hpc.supervise.disk_watch import NoRoom
@@ -36,13 +43,18 @@ def at_first_in_vain(act: Callable[..., Any], *fails: BaseException) -> Callable
 
 
 def test_what_cannot_be_started_at_the_beginning_is_tried_again(world: World) -> None:
-    world.start, world.plans = at_first_in_vain(world.start, Unavailable("no answer")), {"rollout": ["done:0"]}
+    world.start, world.plans = (
+        at_first_in_vain(world.start, Unavailable("no answer")),
+        {"rollout": ["done:0"]},
+    )
     assert world.supervise("rollout") is Outcome.FINISHED
     assert world.started == [("rollout", 2)]
 
 
 @pytest.mark.parametrize(("since_s", "over"), [(59.0, False), (61.0, True)])
-def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_s: float, over: bool) -> None:
+def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(
+    world: World, since_s: float, over: bool
+) -> None:
     world.config.liveness.longest_wait_s = 60.0
 
     def wait() -> None:
@@ -74,8 +86,12 @@ def test_a_stop_that_a_full_disk_does_not_take_is_asked_for_again(
     assert requests.asked_to_stop(world.run)["code"] == EXIT_RETRY
 
 
-@pytest.mark.parametrize(("fault", "words"), [("crashes", "ended with code 1"), ("killed", "ended by signal 9")])
-def test_a_group_that_dies_comes_back_while_the_others_go_on(world: World, fault: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"), [("crashes", "ended with code 1"), ("killed", "ended by signal 9")]
+)
+def test_a_group_that_dies_comes_back_while_the_others_go_on(
+    world: World, fault: str, words: str
+) -> None:
     world.plans = {"rollout": [fault, "done:0"], "actor": ["done:0"]}
     assert world.supervise("rollout", "actor") is Outcome.FINISHED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
@@ -104,7 +120,9 @@ def test_one_role_of_several_takes_its_group_along(world: World) -> None:
 @pytest.mark.parametrize(
     ("mark", "error", "code"), [("failed:78", ConfigError, 78), ("failed:93", NoProgressError, 93)]
 )
-def test_what_trying_again_cannot_mend_ends_the_run(world: World, mark: str, error: type, code: int) -> None:
+def test_what_trying_again_cannot_mend_ends_the_run(
+    world: World, mark: str, error: type, code: int
+) -> None:
     world.plans = {"actor": [mark]}
     with pytest.raises(error, match=r"actor: it says so \(log: .*logs/actor/inc-000001"):
         world.supervise("rollout", "actor")
@@ -114,13 +132,21 @@ def test_what_trying_again_cannot_mend_ends_the_run(world: World, mark: str, err
 
 def hub_answers(monkeypatch: pytest.MonkeyPatch, trained_steps: int, worked: list[str]) -> None:
     """Have the hub answer with this progress."""
-    nothing: dict[str, Any] = {"accepted": 0, "checkpoints": [], "lacking": {}, "disk": [], "beats": {}}
+    nothing: dict[str, Any] = {
+        "accepted": 0,
+        "checkpoints": [],
+        "lacking": {},
+        "disk": [],
+        "beats": {},
+    }
     answer: Future[Any] = Future()
     answer.set_result(SimpleNamespace(trained_steps=trained_steps, worked=worked, **nothing))
     monkeypatch.setattr(Status, "get", lambda self, timeout=None: answer)
 
 
-def test_a_programming_error_before_progress_ends_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_programming_error_before_progress_ends_the_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Work of another role is no progress of this one."""
     hub_answers(monkeypatch, trained_steps=0, worked=["rollout"])
     world.plans = {"actor": ["mistyped"]}
@@ -161,7 +187,9 @@ def test_a_group_goes_to_a_job_of_its_own(world: World, policy: str, whole: bool
     world.plans = {"rollout": ["crashes"]}
     world.answers |= {"whole": whole, "hand_over": "77"}
     assert world.supervise("rollout", then=world.go_on_in_a_job) is Outcome.FINISHED
-    assert world.started == [("rollout", 1)] and world.supervisor.roll.elsewhere == {"rollout": "77"}
+    assert world.started == [("rollout", 1)] and world.supervisor.roll.elsewhere == {
+        "rollout": "77"
+    }
     assert [name for name, _ in world.handed] == ["rollout"]
 
 
@@ -176,7 +204,10 @@ def test_where_no_job_can_be_had_and_nothing_is_left_the_job_makes_way(world: Wo
     world.plans = {"rollout": ["crashes"]}
     world.answers |= {"whole": False, "lost": True}
     assert world.supervise("rollout", "actor") is Outcome.INTERRUPTED
-    assert world.started == [("rollout", 1), ("actor", 1)] and "sbatch_on_nodes and spares" in world.said()
+    assert (
+        world.started == [("rollout", 1), ("actor", 1)]
+        and "sbatch_on_nodes and spares" in world.said()
+    )
 
 
 def end_when_rollout_is_back(world: World) -> None:
@@ -184,18 +215,28 @@ def end_when_rollout_is_back(world: World) -> None:
         world.end_the_actor()
 
 
-@pytest.mark.parametrize("error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")]
+)
 def test_an_outage_ends_nothing_but_is_waited_for(world: World, error: Exception) -> None:
     world.plans = {"rollout": ["crashes", "done:0"]}
     world.answers |= {"whole": [error, False, True], "hand_over": [error]}
-    assert world.supervise("rollout", "actor", then=lambda: end_when_rollout_is_back(world)) is Outcome.FINISHED
+    assert (
+        world.supervise("rollout", "actor", then=lambda: end_when_rollout_is_back(world))
+        is Outcome.FINISHED
+    )
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
     assert world.said().count("rollout: cannot be brought back yet") == 2
 
 
-@pytest.mark.parametrize("what", ["requests.pending", "requests.asked_to_stop", "failures.fruitless"])
-def test_a_read_that_fails_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """As of a shared file system one of whose servers is away; a group that ended meanwhile comes back."""
+@pytest.mark.parametrize(
+    "what", ["requests.pending", "requests.asked_to_stop", "failures.fruitless"]
+)
+def test_a_read_that_fails_is_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As of a shared file system one of whose servers is away; a group that ended meanwhile comes
+    back."""
     room, _, name = what.partition(".")
     where = {"requests": requests, "failures": failures}[room]
     real, ill = getattr(where, name), [OSError(5, "Input/output error")] * 3
@@ -207,14 +248,20 @@ def test_a_read_that_fails_is_tried_again(world: World, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(where, name, read)
     world.plans = {"rollout": ["crashes", "crashes", "crashes", "crashes", "done:0"]}
-    assert world.supervise("rollout", "actor", then=lambda: end_when_rollout_is_back(world)) is Outcome.FINISHED
+    assert (
+        world.supervise("rollout", "actor", then=lambda: end_when_rollout_is_back(world))
+        is Outcome.FINISHED
+    )
     assert not ill and [name for name, _ in world.started].count("rollout") == 5
     # On a busy machine the wait may be over between two of them, and is said again.
     assert "Input/output error; see whether its file system is well" in world.said()
 
 
-def test_no_job_is_asked_for_while_nothing_can_be_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could not even be written down that there is one: another would be asked for at the next try."""
+def test_no_job_is_asked_for_while_nothing_can_be_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not even be written down that there is one: another would be asked for at the next
+    try."""
     monkeypatch.setattr(starts, "_AGAIN_S", 0.0)
     world.plans, world.answers["whole"], full = {"actor": ["killed"]}, False, [True, True]
 
@@ -247,7 +294,9 @@ def test_what_no_waiting_mends_is_raised(world: World) -> None:
 def test_going_in_circles_ends_the_run(world: World) -> None:
     world.config.liveness.max_restarts = 2
     world.plans = {"rollout": ["crashes"]}
-    with pytest.raises(NoProgressError, match=r"rollout: ended 3 times without new samples.*max_restarts=2"):
+    with pytest.raises(
+        NoProgressError, match=r"rollout: ended 3 times without new samples.*max_restarts=2"
+    ):
         world.supervise("rollout", "actor")
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2), ("rollout", 3)]
     assert requests.asked_to_stop(world.run)["code"] == 93

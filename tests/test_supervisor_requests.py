@@ -1,4 +1,5 @@
-"""The supervisor is asked to end, is taken over, and is asked to start, restart and release members meanwhile."""
+"""The supervisor is asked to end, is taken over, and is asked to start, restart and release members
+meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from relax_hpc.supervise.launch_records import Launch, read_mark
 from relax_hpc.supervise.supervisor import RELEASED, Outcome
 from tests.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> None:
@@ -31,7 +32,11 @@ def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> No
     )
     assert world.asked[0][1] == {"hub", "rollout", "reference"} and world.asked[-1][1] == set()
     assert not world.supervisor.roll.here
-    marks = [read_mark(world.run, name, 1, role) for name in names for role in roles_of(world.config, name)]
+    marks = [
+        read_mark(world.run, name, 1, role)
+        for name in names
+        for role in roles_of(world.config, name)
+    ]
     assert [mark["status"] for mark in marks] == ["stopped"] * 4
 
 
@@ -71,7 +76,7 @@ def test_a_role_that_stops_for_no_reason_is_started_again(world: World) -> None:
     assert world.started == [("actor", 1), ("actor", 2)]
 
 
-# -- taking over -------------------------------------------------------------------------------------------------------
+# -- taking over -----------------------------------------------------------------------------------
 
 
 def adopted(world: World, name: str) -> Adopted:
@@ -86,7 +91,9 @@ def test_what_runs_is_taken_over_and_watched_by_its_marks(world: World) -> None:
     group = adopted(world, "rollout")
     world.plans = {"rollout": ["done:0"]}
     fail = world.once(
-        lambda: leave_mark(world.run.exit_mark("rollout", group.incarnation, "rollout"), 75, "lost its node")
+        lambda: leave_mark(
+            world.run.exit_mark("rollout", group.incarnation, "rollout"), 75, "lost its node"
+        )
     )
     assert world.supervise("rollout", then=fail) is Outcome.FINISHED
     assert world.started == [("rollout", 2)] and group.fate == "killed"
@@ -109,7 +116,9 @@ def test_a_fenced_supervisor_touches_nothing_that_its_successor_has(world: World
 
     with pytest.raises(FencedError, match="supervisor 2 has taken over"):
         world.supervise("rollout", "actor", "reference", then=world.once(successor))
-    assert (mine.fate, lost.fate) == ("left", "killed"), "an older incarnation than the newest is nobody's"
+    assert (mine.fate, lost.fate) == ("left", "killed"), (
+        "an older incarnation than the newest is nobody's"
+    )
     assert world.told("down") == [] and world.asked == []
     assert not world.supervisor.roll.here["reference"].members, "its own children go with it"
 
@@ -137,7 +146,7 @@ def test_a_fenced_supervisor_that_is_told_to_stop_stops_nothing(world: World) ->
     assert mine.fate == "left"
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def asks(world: World, *wanted: tuple[str, str]) -> Callable[[], None]:
@@ -149,11 +158,18 @@ def asks(world: World, *wanted: tuple[str, str]) -> Callable[[], None]:
 
 def test_members_of_a_local_run_are_started_restarted_and_released(world: World) -> None:
     # The last is of nobody: it is done, and ends nothing.
-    wanted = [("start", "rollout-2"), ("restart", "rollout"), ("release", "rollout-2"), ("release", "rollout-9")]
+    wanted = [
+        ("start", "rollout-2"),
+        ("restart", "rollout"),
+        ("release", "rollout-2"),
+        ("release", "rollout-9"),
+    ]
     assert world.supervise("rollout", "actor", then=asks(world, *wanted)) is Outcome.STOPPED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout-2", 1), ("rollout", 2)]
     assert [name for name, _ in world.asked[:2]] == ["rollout", "rollout-2"], "in good order"
-    assert "rollout-2" not in world.supervisor.roll.names and not requests.pending(world.run, lambda _: True)
+    assert "rollout-2" not in world.supervisor.roll.names and not requests.pending(
+        world.run, lambda _: True
+    )
 
 
 def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
@@ -161,11 +177,15 @@ def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
     assert world.started == [("rollout", 1), ("rollout-2", 1)]
 
 
-@pytest.mark.parametrize("error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")]
+)
 def test_a_restart_that_cannot_be_now_is_done_later(world: World, error: Exception) -> None:
     start, fails = world.start, [error]
 
-    def once_in_vain(name: str, incarnation: int, launch: Launch, ahead: Incarnation | None) -> Incarnation:
+    def once_in_vain(
+        name: str, incarnation: int, launch: Launch, ahead: Incarnation | None
+    ) -> Incarnation:
         if incarnation > 1 and fails:
             raise fails.pop()
         return start(name, incarnation, launch)
@@ -177,16 +197,26 @@ def test_a_restart_that_cannot_be_now_is_done_later(world: World, error: Excepti
 
 def test_requests_about_groups_of_others_are_left_to_them(world: World) -> None:
     world.config.layout = "het"
-    world.supervise("rollout", then=asks(world, ("restart", "actor"), ("start", "rollout-2"), ("restart", "nobody")))
+    world.supervise(
+        "rollout",
+        then=asks(world, ("restart", "actor"), ("start", "rollout-2"), ("restart", "nobody")),
+    )
     assert world.started == [("rollout", 1)]
     assert len(requests.pending(world.run, lambda _: True)) == 3
 
 
 def test_a_group_that_is_released_goes_on_in_a_job_that_somebody_else_submits(world: World) -> None:
     world.config.layout = "het"
-    then = world.once(lambda: requests.ask(world.run, "release", "rollout"), lambda: None, world.end_the_actor)
-    assert world.supervise("rollout", "actor", then=lambda: (then(), world.go_on_in_a_job())) is Outcome.FINISHED
-    assert world.handed == [("rollout", RELEASED)] and world.supervisor.roll.elsewhere == {"rollout": ""}
+    then = world.once(
+        lambda: requests.ask(world.run, "release", "rollout"), lambda: None, world.end_the_actor
+    )
+    assert (
+        world.supervise("rollout", "actor", then=lambda: (then(), world.go_on_in_a_job()))
+        is Outcome.FINISHED
+    )
+    assert world.handed == [("rollout", RELEASED)] and world.supervisor.roll.elsewhere == {
+        "rollout": ""
+    }
     assert world.started == [("rollout", 1), ("actor", 1)]
 
 

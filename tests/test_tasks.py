@@ -36,7 +36,11 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "tasks"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
+    make_tiny_model(
+        directory,
+        TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8),
+        seed=0,
+    )
     return load_tokenizer(directory)
 
 
@@ -50,9 +54,13 @@ class TwoTurns(Task):
 
     async def episode(self, request: GenerateRequest, ask: Any) -> Generation:
         first = await ask(request)
-        longer = GenerateRequest((*request.prompt_ids, *first.token_ids), "p", 0, request.sampling, 2)
+        longer = GenerateRequest(
+            (*request.prompt_ids, *first.token_ids), "p", 0, request.sampling, 2
+        )
         second = await ask(longer)
-        return Generation([*first.token_ids, *second.token_ids], [-1.0] * 4, np.ones(4, np.int32), "stop")
+        return Generation(
+            [*first.token_ids, *second.token_ids], [-1.0] * 4, np.ones(4, np.int32), "stop"
+        )
 
     def reward(self, samples: list) -> list[float]:
         return [1.0 / len(samples)] * len(samples)
@@ -123,15 +131,23 @@ def made(folder: Path, tokenizer: Tokenizer, config: Config) -> RunDir:
 
 def test_tasks_are_found_by_name_or_import_path() -> None:
     assert type(get_task("tests.test_tasks:TwoTurns")) is TwoTurns
-    with pytest.raises(ConfigError, match=r"did you mean 'relax_hpc\.examples\.tasks\.sort_digits:SortDigits'"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean 'relax_hpc\.examples\.tasks\.sort_digits:SortDigits'"
+    ):
         get_task("sort_digit")
     with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
         get_task("pathlib:Path")
-    with pytest.raises(ConfigError, match=r"task: 'tests\.test_tasks:Needs': cannot be made: TypeError: .*'path'"):
+    with pytest.raises(
+        ConfigError, match=r"task: 'tests\.test_tasks:Needs': cannot be made: TypeError: .*'path'"
+    ):
         get_task("tests.test_tasks:Needs")
 
 
-OLD_NAMES = [*RENAMED["task"], "relax_hpc.tasks.sort_digits:SortDigits", "relax_hpc.tasks.arithmetic:Arithmetic"]
+OLD_NAMES = [
+    *RENAMED["task"],
+    "relax_hpc.tasks.sort_digits:SortDigits",
+    "relax_hpc.tasks.arithmetic:Arithmetic",
+]
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
@@ -140,24 +156,35 @@ def test_old_names_of_example_tasks_are_accepted_with_one_warning(
 ) -> None:
     monkeypatch.setattr("relax_hpc.named._warned", set())
     task = get_task(name)
-    assert type(get_task(name)) is type(task) and type(task).__module__.startswith("relax_hpc.examples.tasks.")
+    assert type(get_task(name)) is type(task) and type(task).__module__.startswith(
+        "relax_hpc.examples.tasks."
+    )
     current = f"{type(task).__module__}:{type(task).__name__}"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: task: {name!r} is now called {current!r}")
     with no_imports():
-        assert type(get_task(current)) is type(task), "commands that only read a run know the tasks of this package"
+        assert type(get_task(current)) is type(task), (
+            "commands that only read a run know the tasks of this package"
+        )
     assert capsys.readouterr().err == ""
 
 
 def test_every_example_task_has_a_class_under_its_old_name() -> None:
     modules = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "avi"}
     assert modules == {old.rpartition(".")[2] for old in RENAMED_MODULES}
-    with no_imports(), pytest.raises(ConfigError, match="imports no module that a configuration names"):
+    with (
+        no_imports(),
+        pytest.raises(ConfigError, match="imports no module that a configuration names"),
+    ):
         get_task("relax_hpc.examples.tasks.avi:avi")
 
 
-def test_the_configuration_of_an_old_run_has_the_old_name(run_dir: Path, tokenizer: Tokenizer) -> None:
-    (run_dir / "config.yaml").write_text("data: {task: sort_digits, digits: 3, max_prompt_tokens: 32}\n")
+def test_the_configuration_of_an_old_run_has_the_old_name(
+    run_dir: Path, tokenizer: Tokenizer
+) -> None:
+    (run_dir / "config.yaml").write_text(
+        "data: {task: sort_digits, digits: 3, max_prompt_tokens: 32}\n"
+    )
     config = load_resolved(run_dir)
     assert train_reward(config) == "answer_partial"
     run = made(run_dir, tokenizer, config)
@@ -171,7 +198,12 @@ def test_the_configuration_of_an_old_run_has_the_old_name(run_dir: Path, tokeniz
         ("", {"rollout.reward": "math"}, "math", "math"),
         ("", {"rollout.reward": "math", "eval.reward": "exact"}, "math", "exact"),
         ("relax_hpc.examples.tasks.sort_digits:SortDigits", {}, "answer_partial", "answer_partial"),
-        ("tests.test_tasks:TwoTurns", {}, "tests.test_tasks:TwoTurns.reward", "tests.test_tasks:TwoTurns.reward"),
+        (
+            "tests.test_tasks:TwoTurns",
+            {},
+            "tests.test_tasks:TwoTurns.reward",
+            "tests.test_tasks:TwoTurns.reward",
+        ),
         ("tests.test_tasks:TwoTurns", {"rollout.reward": "a:b"}, "a:b", "a:b"),
     ],
 )
@@ -184,19 +216,30 @@ def test_the_reward_is_the_tasks_own_unless_another_is_named(
         assert get_reward(train)([None] * 4) == [0.25] * 4
 
 
-def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_rows_of_a_task_become_files_unless_files_are_named(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     config = config_of("tests.test_tasks:TwoTurns")
     run = made(tmp_path / "one", tokenizer, config)
-    assert {name: path.name for name, path in eval_files(run, config).items()} == {"held_out": "held_out.jsonl"}
+    assert {name: path.name for name, path in eval_files(run, config).items()} == {
+        "held_out": "held_out.jsonl"
+    }
     for path in (train_files(run, config)["train"], *eval_files(run, config).values()):
-        assert [row["id"] for row in map(json.loads, path.open())] == [f"{path.stem}-{n}" for n in range(3)]
+        assert [row["id"] for row in map(json.loads, path.open())] == [
+            f"{path.stem}-{n}" for n in range(3)
+        ]
     named = config_of("tests.test_tasks:TwoTurns", **{"data.eval.mine": "/my.jsonl"})
     run = made(tmp_path / "two", tokenizer, named)
     assert [path.name for path in run.data.iterdir()] == ["train.jsonl"]
     assert eval_files(run, named) == {"mine": Path("/my.jsonl")}
-    with pytest.raises(ConfigError, match=r"data\.task: Broken: row 2 of train: TypeError: .*object is not JSON"):
+    with pytest.raises(
+        ConfigError, match=r"data\.task: Broken: row 2 of train: TypeError: .*object is not JSON"
+    ):
         made(tmp_path / "three", tokenizer, config_of("tests.test_tasks:Broken"))
-    with pytest.raises(ConfigError, match=r"data\.task: Typos: row 1 of train: FileNotFoundError: .*'/no/such/file'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.task: Typos: row 1 of train: FileNotFoundError: .*'/no/such/file'",
+    ):
         made(tmp_path / "four", tokenizer, config_of("tests.test_tasks:Typos"))
 
 
@@ -206,11 +249,23 @@ def test_rows_whose_source_does_not_answer_are_asked_for_again_and_are_no_mistak
     monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
     config = config_of("tests.test_tasks:Flaky")
     monkeypatch.setattr(Flaky, "left", 2)
-    assert len(train_files(made(tmp_path / "one", tokenizer, config), config)["train"].read_text().splitlines()) == 2
+    assert (
+        len(
+            train_files(made(tmp_path / "one", tokenizer, config), config)["train"]
+            .read_text()
+            .splitlines()
+        )
+        == 2
+    )
     monkeypatch.setattr(Flaky, "left", 3)
-    with pytest.raises(RelaxError, match=r"Flaky: row 2 of train: ConnectionResetError: reset .*again") as found:
+    with pytest.raises(
+        RelaxError, match=r"Flaky: row 2 of train: ConnectionResetError: reset .*again"
+    ) as found:
         made(tmp_path / "two", tokenizer, config)
-    assert found.value.exit_code == EXIT_RETRY and not (tmp_path / "two" / "data" / "train.jsonl").exists()
+    assert (
+        found.value.exit_code == EXIT_RETRY
+        and not (tmp_path / "two" / "data" / "train.jsonl").exists()
+    )
 
 
 def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
@@ -221,7 +276,9 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
         await asyncio.sleep(0.3)
         return turn
 
-    assert asyncio.run(play(Dawdling(0.0), request, slow, 0.2)) is turn, "the engine's time does not count"
+    assert asyncio.run(play(Dawdling(0.0), request, slow, 0.2)) is turn, (
+        "the engine's time does not count"
+    )
     late = asyncio.run(play(Dawdling(), request, slow, 0.2))
     assert isinstance(late, BadAnswer) and late.reason == "episode_timeout"
     assert str(late).endswith("not done in 0.2 s of its own (rollout.episode_timeout_s)")
@@ -235,8 +292,14 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
             {"data.task": "relax_hpc.tasks:Task"},
             "data.train: found nothing, and data.task 'relax_hpc",
         ),
-        ({"data.train": "x.jsonl"}, "data.train: found 'x.jsonl' with data.task 'tests.test_tasks:TwoTurns'"),
-        ({"data.task": "tests.test_tasks:Needs"}, "data.task: 'tests.test_tasks:Needs': cannot be made: TypeError"),
+        (
+            {"data.train": "x.jsonl"},
+            "data.train: found 'x.jsonl' with data.task 'tests.test_tasks:TwoTurns'",
+        ),
+        (
+            {"data.task": "tests.test_tasks:Needs"},
+            "data.task: 'tests.test_tasks:Needs': cannot be made: TypeError",
+        ),
         (
             {"data.task": "tests.test_tasks:Misspelled"},
             "data.task: tests.test_tasks:Misspelled.evaluations: found 'held_out'",
@@ -253,7 +316,10 @@ def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
             {"data.task": "tests.test_tasks:Typos"},
             "data.task: tests.test_tasks:Typos.rewards: found it, and no 'reward', which",
         ),
-        ({"warm_start.steps": 3}, "warm_start.steps: found 3 without a task that has demonstrations"),
+        (
+            {"warm_start.steps": 3},
+            "warm_start.steps: found 3 without a task that has demonstrations",
+        ),
     ],
 )
 def test_check_knows_what_a_task_has(over: dict[str, Any], says: str) -> None:
@@ -261,7 +327,9 @@ def test_check_knows_what_a_task_has(over: dict[str, Any], says: str) -> None:
     assert any(finding.startswith(says) for finding in findings), findings
 
 
-def played(task: Task, *answers: Generation | BadAnswer | Exception) -> tuple[Any, list[GenerateRequest], Draft]:
+def played(
+    task: Task, *answers: Generation | BadAnswer | Exception
+) -> tuple[Any, list[GenerateRequest], Draft]:
     asked, given, draft = list[GenerateRequest](), iter(answers), Draft()
 
     async def once(request: GenerateRequest) -> Generation | BadAnswer:
@@ -280,17 +348,26 @@ def test_an_episode_is_one_turn_unless_the_task_plays_it_otherwise() -> None:
     answer, [asked], draft = played(Task(), turn)
     assert answer is turn and asked.draft is draft
     whole, asked, draft = played(TwoTurns(), turn, turn)
-    assert whole.token_ids == [7, 2, 7, 2] and [request.prompt_ids for request in asked] == [(5, 6), (5, 6, 7, 2)]
+    assert whole.token_ids == [7, 2, 7, 2] and [request.prompt_ids for request in asked] == [
+        (5, 6),
+        (5, 6, 7, 2),
+    ]
     assert draft.ended is whole and [request.draft for request in asked] == [None, None]
     bad = BadAnswer("nan_logprob", "no")
     assert played(TwoTurns(), turn, bad)[0] is bad
     failed, _, draft = played(Broken())
-    assert isinstance(failed, BadAnswer) and str(failed) == "episode_exception: KeyError: 'tool'" and not draft.ended
+    assert (
+        isinstance(failed, BadAnswer)
+        and str(failed) == "episode_exception: KeyError: 'tool'"
+        and not draft.ended
+    )
     with pytest.raises(Repeat):
         played(TwoTurns(), turn, Repeat())
 
 
-def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     run, files = RunDir(tmp_path / "run"), [tmp_path / "train.jsonl", tmp_path / "held.jsonl"]
     for path in files:
         path.write_text('{"id": 1, "prompt": "12?", "answer": "12"}\n')
@@ -309,9 +386,15 @@ def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(tmp_path: Pa
         path.write_bytes(before)
 
 
-def test_another_template_is_said_before_a_run_is_resumed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_another_template_is_said_before_a_run_is_resumed(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """A run keeps its prompts: they are rendered again whenever one is used."""
-    run, rows, template = RunDir(tmp_path / "run"), tmp_path / "train.jsonl", tmp_path / "chat.jinja"
+    run, rows, template = (
+        RunDir(tmp_path / "run"),
+        tmp_path / "train.jsonl",
+        tmp_path / "chat.jinja",
+    )
     rows.write_text('{"id": 1, "prompt": "12?", "answer": "12"}\n')
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     data = {"train": str(rows), "chat_template": str(template), "template_date": "2026-01-31"}
@@ -323,20 +406,24 @@ def test_another_template_is_said_before_a_run_is_resumed(tmp_path: Path, tokeni
     check_resumable(run, config)
     template.write_text("{% for message in messages %}!{{ message.content }}{% endfor %}")
     template_of.cache_clear()
-    with pytest.raises(ConfigError, match="would become other prompts than when the run began: the chat template"):
+    with pytest.raises(
+        ConfigError, match="would become other prompts than when the run began: the chat template"
+    ):
         check_resumable(run, config)
     with pytest.raises(ConfigError, match="would become other prompts"):
         open_train(run, config, load_tokenizer(run.model))
 
 
-# -- sorting digits ----------------------------------------------------------------------------------------------------
+# -- sorting digits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("digits", [1, 2, 4])
 def test_split_is_disjoint_and_complete(digits):
     sets = sets_of(digits)
     assert all(sets.values())
-    assert sorted(text for texts in sets.values() for text in texts) == [f"{i:0{digits}d}" for i in range(10**digits)]
+    assert sorted(text for texts in sets.values() for text in texts) == [
+        f"{i:0{digits}d}" for i in range(10**digits)
+    ]
     trained = {sort_answer(text) for text in sets["train"]}
     assert trained.isdisjoint(sort_answer(text) for text in sets["heldout_multisets"])
 
@@ -352,7 +439,8 @@ def test_split_of_four_digits_never_changes():
 
 def sorting(**over: Any) -> Config:
     return config_of(
-        "relax_hpc.examples.tasks.sort_digits:SortDigits", **{"data.digits": 3, "warm_start.batch_size": 50} | over
+        "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        **{"data.digits": 3, "warm_start.batch_size": 50} | over,
     )
 
 
@@ -364,7 +452,9 @@ def test_sort_digits_files(tmp_path, tokenizer):
     assert all((one / n).read_bytes() == (two / n).read_bytes() for n in names)
     prompts, bad = load_prompts(one / "train.jsonl", tokenizer, PromptRules(8), 0.0)
     assert not bad
-    assert all(p.text == p.prompt_id + "?" and p.answer == sort_answer(p.prompt_id) for p in prompts)
+    assert all(
+        p.text == p.prompt_id + "?" and p.answer == sort_answer(p.prompt_id) for p in prompts
+    )
     train = {p.prompt_id for p in prompts}
     rows = [json.loads(line) for line in (one / "warm_start.jsonl").open()]
     wrong = 0
@@ -380,7 +470,11 @@ def test_sort_digits_files(tmp_path, tokenizer):
 
 
 def test_warm_start_without_noise_is_right(tmp_path, tokenizer):
-    run = made(tmp_path, tokenizer, sorting(**{"data.digits": 2, "warm_start.steps": 1, "warm_start.noise": 0.0}))
+    run = made(
+        tmp_path,
+        tokenizer,
+        sorting(**{"data.digits": 2, "warm_start.steps": 1, "warm_start.noise": 0.0}),
+    )
     for line in (run.data / "warm_start.jsonl").open():
         question, answer = tokenizer.decode(json.loads(line)["token_ids"]).split("?")
         assert answer == sort_answer(question)

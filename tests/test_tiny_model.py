@@ -46,7 +46,9 @@ def test_a_model_that_is_there_is_kept(tmp_path):
     before = (tmp_path / "m/model.safetensors").stat().st_mtime_ns
     make_tiny_model(tmp_path / "m", SMALL, 0)
     assert (tmp_path / "m/model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(ConfigError, match=r"holds a model with hidden_size 16, model\.tiny asks for 64"):
+    with pytest.raises(
+        ConfigError, match=r"holds a model with hidden_size 16, model\.tiny asks for 64"
+    ):
         make_tiny_model(tmp_path / "m", TinyModelConfig(), 0)
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match=r"found no config\.json in .*; remove the directory"):
@@ -54,11 +56,17 @@ def test_a_model_that_is_there_is_kept(tmp_path):
 
 
 def test_impossible_shapes_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_attention_heads: found 3, allowed multiples .* \(2\)"):
-        make_tiny_model(tmp_path / "m", TinyModelConfig(num_attention_heads=3, num_key_value_heads=2), 0)
+    with pytest.raises(
+        ConfigError, match=r"num_attention_heads: found 3, allowed multiples .* \(2\)"
+    ):
+        make_tiny_model(
+            tmp_path / "m", TinyModelConfig(num_attention_heads=3, num_key_value_heads=2), 0
+        )
     with pytest.raises(ConfigError, match="head_dim: found 9"):
         make_tiny_model(tmp_path / "m", TinyModelConfig(head_dim=9), 0)
-    with pytest.raises(ConfigError, match=r"num_experts_per_tok: found 4, allowed at most num_experts \(3\)"):
+    with pytest.raises(
+        ConfigError, match=r"num_experts_per_tok: found 4, allowed at most num_experts \(3\)"
+    ):
         make_tiny_model(tmp_path / "m", TinyModelConfig(num_experts=3, num_experts_per_tok=4), 0)
     assert not list(tmp_path.iterdir())
 
@@ -72,7 +80,11 @@ def test_transformers_loads_a_mixture_of_experts(tmp_path):
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
-    assert (model.config.num_experts, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (4, 3, True)
+    assert (
+        model.config.num_experts,
+        model.config.num_experts_per_tok,
+        model.config.norm_topk_prob,
+    ) == (4, 3, True)
     stored = load_file(tmp_path / "m/model.safetensors")
     assert {name: tuple(weight.shape) for name, weight in stored.items()} == parameter_shapes(shape)
 
@@ -96,22 +108,34 @@ def test_transformers_loads_model_and_tokenizer(tmp_path):
     assert torch.isfinite(logits).all()
 
     generation = GenerationConfig.from_pretrained(tmp_path / "m")
-    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (BOS_ID, EOS_ID, PAD_ID)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (
+        BOS_ID,
+        EOS_ID,
+        PAD_ID,
+    )
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "m"), load_tokenizer(tmp_path / "m")
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (BOS_ID, EOS_ID, PAD_ID)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (
+        BOS_ID,
+        EOS_ID,
+        PAD_ID,
+    )
     for text in ("4312?", "a b", "1+2=3", "", "É\n"):
         assert theirs(text)["input_ids"] == ours.encode(text)
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text, special=False)
     ids = [1, 7, 6, 4, 5, 18, 4, 60, 2, 0]
     assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
-    assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == [
+        "Qwen3ForCausalLM"
+    ]
 
 
 def test_transformers_finds_the_processor_of_a_model_that_hears(tmp_path):
     pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
     from transformers import AutoProcessor
 
-    shape = TinyModelConfig(vision_layers=1, audio_layers=1, num_experts=4, tie_word_embeddings=False)
+    shape = TinyModelConfig(
+        vision_layers=1, audio_layers=1, num_experts=4, tie_word_embeddings=False
+    )
     make_tiny_model(tmp_path / "m", shape, 0)
     found = AutoProcessor.from_pretrained(tmp_path / "m")
     assert type(found).__name__ == "Qwen3OmniMoeProcessor"

@@ -1,4 +1,5 @@
-"""Tokenizers and chat templates of changed model directories: prompts have the tokens that transformers gives them."""
+"""Tokenizers and chat templates of changed model directories: prompts have the tokens that
+transformers gives them."""
 
 from __future__ import annotations
 
@@ -31,15 +32,21 @@ from tests.requirements import requires
 requires("torch", "transformers")
 
 MESSAGES = [{"role": "system", "content": "add"}, {"role": "user", "content": "what is 3+4?"}]
-TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
+}
 BASE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if image_token is defined %}{{ image_token }}{% endif %}{% if documents is none %}.{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% "
+    "endfor %}"
+    "{% if image_token is defined %}{{ image_token }}{% endif %}{% if documents is none %}.{% "
+    "endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WITH_TOOLS = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}" + BASE
 GENERATION = (
-    "{% set ns = 'a' %}{% for m in messages %}{% generation %}{% set ns = 'b' %}{{ m.content }}{% endgeneration %}"
+    "{% set ns = 'a' %}{% for m in messages %}{% generation %}{% set ns = 'b' %}{{ m.content }}{% "
+    "endgeneration %}"
     "{{ ns }}{{ {'x': m.role} | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}"
 )
 JSON = dict[str, Any]
@@ -79,7 +86,9 @@ def move_names(folder: Path) -> None:
     """Names of special tokens stand in special_tokens_map.json, as in older repositories."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    names = {key: config.pop(key) for key in ("bos_token", "eos_token", "pad_token") if key in config}
+    names = {
+        key: config.pop(key) for key in ("bos_token", "eos_token", "pad_token") if key in config
+    }
     path.write_text(json.dumps(config))
     (folder / "special_tokens_map.json").write_text(json.dumps(names))
 
@@ -89,7 +98,11 @@ def template_files(**templates: str) -> Change:
 
     def write(folder: Path) -> None:
         for name, text in templates.items():
-            path = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+            path = folder / (
+                "chat_template.jinja"
+                if name == "default"
+                else f"additional_chat_templates/{name}.jinja"
+            )
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
 
@@ -109,7 +122,14 @@ def config_template(value: Any) -> Change:
 LISTED = [{"name": "default", "template": BASE}, {"name": "tool_use", "template": WITH_TOOLS}]
 CHANGES: dict[str, Change] = {
     "truncation": tokenizer_file(
-        lambda t: t.update(truncation={"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0})
+        lambda t: t.update(
+            truncation={
+                "direction": "Right",
+                "max_length": 8,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            }
+        )
     ),
     "padding": tokenizer_file(
         lambda t: t.update(
@@ -129,13 +149,17 @@ CHANGES: dict[str, Change] = {
     "files": template_files(default=BASE, tool_use=WITH_TOOLS),
     "text": config_template(BASE),
     "names": move_names,
-    "bos": config_file(lambda c: c.update(bos_token={"content": "<s>", "lstrip": True, "__type": "AddedToken"})),
+    "bos": config_file(
+        lambda c: c.update(bos_token={"content": "<s>", "lstrip": True, "__type": "AddedToken"})
+    ),
     "no bos": config_file(lambda c: c.pop("bos_token", None)),
     "image": config_file(lambda c: c.update(image_token="<pad>")),
     "named": config_file(lambda c: c.update(extra_special_tokens={"image_token": "<s>"})),
     "extra": config_file(lambda c: c.update(additional_special_tokens=["zzz", "<s>"])),
     "decoder": config_file(
-        lambda c: c.update(added_tokens_decoder={"1": {"content": "<s>", "lstrip": True, "special": True}})
+        lambda c: c.update(
+            added_tokens_decoder={"1": {"content": "<s>", "lstrip": True, "special": True}}
+        )
     ),
     "unlisted": tokenizer_file(
         lambda t: t.update(added_tokens=[a for a in t["added_tokens"] if a["content"] != "<s>"])
@@ -184,7 +208,10 @@ def their_tokens(folder: Path, tools: list[JSON]) -> list[int]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(names=st.lists(st.sampled_from(sorted(CHANGES)), max_size=4, unique=True), has_tools=st.booleans())
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)), max_size=4, unique=True),
+    has_tools=st.booleans(),
+)
 @example(names=["truncation", "padding"], has_tools=False)
 @example(names=["listed"], has_tools=True)
 @example(names=["files"], has_tools=True)
@@ -195,7 +222,8 @@ def their_tokens(folder: Path, tools: list[JSON]) -> list[int]:
 def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
     model: Path, tmp_path_factory: pytest.TempPathFactory, names: list[str], has_tools: bool
 ) -> None:
-    """Or they are refused: of a template that shows no tools, and where transformers refuses them too."""
+    """Or they are refused: of a template that shows no tools, and where transformers refuses them
+    too."""
     folder = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(model, folder)
     for name in names:
@@ -221,10 +249,17 @@ def test_prompts_of_changed_directories_have_the_tokens_of_transformers(
             "split_special_tokens: found true, allowed: false",
         ),
         (
-            config_file(lambda c: c.update(added_tokens_decoder={"60": {"content": "<think>", "special": False}})),
+            config_file(
+                lambda c: c.update(
+                    added_tokens_decoder={"60": {"content": "<think>", "special": False}}
+                )
+            ),
             "token '<think>' has the id 128, but 60 in tokenizer_config.json",
         ),
-        (config_file(lambda c: c.update(pad_token={"text": "<pad>"})), "as a token, allowed: a text, or an object"),
+        (
+            config_file(lambda c: c.update(pad_token={"text": "<pad>"})),
+            "as a token, allowed: a text, or an object",
+        ),
         (generation_ids(eos_token_id=[7, -1]), "eos_token_id: found -1, allowed: ids of tokens"),
         (config_template([{"name": "rag", "template": BASE}]), "allowed: one named default"),
         (config_template({"default": 7}), "neither a text nor a list of objects"),
@@ -249,7 +284,9 @@ def test_a_negative_id_of_padding_is_not_used(model: Path, tmp_path: Path) -> No
     assert load_tokenizer(folder).pad_id >= 0
 
 
-def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(model: Path, tmp_path: Path) -> None:
+def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(
+    model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
 
@@ -267,9 +304,15 @@ def test_an_added_word_that_ends_a_response_must_not_stand_in_a_message(model: P
 
 def test_contents_in_parts_are_joined_for_templates_that_take_texts_alone() -> None:
     parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "3+4?"}]
-    with closing(ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", {})) as template:
+    with closing(
+        ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", {})
+    ) as template:
         assert template.render([{"role": "user", "content": parts}]) == "user:what is 3+4?"
-    own = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    own = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for "
+        "p in "
+        "m.content %}"
+    )
     own += "{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
     with closing(ChatTemplate(own, {})) as template:
         assert template.render([{"role": "user", "content": parts}]) == "what is 3+4?"
@@ -281,7 +324,9 @@ def test_a_template_reads_one_date_in_a_run_whenever_it_is_asked(model: Path) ->
         assert template.render([{"role": "user", "content": "!"}]) == "2026-11-26 00:00:00!"
     dated, other = (ChatTemplate(text, {}, day=day) for day in ("2026-11-26", "2026-11-27"))
     assert dated.key != other.key, "prompts of another day are other prompts"
-    plain, same = (ChatTemplate("{{ messages }}", {}, day=day) for day in ("2026-11-26", "2026-11-27"))
+    plain, same = (
+        ChatTemplate("{{ messages }}", {}, day=day) for day in ("2026-11-26", "2026-11-27")
+    )
     assert plain.key == same.key
 
 
@@ -292,7 +337,7 @@ def test_templates_are_found_by_name(model: Path, tmp_path: Path) -> None:
     assert find_templates(str(tmp_path / "own.jinja"), model) == {"default": "x"}
 
 
-# -- texts that continue others ----------------------------------------------------------------------------------------
+# -- texts that continue others --------------------------------------------------------------------
 
 LINES = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -308,17 +353,37 @@ SPOKEN = [
 
 
 def sentence_pieces(normalizer: JSON | None, splitter: JSON | None) -> Change:
-    """A tokenizer.json like Llama 2's: characters, with `▁` for a blank and two tokens that begin with it."""
+    """A tokenizer.json like Llama 2's: characters, with `▁` for a blank and two tokens that begin
+    with it."""
 
     def write(folder: Path) -> None:
         characters = sorted(set("\n<|>▁ add3n4sevgiusrto7"))
-        vocab = {name: number for number, name in enumerate(["<s>", "</s>", *characters, "▁s", "▁a"])}
+        vocab = {
+            name: number for number, name in enumerate(["<s>", "</s>", *characters, "▁s", "▁a"])
+        }
         model = {"type": "BPE", "vocab": vocab, "merges": ["▁ s", "▁ a"]}
-        flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
-        added = [{"id": number, "content": name, **flags} for number, name in enumerate(["<s>", "</s>"])]
-        content = {"model": model, "normalizer": normalizer, "pre_tokenizer": splitter, "added_tokens": added}
+        flags = {
+            "special": True,
+            "normalized": False,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+        added = [
+            {"id": number, "content": name, **flags} for number, name in enumerate(["<s>", "</s>"])
+        ]
+        content = {
+            "model": model,
+            "normalizer": normalizer,
+            "pre_tokenizer": splitter,
+            "added_tokens": added,
+        }
         (folder / "tokenizer.json").write_text(json.dumps(content))
-        names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        names = {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
         (folder / "chat_template.jinja").write_text(LINES)
@@ -349,7 +414,9 @@ def metaspace(scheme: str) -> JSON:
         sentence_pieces(None, metaspace("never")),
     ],
 )
-def test_an_answer_begins_without_a_blank_that_nobody_wrote(model: Path, tmp_path: Path, change: Change) -> None:
+def test_an_answer_begins_without_a_blank_that_nobody_wrote(
+    model: Path, tmp_path: Path, change: Change
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     change(folder)
@@ -362,7 +429,9 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(model: Path, tmp_pat
         assert rules.template
         first = their.apply_chat_template(SPOKEN[:1], add_generation_prompt=True, return_dict=False)
         turn = theirs[len(first) : theirs.index(1, len(first)) + 1]
-        _, heard = Bridge(tokenizer, rules.template).tokens([*first, *turn], [Message("user", ("again",))], False)
+        _, heard = Bridge(tokenizer, rules.template).tokens(
+            [*first, *turn], [Message("user", ("again",))], False
+        )
         assert [*first, *turn, *heard] == theirs[: len(first + turn + heard)]
         between = Renderer(rules.template, tokenizer).between(SPOKEN[:3], 1, [], 1)
         assert between == heard
@@ -376,11 +445,15 @@ def test_an_answer_begins_without_a_blank_that_nobody_wrote(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(model: Path, tmp_path: Path, prefix: bool) -> None:
+def test_a_blank_before_a_text_is_left_out_where_the_settings_say_so(
+    model: Path, tmp_path: Path, prefix: bool
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     sentence_pieces(None, metaspace("first"))(folder)
-    config_file(lambda c: c.update(tokenizer_class="LlamaTokenizerFast", add_prefix_space=prefix))(folder)
+    config_file(lambda c: c.update(tokenizer_class="LlamaTokenizerFast", add_prefix_space=prefix))(
+        folder
+    )
     ids = load_tokenizer(folder).encode("seven again")
     assert ids == transformers_tokenizer(folder)("seven again")["input_ids"]
 

@@ -1,5 +1,5 @@
-"""The run with a calculator, shortened, by its command: the policy learns from episodes of two turns, and by what its
-tool says alone."""
+"""The run with a calculator, shortened, by its command: the policy learns from episodes of two
+turns, and by what its tool says alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_a_policy_learns_to_use_a_calculator(tmp_path: Path) -> None:
 
     rows = queue_rows(live.run).values()
     assert all(np.array_equal(row["loss_mask"] > 0, row["token_versions"] > 0) for row in rows)
-    turns = [sum(int(mine) for mine, _ in groupby(row["loss_mask"][row["prompt_len"] :])) for row in rows]
+    turns = [
+        sum(int(mine) for mine, _ in groupby(row["loss_mask"][row["prompt_len"] :])) for row in rows
+    ]
     assert max(turns) == 2 and mean(turns) > 1.8
     assert {row["finish_reason"] for row in rows} <= {"env_done", "max_turns", "length"}
     found = audit(live.run)

@@ -1,4 +1,5 @@
-"""Tasks with tools: what is demonstrated is what an episode becomes, token by token, against the environment itself."""
+"""Tasks with tools: what is demonstrated is what an episode becomes, token by token, against the
+environment itself."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ COUNT = 20
 
 @pytest.mark.parametrize("name", ["tools", "zoom"])
 def test_what_is_demonstrated_is_what_an_episode_becomes(tmp_path: Path, name: str) -> None:
-    """Its turns, said to the environment, are answered as the demonstration has it; what it answers is not learned."""
+    """Its turns, said to the environment, are answered as the demonstration has it; what it answers
+    is not learned."""
     config = load([RUNS / f"{name}.yaml"])
     make_tiny_model(tmp_path / "model", config.model.tiny, seed=0)
     tokenizer = load_tokenizer(tmp_path / "model")
@@ -53,31 +55,47 @@ def test_what_is_demonstrated_is_what_an_episode_becomes(tmp_path: Path, name: s
 def played(
     demonstration: dict[str, Any], row: Row, config: Config, how: PromptRules, tokenizer: Tokenizer
 ) -> tuple[list[int], list[str]]:
-    """Tokens of an episode in which the policy says what ``row`` has it say, and ids of the media in it."""
+    """Tokens of an episode in which the policy says what ``row`` has it say, and ids of the media
+    in it."""
     bridge = Bridge(tokenizer, how.template, dict(how.media.places) if how.media else {})
     first = {name: demonstration[name][:1] for name in ("images",) if name in demonstration}
     prompt = how.read(
-        1, {"id": "0", "prompt": demonstration["messages"][0]["content"], "answer": "", **first}, tokenizer
+        1,
+        {"id": "0", "prompt": demonstration["messages"][0]["content"], "answer": "", **first},
+        tokenizer,
     )
     tokens, shown = list(prompt.token_ids), [medium.source for medium in prompt.media]
     environment = made_with(environment_class(environment_of(config)), config.environment.options)
-    environment.reset(Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown)))
+    environment.reset(
+        Beginning(prompt.text, "", {}, tuple(MediaPart("image", source) for source in shown))
+    )
     for turn in turns(row):
         tokens += turn
         step = environment.step(Response(turn_text(turn, tokenizer), "stop", 0))
         if not step.done:
-            messages = [Message(said.role, tuple(environment.format_observation(said))) for said in step.observations]
-            sources = [part.source for one in messages for part in one.parts if isinstance(part, MediaPart)]
+            messages = [
+                Message(said.role, tuple(environment.format_observation(said)))
+                for said in step.observations
+            ]
+            sources = [
+                part.source for one in messages for part in one.parts if isinstance(part, MediaPart)
+            ]
             _, heard = bridge.tokens(tokens, messages, is_prompt=False)
-            tokens += how.media.placed(heard, {Kind.IMAGE: sources}, list)[0] if how.media else heard
+            tokens += (
+                how.media.placed(heard, {Kind.IMAGE: sources}, list)[0] if how.media else heard
+            )
             shown += sources
     assert step.done
-    return tokens, [how.media.pool.load(Kind.IMAGE, source).media_id for source in shown] if how.media else []
+    return tokens, [
+        how.media.pool.load(Kind.IMAGE, source).media_id for source in shown
+    ] if how.media else []
 
 
 def turns(row: Row) -> Iterator[list[int]]:
     """Turns of the policy in a row."""
-    for learned, some in groupby(zip(row["loss_mask"], row["token_ids"], strict=True), itemgetter(0)):
+    for learned, some in groupby(
+        zip(row["loss_mask"], row["token_ids"], strict=True), itemgetter(0)
+    ):
         turn = [token for _, token in some]
         if learned:
             yield turn
@@ -87,14 +105,18 @@ def test_the_small_models_template_shows_calls_as_the_policy_writes_them(tmp_pat
     write_tokenizer(tmp_path, chat=True)
     template = ChatTemplate((tmp_path / "chat_template.jinja").read_text(), {}, "")
     calls = [ToolCall("add", {"numbers": [1, 2]}), ToolCall("say", {"word": "a"})]
-    tool_calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    tool_calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
     try:
         for content in ("so", ""):
             text = "\n".join([*filter(None, [content]), *(call.text for call in calls)])
             user = {"role": "user", "content": "a"}
             written = template.render([user, {"role": "assistant", "content": text}], whole=True)
             rendered = template.render(
-                [user, {"role": "assistant", "content": content, "tool_calls": tool_calls}], whole=True
+                [user, {"role": "assistant", "content": content, "tool_calls": tool_calls}],
+                whole=True,
             )
             assert rendered == written
     finally:

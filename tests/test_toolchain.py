@@ -1,4 +1,5 @@
-"""What an engine needs from its environment on a GPU: a CUDA compiler, and an allocator that the memory saver takes."""
+"""What an engine needs from its environment on a GPU: a CUDA compiler, and an allocator that the
+memory saver takes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def program(path: Path, output: str = "") -> Path:
 
 @pytest.fixture(name="machine")
 def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which `bin` is all of PATH, with a C and a C++ compiler; no CUDA variable, no toolkit."""
+    """A folder in which `bin` is all of PATH, with a C and a C++ compiler; no CUDA variable, no
+    toolkit."""
     for name in ("gcc", "c++"):
         program(tmp_path / "bin" / name)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -45,10 +47,13 @@ def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(name="wheels")
 def wheels_fixture(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Root of the newer of two toolkits among installed wheels, which setup.sh has not completed yet."""
+    """Root of the newer of two toolkits among installed wheels, which setup.sh has not completed
+    yet."""
     site = machine / "site-packages"
     for name in ("cu9", "cu13"):
-        program(site / "nvidia" / name / "bin/nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+        program(
+            site / "nvidia" / name / "bin/nvcc", "Cuda compilation tools, release 13.0, V13.0.88"
+        )
     (site / "nvidia/cu14/lib").mkdir(parents=True)
     monkeypatch.setattr(toolchain, "find_spec", find_spec)
     monkeypatch.setattr(sys, "path", [str(site)])
@@ -56,7 +61,9 @@ def wheels_fixture(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site / "nvidia/cu13"
 
 
-def test_an_engine_gets_the_toolkit_of_the_wheels_where_there_is_no_other(wheels: Path, tmp_path: Path) -> None:
+def test_an_engine_gets_the_toolkit_of_the_wheels_where_there_is_no_other(
+    wheels: Path, tmp_path: Path
+) -> None:
     assert server_environment(1, tmp_path)["CUDA_HOME"] == str(wheels)
 
 
@@ -89,7 +96,9 @@ def test_missing_compilers_are_named(machine: Path) -> None:
     ]
 
 
-def test_the_doctor_names_the_compiler_of_engines(wheels: Path, machine: Path, tmp_path: Path) -> None:
+def test_the_doctor_names_the_compiler_of_engines(
+    wheels: Path, machine: Path, tmp_path: Path
+) -> None:
     config = make(tmp_path, GPU)
     missing = [finding.text for finding in gpus.check_gpus(config) if finding.severity == "warning"]
     assert [line.partition(",")[0] for line in missing] == [
@@ -133,19 +142,31 @@ def test_the_doctor_reads_the_compiler_and_the_driver(
         ("99.0", "520.61.05", 0),
     ],
 )
-def test_a_driver_older_than_the_cuda_of_torch_is_a_finding(cuda: str, driver: str, problems: int) -> None:
+def test_a_driver_older_than_the_cuda_of_torch_is_a_finding(
+    cuda: str, driver: str, problems: int
+) -> None:
     assert len(list(gpus.driver_problems(cuda, driver))) == problems
 
 
-def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_of_torch_is_read_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise RuntimeError")
     spec = importlib.util.spec_from_file_location(
-        "torch", tmp_path / "torch/__init__.py", submodule_search_locations=[str(tmp_path / "torch")]
+        "torch",
+        tmp_path / "torch/__init__.py",
+        submodule_search_locations=[str(tmp_path / "torch")],
     )
     monkeypatch.setattr(gpus, "find_spec", lambda name: spec)
-    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.4'", "12.4"), ("cuda = None", "")):
-        (tmp_path / "torch/version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = '6.1'\n")
+    for line, cuda in (
+        ("cuda: Optional[str] = '13.0'", "13.0"),
+        ("cuda = '12.4'", "12.4"),
+        ("cuda = None", ""),
+    ):
+        (tmp_path / "torch/version.py").write_text(
+            f"__version__ = '2.13.0'\ndebug = False\n{line}\nhip = '6.1'\n"
+        )
         assert gpus.torch_cuda() == cuda
 
 
@@ -154,13 +175,18 @@ def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypa
     [
         ("expandable_segments:True", ""),
         ("max_split_size_mb:128,expandable_segments:True", "max_split_size_mb:128"),
-        (" expandable_segments : True , garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8"),
+        (
+            " expandable_segments : True , garbage_collection_threshold:0.8",
+            "garbage_collection_threshold:0.8",
+        ),
         ("expandable_segments:False", None),
         ("max_split_size_mb:128", None),
         ("", None),
     ],
 )
-def test_an_engine_with_the_memory_saver_has_no_expandable_segments(before: str, after: str | None) -> None:
+def test_an_engine_with_the_memory_saver_has_no_expandable_segments(
+    before: str, after: str | None
+) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         environment = {name: before, "HOME": "/home"}
         assert without_expandable_segments(environment) == ({} if after is None else {name: after})
@@ -183,7 +209,8 @@ def test_a_rank_on_a_gpu_has_expandable_segments_unless_the_site_sets_the_alloca
 
 
 @pytest.mark.parametrize(
-    ("role", "device", "expands"), [("actor", "cuda", True), ("actor", "cpu", False), ("rollout", "cuda", False)]
+    ("role", "device", "expands"),
+    [("actor", "cuda", True), ("actor", "cpu", False), ("rollout", "cuda", False)],
 )
 def test_a_rank_sets_its_allocator_before_it_imports_torch(
     role: str, device: str, expands: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

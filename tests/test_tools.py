@@ -53,17 +53,26 @@ def texts(step: Step) -> list[str]:
     return [observation.text for observation in step.observations]
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
-@given(st.text(), st.dictionaries(st.text(), st.none() | st.integers() | st.lists(st.text()), max_size=3))
+@given(
+    st.text(),
+    st.dictionaries(st.text(), st.none() | st.integers() | st.lists(st.text()), max_size=3),
+)
 def test_a_call_is_read_as_it_was_written(name: str, arguments: dict) -> None:
     written = f"thinking {call(name, x=arguments)} and {call('again')}"
     if "</tool_call>" not in json.dumps([name, arguments]):
         assert calls_of(written) == [ToolCall(name, {"x": arguments}), ToolCall("again", {})]
 
 
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name":', '"a"', "{", "}", ",", "[", "1e999", "x"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", '{"name":', '"a"', "{", "}", ",", "[", "1e999", "x"]
+        )
+    )
+)
 def test_whatever_is_no_call_is_told_of(pieces: list[str]) -> None:
     text = "".join(pieces)
     found = calls_of(text)
@@ -110,15 +119,21 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</t
         ("<tool_call>{}</tool_call", False, 1, "<tool_call>{}</tool_call"),
     ],
 )
-def test_what_is_thought_is_neither_called_nor_spoken(text: str, in_thought: bool, calls: int, spoken: str) -> None:
+def test_what_is_thought_is_neither_called_nor_spoken(
+    text: str, in_thought: bool, calls: int, spoken: str
+) -> None:
     turn = read_turn(text, in_thought)
     assert (len(turn.calls), turn.spoken) == (calls, spoken)
-    assert text[turn.first_call :].startswith("<tool_call>" if calls and isinstance(turn.calls[0], ToolCall) else "")
+    assert text[turn.first_call :].startswith(
+        "<tool_call>" if calls and isinstance(turn.calls[0], ToolCall) else ""
+    )
     step = WithTools({"calculator": {}}).step(Response(text, "stop", 0, in_thought))
     assert step.done == (not calls) and len(step.observations) == calls
 
 
-thoughts = st.text("<>/ab tool_callthink", max_size=30).map(lambda text: text.replace("</think>", ""))
+thoughts = st.text("<>/ab tool_callthink", max_size=30).map(
+    lambda text: text.replace("</think>", "")
+)
 
 
 @given(thoughts, st.lists(st.sampled_from([CALL, "<tool_call>", "</tool_call>", "a"]), max_size=4))
@@ -136,20 +151,29 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced_and_a_number_that_is_none_r
     assert isinstance(error, ToolError) and "found 1e999" in str(error)
 
 
-# -- the environment ---------------------------------------------------------------------------------------------------
+# -- the environment -------------------------------------------------------------------------------
 
 
 def test_each_call_of_a_turn_is_answered_and_a_turn_without_one_is_the_last() -> None:
     environment = WithTools(TOOLS, most_calls=3)
-    both = call("calculator", expression="6*7") + call("calculators", expression="1") + "<tool_call>{}"
+    both = (
+        call("calculator", expression="6*7") + call("calculators", expression="1") + "<tool_call>{}"
+    )
     step = environment.step(said(both))
     assert [observation.role for observation in step.observations] == ["tool"] * 3 and not step.done
-    assert texts(step)[:2] == ["42", "Error: there is no tool 'calculators'; allowed: calculator, python"]
-    assert texts(step)[2].startswith("Error: found <tool_call> without </tool_call>; a call is written")
+    assert texts(step)[:2] == [
+        "42",
+        "Error: there is no tool 'calculators'; allowed: calculator, python",
+    ]
+    assert texts(step)[2].startswith(
+        "Error: found <tool_call> without </tool_call>; a call is written"
+    )
     assert step.info == {"calls": ["calculator", "calculators"], "failed": 2}
     many = environment.step(said(call("calculator", expression="1") * 4))
     assert texts(many) == ["Error: found 4 calls in a turn, allowed 3"]
-    assert many.info == {"calls": ["calculator", "calculators"], "failed": 3}, "of the whole episode"
+    assert many.info == {"calls": ["calculator", "calculators"], "failed": 3}, (
+        "of the whole episode"
+    )
     assert environment.step(said("42")) == Step(done=True)
 
 
@@ -168,21 +192,38 @@ def test_arguments_are_those_of_the_tool(arguments: dict, why: str) -> None:
 
 def test_a_template_is_given_what_the_tools_are() -> None:
     [calculator, _] = (tool.signature["function"] for tool in tools_of(TOOLS).values())
-    assert calculator["name"] == "calculator" and calculator["parameters"]["required"] == ["expression"]
+    assert calculator["name"] == "calculator" and calculator["parameters"]["required"] == [
+        "expression"
+    ]
     assert calculator["parameters"]["properties"]["expression"]["type"] == "string"
 
 
 @pytest.mark.parametrize(
     ("tools", "error"),
     [
-        ({"calculater": {}}, "environment.options.tools: found 'calculater', allowed .*did you mean 'calculator'"),
+        (
+            {"calculater": {}},
+            "environment.options.tools: found 'calculater', allowed .*did you mean 'calculator'",
+        ),
         ({"calculator": {"digits": 3}}, "'calculator' cannot be made with .*digits"),
         ({"python": {"timeout_s": -1}}, "environment.options.tools.python: timeout_s: found -1"),
-        ({"search": {"corpus": "here"}}, "tools.search.corpus: found 'here', allowed: an absolute path"),
-        ({"search": {"corpus": "/no/such"}}, "corpus: /no/such: found no corpus: .*; make one by python -m"),
-        ({"mcp": {"servers": {"a": {"command": ["b"]}}}}, "environment.options.tools.mcp.servers.a: 'tools'; allowed"),
+        (
+            {"search": {"corpus": "here"}},
+            "tools.search.corpus: found 'here', allowed: an absolute path",
+        ),
+        (
+            {"search": {"corpus": "/no/such"}},
+            "corpus: /no/such: found no corpus: .*; make one by python -m",
+        ),
+        (
+            {"mcp": {"servers": {"a": {"command": ["b"]}}}},
+            "environment.options.tools.mcp.servers.a: 'tools'; allowed",
+        ),
         ({"mcp": {"servers": {"a": {"command": [], "tools": ["b", "b"]}}}}, "two are called 'b'"),
-        ({"json:dumps": {"obj": 1}}, "'json:dumps': found no class derived from Tool, and no list of them"),
+        (
+            {"json:dumps": {"obj": 1}},
+            "'json:dumps': found no class derived from Tool, and no list of them",
+        ),
         (["calculator"], "allowed: tools by name, with their options"),
     ],
 )
@@ -191,12 +232,16 @@ def test_tools_that_cannot_be_had_are_said_at_once(tools: Any, error: str) -> No
         WithTools(tools)
 
 
-# -- calculator --------------------------------------------------------------------------------------------------------
+# -- calculator ------------------------------------------------------------------------------------
 
 NUMBERS = st.integers(-999, 999).map(lambda number: f"({number})")
 EXPRESSIONS = st.recursive(
     NUMBERS,
-    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(" ".join).map("({})".format),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner)
+        .map(" ".join)
+        .map("({})".format)
+    ),
     max_leaves=12,
 )
 
@@ -221,8 +266,26 @@ def test_no_text_gets_out_of_the_calculator(text: str) -> None:
 
 
 REFUSED = (
-    *("9**9**9", "2**5000", "(-8)**0.5", "1e308*10", "round(5, -10**9)*0+1/0", "sqrt(-1)", "max()", ""),
-    *("__import__('os')", "().__class__", "[1]", "'a'*10", "1 if 1 else 2", "lambda: 1", "True", "2^3"),
+    *(
+        "9**9**9",
+        "2**5000",
+        "(-8)**0.5",
+        "1e308*10",
+        "round(5, -10**9)*0+1/0",
+        "sqrt(-1)",
+        "max()",
+        "",
+    ),
+    *(
+        "__import__('os')",
+        "().__class__",
+        "[1]",
+        "'a'*10",
+        "1 if 1 else 2",
+        "lambda: 1",
+        "True",
+        "2^3",
+    ),
     *("(" * 500, "-" * 2000 + "1"),
 )
 
@@ -233,7 +296,7 @@ def test_the_calculator_refuses_what_has_no_number(expression: str) -> None:
         value_of(expression)
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 def test_programs_are_run_apart_and_side_by_side() -> None:
@@ -243,7 +306,8 @@ def test_programs_are_run_apart_and_side_by_side() -> None:
         "x = 1\nprint(y)",
         "print('a' * 10000)",
         "pass",
-        # As many processes as it may have. The processes that run it are not among them, for any user.
+        # As many processes as it may have. The processes that run it are not among them, for any
+        # user.
         "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(3)]; print('all')",
         "import subprocess as s; [s.Popen(['sleep', '2']) for _ in range(4)]",
     ]
@@ -261,7 +325,7 @@ def test_a_program_that_does_not_end_is_told_of() -> None:
         python.called({"code": "print('so far', flush=True)\nwhile True: pass"})
 
 
-# -- search ------------------------------------------------------------------------------------------------------------
+# -- search ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +334,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     filler = "filler " * 400
     rows = [
         {"title": "Paris", "text": "The capital of France, of towers."},
-        {"title": "Rome", "text": f"The capital of Italy. {filler} In it stands the Colosseum. {filler}"},
+        {
+            "title": "Rome",
+            "text": f"The capital of Italy. {filler} In it stands the Colosseum. {filler}",
+        },
         {"text": "A tower of cards; other towers."},
     ]
-    (folder / "rows.jsonl").write_text("\n".join([*map(json.dumps, rows), "broken", '{"title": "no text"}']))
+    (folder / "rows.jsonl").write_text(
+        "\n".join([*map(json.dumps, rows), "broken", '{"title": "no text"}'])
+    )
     return folder
 
 
@@ -285,21 +354,31 @@ def test_a_corpus_is_made_of_rows_and_searched_by_words(
     corpus.main()
     told = capsys.readouterr()
     assert told.out == f"{file}: 3 documents\n"
-    assert "rows.jsonl:4: left out: broken_json" in told.err and "rows.jsonl:5: left out: it has no text" in told.err
+    assert (
+        "rows.jsonl:4: left out: broken_json" in told.err
+        and "rows.jsonl:5: left out: it has no text" in told.err
+    )
 
     search = tools_of({"search": {"corpus": str(file), "results": 2}})["search"]
     before = file.read_bytes()
     queries = ["tower"] * 8 + ["colosseum", '"(* NEAR!']
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda query: search.called({"query": query}), queries))
-    assert found[:8] == ["A tower of cards; other towers.\n\nParis\nThe capital of France, of towers."] * 8
-    assert found[8].startswith("Rome\n") and "stands the Colosseum" in found[8] and len(found[8]) < 700
+    assert (
+        found[:8]
+        == ["A tower of cards; other towers.\n\nParis\nThe capital of France, of towers."] * 8
+    )
+    assert (
+        found[8].startswith("Rome\n") and "stands the Colosseum" in found[8] and len(found[8]) < 700
+    )
     assert found[9] == "No text has any of these words."
     assert file.read_bytes() == before
     assert sorted(path.name for path in library.iterdir()) == [file.name, "rows.jsonl"]
 
 
-def test_a_question_that_takes_too_long_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_takes_too_long_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "corpus.sqlite"
     write_corpus(file, (("", f"word {number}") for number in range(2000)))
     monkeypatch.setattr(corpus, "_STEPS", 100)
@@ -307,7 +386,7 @@ def test_a_question_that_takes_too_long_is_told_of(tmp_path: Path, monkeypatch: 
         Corpus(file).found("word", 3, limit_s=-1.0)
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
 def shown(observation: Observation) -> np.ndarray:
@@ -337,7 +416,9 @@ def test_a_part_of_a_picture_is_shown_pixel_by_pixel(pixels: np.ndarray, tmp_pat
     file = tmp_path / "picture.png"
     file.write_bytes(encoded(picture(60, 100)))
     environment = zoom(encoded(picture(40, 40)), file, least_side=4)
-    step = environment.step(said(call("image_zoom_in_tool", bbox_2d=[10, 20, 30.0, 59.6], label="it", img_idx=1)))
+    step = environment.step(
+        said(call("image_zoom_in_tool", bbox_2d=[10, 20, 30.0, 59.6], label="it", img_idx=1))
+    )
     assert np.array_equal(shown(step.observations[0]), pixels[20:60, 10:30])
     step = environment.step(said(call("image_rotate_tool", angle=90, img_idx=1)))
     assert np.array_equal(shown(step.observations[0]), np.rot90(pixels))
@@ -345,14 +426,18 @@ def test_a_part_of_a_picture_is_shown_pixel_by_pixel(pixels: np.ndarray, tmp_pat
 
 def test_boxes_may_be_in_thousandths(pixels: np.ndarray) -> None:
     environment = zoom(encoded(picture(60, 100)), unit="thousandths", least_side=1)
-    [observation] = environment.step(said(call("image_zoom_in_tool", bbox_2d=[500, 0, 1000, 500]))).observations
+    [observation] = environment.step(
+        said(call("image_zoom_in_tool", bbox_2d=[500, 0, 1000, 500]))
+    ).observations
     assert np.array_equal(shown(observation), pixels[:30, 50:])
 
 
 def test_what_is_shown_of_a_huge_picture_is_not_huge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MOST_PIXELS", 20_000)
     environment = zoom(encoded(picture(200, 400)))
-    [observation] = environment.step(said(call("image_zoom_in_tool", bbox_2d=[0, 0, 400, 200]))).observations
+    [observation] = environment.step(
+        said(call("image_zoom_in_tool", bbox_2d=[0, 0, 400, 200]))
+    ).observations
     assert shown(observation).shape == (100, 200, 3)
 
 
@@ -361,7 +446,9 @@ def test_what_is_shown_of_a_huge_picture_is_not_huge(monkeypatch: pytest.MonkeyP
     st.tuples(st.integers(1, 500), st.integers(1, 500)),
     st.integers(1, 64),
 )
-def test_a_box_is_within_the_picture_and_of_some_size(wanted: tuple, size: tuple[int, int], least: int) -> None:
+def test_a_box_is_within_the_picture_and_of_some_size(
+    wanted: tuple, size: tuple[int, int], least: int
+) -> None:
     try:
         left, top, right, bottom = box_of(wanted, (1.0, 1.0), size, least)
     except ToolError:
@@ -390,13 +477,15 @@ def test_a_wrong_look_is_told_of(written: str, why: str) -> None:
     assert answer.startswith("Error: argument ") and why in answer
 
 
-@pytest.mark.parametrize("options", [{"unit": "inches"}, {"least_side": 0}, {"limits": {"pixel": 1}}])
+@pytest.mark.parametrize(
+    "options", [{"unit": "inches"}, {"least_side": 0}, {"limits": {"pixel": 1}}]
+)
 def test_looking_is_set_up_rightly(options: dict) -> None:
     with pytest.raises(ConfigError, match=f"environment.options.{next(iter(options))}: found"):
         ZoomIn(**options)
 
 
-# -- servers -----------------------------------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------
 
 
 def served(*tools: str, **about: Any) -> dict[str, Any]:
@@ -435,7 +524,9 @@ def test_a_server_shows_pictures_says_what_its_tools_are_and_is_not_waited_for_f
             tools["silent"].called({})
     finally:
         tools["sum"].close()
-    [tool] = tools_of({"mcp": {"servers": {"no": {"command": ["/no/such"], "tools": ["a"]}}}}).values()
+    [tool] = tools_of(
+        {"mcp": {"servers": {"no": {"command": ["/no/such"], "tools": ["a"]}}}}
+    ).values()
     with pytest.raises(ToolError, match="cannot be started"):
         tool.called({})
 
@@ -470,7 +561,9 @@ def test_a_server_that_dies_or_hangs_is_started_again_and_asked_again(
     arguments = {"signal": int(number), "calls": calls, "log": str(tmp_path / "log")}
 
     async def work(host: Environments) -> Any:
-        return await play(host, call("signal", **arguments)), await play(host, call("sum", numbers=[1, 2]))
+        return await play(host, call("signal", **arguments)), await play(
+            host, call("sum", numbers=[1, 2])
+        )
 
     tools = served("signal", "sum", timeout_s=0.5 if number == signal.SIGSTOP else LIMIT_S)
     signalled, [total] = with_host(work, "tools", options={"tools": tools})
@@ -523,7 +616,11 @@ def test_a_malformed_answer_is_reported_without_a_wait(answer: str, text: str) -
                 answer = sys.argv[1] if message["method"] == "tools/call" else '"result": {}'
                 print('{"id": %d, %s}' % (message["id"], answer), flush=True)
     """
-    server = {"command": [sys.executable, "-c", program, answer], "tools": ["sum"], "timeout_s": 10 * LIMIT_S}
+    server = {
+        "command": [sys.executable, "-c", program, answer],
+        "tools": ["sum"],
+        "timeout_s": 10 * LIMIT_S,
+    }
     [tool] = tools_of({"mcp": {"servers": {"odd": server}}}).values()
     start_s = time.monotonic()
     try:
@@ -534,7 +631,9 @@ def test_a_malformed_answer_is_reported_without_a_wait(answer: str, text: str) -
     assert time.monotonic() - start_s < LIMIT_S
 
 
-@pytest.mark.parametrize(("end", "kind"), [("exit(3)", ConfigError), ("os.kill(os.getpid(), 9)", RelaxError)])
+@pytest.mark.parametrize(
+    ("end", "kind"), [("exit(3)", ConfigError), ("os.kill(os.getpid(), 9)", RelaxError)]
+)
 def test_a_server_that_never_starts_fails_the_episode_by_name(end: str, kind: type) -> None:
     command = [sys.executable, "-c", f"import os; {end}"]
     tools = {"mcp": {"servers": {"broken": {"command": command, "tools": ["sum"]}}}}
@@ -543,7 +642,9 @@ def test_a_server_that_never_starts_fails_the_episode_by_name(end: str, kind: ty
         return await play(host, call("sum", numbers=[1, 2]))
 
     died = "the tool's server cannot be started: the tool's server has ended"
-    assert with_host(work, "tools", options={"tools": tools}) == [f"environment_died: {died}, 3 times"]
+    assert with_host(work, "tools", options={"tools": tools}) == [
+        f"environment_died: {died}, 3 times"
+    ]
     [tool] = tools_of(tools).values()
     with pytest.raises(RelaxError, match=died) as failure:
         _ = tool.signature
@@ -559,21 +660,51 @@ BLOB = base64.b64encode(b"pixels").decode()
         (
             [
                 {"type": "text", "text": "here:"},
-                {"type": "resource", "resource": {"uri": "file:///a.txt", "mimeType": "text/plain", "text": "it is 4"}},
+                {
+                    "type": "resource",
+                    "resource": {
+                        "uri": "file:///a.txt",
+                        "mimeType": "text/plain",
+                        "text": "it is 4",
+                    },
+                },
             ],
             Observation("here:\n[resource file:///a.txt]\nit is 4"),
         ),
         (
-            [{"type": "resource_link", "uri": "file:///b.py", "name": "b.py", "description": "a program"}],
+            [
+                {
+                    "type": "resource_link",
+                    "uri": "file:///b.py",
+                    "name": "b.py",
+                    "description": "a program",
+                }
+            ],
             Observation("[resource file:///b.py: b.py, a program]"),
         ),
         (
-            [{"type": "resource", "resource": {"uri": "file:///c.png", "mimeType": "image/png", "blob": BLOB}}],
+            [
+                {
+                    "type": "resource",
+                    "resource": {"uri": "file:///c.png", "mimeType": "image/png", "blob": BLOB},
+                }
+            ],
             Observation("", (MediaPart("image", b"pixels"),)),
         ),
         (
-            [{"type": "resource", "resource": {"uri": "file:///d.zip", "mimeType": "application/zip", "blob": BLOB}}],
-            Observation("[resource file:///d.zip: 6 bytes of application/zip, which cannot be shown]"),
+            [
+                {
+                    "type": "resource",
+                    "resource": {
+                        "uri": "file:///d.zip",
+                        "mimeType": "application/zip",
+                        "blob": BLOB,
+                    },
+                }
+            ],
+            Observation(
+                "[resource file:///d.zip: 6 bytes of application/zip, which cannot be shown]"
+            ),
         ),
         ([{"type": "hologram"}], Observation("[hologram, which cannot be shown]")),
         ([{"type": "text", "text": "cut \ud83d"}], Observation("cut \ufffd")),
@@ -597,7 +728,9 @@ def test_every_part_of_an_answer_is_shown_or_named(result: list[Any], shown: Obs
         tools["answers"].close()
 
 
-def test_a_server_has_no_secrets_of_its_user_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_has_no_secrets_of_its_user_but_those_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET", "https_proxy", "LC_ALL"):
         monkeypatch.setenv(name, "x")
     tools = tools_of(served("environment", inherit=["AWS_SECRET"]))

@@ -1,4 +1,5 @@
-"""`relax-hpc plan` beside what transformers' towers keep for the backward pass, counted on a CPU byte by byte."""
+"""`relax-hpc plan` beside what transformers' towers keep for the backward pass, counted on a CPU
+byte by byte."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ WIDE = {
 @contextmanager
 def kept(module: torch.nn.Module) -> Iterator[dict[int, Any]]:
     """Storages that autograd keeps, but for parameters, by address."""
-    own, found = {value.untyped_storage().data_ptr() for value in module.parameters()}, dict[int, Any]()
+    own, found = (
+        {value.untyped_storage().data_ptr() for value in module.parameters()},
+        dict[int, Any](),
+    )
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -47,7 +51,9 @@ def media_of(tower: Tower) -> tuple[TowerMedia, int]:
     """Media, and their tokens."""
     nothing = torch.zeros(0, dtype=torch.int64)
     if tower.name == "audio":
-        return TowerMedia(torch.randn(400, tower.bins), torch.tensor([[1, 1, 400]]), nothing, nothing, Rules()), 52
+        return TowerMedia(
+            torch.randn(400, tower.bins), torch.tensor([[1, 1, 400]]), nothing, nothing, Rules()
+        ), 52
     pixels = torch.randint(256, (256, 96), dtype=torch.uint8)
     return TowerMedia(pixels, torch.tensor([[1, 16, 16]]), nothing, nothing, Rules()), 64
 
@@ -77,4 +83,8 @@ def test_a_frozen_tower_takes_its_weights_and_a_layer_alone():
     assert 4e8 < tower < 4.2e8 and frozen.resident["weights"] == free.resident["weights"]
     assert free.resident["gradients"] - frozen.resident["gradients"] == 4 * tower
     assert free.resident["optimizer states"] - frozen.resident["optimizer states"] == 8 * tower
-    assert free.moments["backward"]["towers' activations"] > 0 == frozen.moments["backward"]["towers' activations"]
+    assert (
+        free.moments["backward"]["towers' activations"]
+        > 0
+        == frozen.moments["backward"]["towers' activations"]
+    )

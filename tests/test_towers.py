@@ -83,9 +83,12 @@ def tower_gradients(trainer: Trainer, name: str = "visual") -> dict[str, torch.T
     return {name: value.main_grad for name, value in tower.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_VL_MOE, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
+@pytest.mark.parametrize(
+    "config", [QWEN3_VL, QWEN3_VL_MOE, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"]
+)
 def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
-    """At all positions, in packs with and without media; experts in one tensor where they are published so."""
+    """At all positions, in packs with and without media; experts in one tensor where they are
+    published so."""
     omni = "audio_config" in config
     directory = model(tmp_path / "hf", config, packed=not omni)
     ours, theirs = policy(directory), transformers_model(directory)
@@ -99,7 +102,10 @@ def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
     ours.save_hf(tmp_path / "again", directory)
     saved = load_file(tmp_path / "again/model.safetensors")
     assert {*saved} == {*load_file(directory / "model.safetensors")}
-    assert all(torch.equal(saved[name], value) for name, value in load_file(directory / "model.safetensors").items())
+    assert all(
+        torch.equal(saved[name], value)
+        for name, value in load_file(directory / "model.safetensors").items()
+    )
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -111,13 +117,17 @@ def test_pixels_become_the_numbers_of_processors_where_the_tower_is(name: str):
     assert (found.cpu().numpy() == patches(MEDIA[name], rules)).all()
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
+@pytest.mark.parametrize(
+    "config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"]
+)
 def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
     """Padding apart: transformers fills the last chunk of a sound."""
     sound = Medium(Kind.AUDIO, np.arange(48000).astype(np.int16), (1, 1, 300))
     beyond_a_window = TowerInput.of(sound, OMNI_RULES)
     of_rows = (OMNI_MEDIA if "audio_config" in config else ROW_MEDIA).inputs
-    media = [one for name, one in of_rows.items() if name not in ("speech", "song")] + [beyond_a_window]
+    media = [one for name, one in of_rows.items() if name not in ("speech", "song")] + [
+        beyond_a_window
+    ]
     for tower in spec_of(config).towers:
         module = tower.build()
         # Of other attention it counts nothing on a CPU.
@@ -130,14 +140,20 @@ def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
             assert counter.get_total_flops() == 2 * tower.multiplied(one.grid) > 0
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
+@pytest.mark.parametrize(
+    "config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"]
+)
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tmp_path: Path, config: dict):
     omni = "audio_config" in config
     directory = model(tmp_path / "hf", config)
     rows, media = (OMNI_ROWS, OMNI_MEDIA) if omni else (ROWS, ROW_MEDIA)
-    exact, rounded = (transformers_model(directory, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        transformers_model(directory, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     whole = [{key: row[key] for key in ("token_ids", "spans")} for row in rows]
-    found = policy(directory, dtype="bfloat16").forward_logprobs([collate(whole, 0, DEVICE, media=media)], 1.0)
+    found = policy(directory, dtype="bfloat16").forward_logprobs(
+        [collate(whole, 0, DEVICE, media=media)], 1.0
+    )
     errors: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
     for row, mine in zip(rows, found, strict=True):
         right, theirs = (transformers_logprobs(one, row, omni).detach() for one in (exact, rounded))
@@ -153,11 +169,15 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tmp_path: Path, 
 def test_a_tower_learns_what_transformers_learns(directory: Path, recompute: str):
     theirs = transformers_model(directory)
     backward(theirs, ROWS)
-    assert_equal(tower_gradients(learnt(directory, PACKS, recompute=recompute)), theirs.model.visual)
+    assert_equal(
+        tower_gradients(learnt(directory, PACKS, recompute=recompute)), theirs.model.visual
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_towers_for_sights_and_sounds_learn_what_transformers_learns(tmp_path: Path, recompute: str):
+def test_towers_for_sights_and_sounds_learn_what_transformers_learns(
+    tmp_path: Path, recompute: str
+):
     directory = model(tmp_path / "hf", QWEN3_OMNI_THINKER)
     theirs = transformers_model(directory)
     backward(theirs, OMNI_ROWS, omni=True)
@@ -185,7 +205,10 @@ def test_each_distinct_medium_is_encoded_once(directory: Path, monkeypatch: pyte
     ours, seen = policy(directory), list[int]()
     visual = ours.module.towers.visual
     visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    packs = [collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in ([ROWS[0], ROWS[1], ROWS[4]], ROWS[2:3])]
+    packs = [
+        collate(rows, 0, DEVICE, media=ROW_MEDIA)
+        for rows in ([ROWS[0], ROWS[1], ROWS[4]], ROWS[2:3])
+    ]
     ours.forward_logprobs(packs, 1.0)
     assert seen == [8 + 12]
 
@@ -198,7 +221,11 @@ def test_a_frozen_tower_has_no_gradients_and_stays_as_it_is(directory: Path):
     assert sizes[0] - sizes[1] >= tower
     before = frozen.model.export_hf()
     frozen.step(1e-2)
-    moved = {name for name, value in frozen.model.export_hf().items() if not torch.equal(value, before[name])}
+    moved = {
+        name
+        for name, value in frozen.model.export_hf().items()
+        if not torch.equal(value, before[name])
+    }
     assert moved and not any("visual" in name for name in moved) and moved | {*before} == {*before}
 
 
@@ -215,7 +242,8 @@ def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
 
 
 @pytest.mark.parametrize(
-    ("length", "says"), [(3, "a span of 3 tokens at 3: its image has 2 tokens"), (1, "leave tokens of a medium over")]
+    ("length", "says"),
+    [(3, "a span of 3 tokens at 3: its image has 2 tokens"), (1, "leave tokens of a medium over")],
 )
 def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
     spans = [{"kind": "image", "start": 3, "length": length, "media_id": "wide"}]
@@ -228,11 +256,15 @@ def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
 
 def test_a_first_stage_with_too_few_layers_is_refused(directory: Path):
     split = ParallelConfig(pipeline=2, first_stage_layers=1)
-    with pytest.raises(ConfigError, match=r"first_stage_layers: found 1, with which .* has 1, allowed: 2 or more"):
+    with pytest.raises(
+        ConfigError, match=r"first_stage_layers: found 1, with which .* has 1, allowed: 2 or more"
+    ):
         PolicyModel(read_config(directory), ModelConfig(), split, ActorConfig(parallel=split))
 
 
-def test_routes_of_tokens_among_media_are_those_of_the_experts_that_transformers_chooses(tmp_path: Path):
+def test_routes_of_tokens_among_media_are_those_of_the_experts_that_transformers_chooses(
+    tmp_path: Path,
+):
     directory = model(tmp_path / "hf", QWEN3_VL_MOE, packed=True)
     theirs, chosen = transformers_model(directory), list[torch.Tensor]()
     for layer in theirs.model.language_model.layers:
@@ -247,17 +279,25 @@ def test_routes_of_tokens_among_media_are_those_of_the_experts_that_transformers
         batch = collate(rows, 0, DEVICE, also=ours.row_fields, media=ROW_MEDIA)
         with torch.no_grad():
             ours.hidden(batch)
-    assert len(batch.routes.equal) == 4 and all(equal.all() for equal in batch.routes.equal.values())
+    assert len(batch.routes.equal) == 4 and all(
+        equal.all() for equal in batch.routes.equal.values()
+    )
 
 
 def test_what_speaks_is_no_part_of_what_is_trained_and_goes_through(tmp_path: Path):
     """Of a whole Qwen3-Omni, whose thinker scores as it does by itself."""
     alone, whole = model(tmp_path / "alone", QWEN3_OMNI_THINKER), tmp_path / "whole"
     weights = load_file(alone / "model.safetensors")
-    talker = {"talker.model.norm.weight": torch.randn(7), "code2wav.decoder.0.weight": torch.randn(2, 3).bfloat16()}
+    talker = {
+        "talker.model.norm.weight": torch.randn(7),
+        "code2wav.decoder.0.weight": torch.randn(2, 3).bfloat16(),
+    }
     whole.mkdir()
     (whole / "config.json").write_text(json.dumps(QWEN3_OMNI))
-    save_file({f"thinker.{name}": value for name, value in weights.items()} | talker, whole / "model.safetensors")
+    save_file(
+        {f"thinker.{name}": value for name, value in weights.items()} | talker,
+        whole / "model.safetensors",
+    )
     ours, pack = policy(whole), collate(OMNI_ROWS, 0, DEVICE, media=OMNI_MEDIA)
     scored = [one.forward_logprobs([pack], 1.0) for one in (ours, policy(alone))]
     assert all(np.array_equal(*both) for both in zip(*scored, strict=True))
@@ -269,5 +309,7 @@ def test_what_speaks_is_no_part_of_what_is_trained_and_goes_through(tmp_path: Pa
     for number, options in enumerate(({}, {"model": whole}, {"shard_bytes": 20_000})):
         to(tmp_path / "megatron", tmp_path / f"hf-{number}", verify="digests", **options)
         found = [load_file(path) for path in (tmp_path / f"hf-{number}").glob("*.safetensors")]
-        assert len(found) == (1 if number < 2 else len(found)) and sum(map(len, found)) == len(weights) + len(talker)
+        assert len(found) == (1 if number < 2 else len(found)) and sum(map(len, found)) == len(
+            weights
+        ) + len(talker)
         assert all(torch.equal(value, again[name]) for one in found for name, value in one.items())

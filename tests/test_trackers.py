@@ -1,4 +1,5 @@
-"""Experiment trackers receive every line of metrics.jsonl, and one that fails does not disturb the run."""
+"""Experiment trackers receive every line of metrics.jsonl, and one that fails does not disturb the
+run."""
 
 from __future__ import annotations
 
@@ -49,17 +50,28 @@ def test_a_run_reports_every_step_and_each_failing_tracker_once(tmp_path: Path) 
     values = [{tag: value for tag, value in line.items() if "/" in tag} for line in lines]
     made, *logged, finished = recorded(run)
     assert (made, finished) == (["made", 3], ["finish"])
-    expected = [["log", line["step"], v, line["time"]] for line, v in zip(lines, values, strict=True)]
+    expected = [
+        ["log", line["step"], v, line["time"]] for line, v in zip(lines, values, strict=True)
+    ]
     assert same(logged, expected) and {line["step"] for line in lines} >= {0, 1, 2}
     rows = list(csv.reader((run / "rewards.csv").open()))
     steps = [row for row in read_metrics(run) if "reward/mean" in row]
-    assert [(int(step), float(reward)) for step, reward, _ in rows] == [(s["step"], s["reward/mean"]) for s in steps]
-    assert (run / "blocks-0").exists() and not (run / "blocks-1").exists(), "it is still in its first call"
+    assert [(int(step), float(reward)) for step, reward, _ in rows] == [
+        (s["step"], s["reward/mean"]) for s in steps
+    ]
+    assert (run / "blocks-0").exists() and not (run / "blocks-1").exists(), (
+        "it is still in its first call"
+    )
     failures = [failure for failure in read_failures(run) if failure.reason == REASON]
-    assert sorted(failure.detail.partition(": ")[0] for failure in failures) == sorted(names(*FAILING))
+    assert sorted(failure.detail.partition(": ")[0] for failure in failures) == sorted(
+        names(*FAILING)
+    )
     details = {failure.detail.partition(": ")[0].partition(":")[2]: failure for failure in failures}
     assert "ConnectionError: the service does not answer" in details["Raises"].detail
-    assert "trackers.py" in details["Raises"].location and "raise ConnectionError" in details["Raises"].traceback
+    assert (
+        "trackers.py" in details["Raises"].location
+        and "raise ConnectionError" in details["Raises"].traceback
+    )
     assert "took longer than metrics.tracker_timeout_s, 1 s" in details["Blocks"].detail
     assert "trackers.py" in details["Blocks"].location, "where it stands"
     assert "ended by signal 9" in details["IsKilled"].detail
@@ -76,7 +88,10 @@ def same(calls: list[Any], expected: list[Any]) -> bool:
 @pytest.fixture
 def run(run_dir: Path) -> RunDir:
     run = RunDir(run_dir)
-    dump(load([], {"seed": 7, "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits"}), run.config)
+    dump(
+        load([], {"seed": 7, "data.task": "relax_hpc.examples.tasks.sort_digits:SortDigits"}),
+        run.config,
+    )
     run.logs("hub", 1).mkdir(parents=True)
     return run
 
@@ -85,7 +100,9 @@ def start(run: RunDir, *classes: str) -> tuple[TrackerProcesses, list[tuple[str,
     """Processes of trackers, and a list to which their failures are added."""
     failures: list[tuple[str, ...]] = []
     logs = run.logs("hub", 1)
-    return TrackerProcesses(run, names(*classes), logs, lambda *failure: failures.append(failure)), failures
+    return TrackerProcesses(
+        run, names(*classes), logs, lambda *failure: failures.append(failure)
+    ), failures
 
 
 def test_a_tracker_continues_where_the_process_before_has_ended(run: RunDir) -> None:
@@ -109,13 +126,21 @@ def test_a_tracker_continues_where_the_process_before_has_ended(run: RunDir) -> 
             *(["made", 7], ["rolled_back", 1], ["log", 1, {"reward/mean": 2.0}, 7.0], ["finish"]),
         ],
     )
-    assert "a tracker may print" in (run.logs("hub", 1) / "tracker-tests.trackers.Recorder.log").read_text()
+    assert (
+        "a tracker may print"
+        in (run.logs("hub", 1) / "tracker-tests.trackers.Recorder.log").read_text()
+    )
 
 
 def test_many_lines_and_torn_ones_are_read_in_blocks(run: RunDir) -> None:
     with run.metrics.open("w") as file:
         for step in range(3000):
-            line = {"step": step, "time": 1.0, "incarnation": 1, **{f"perf/{n}": 0.5 for n in range(20)}}
+            line = {
+                "step": step,
+                "time": 1.0,
+                "incarnation": 1,
+                **{f"perf/{n}": 0.5 for n in range(20)},
+            }
             file.write(json.dumps(line) + "\n" + '{"torn": 1}\n')
         file.writelines('{"torn": 1}\n' for _ in range(50_000))
         file.write(json.dumps({"step": 3000, "time": 1.0, "incarnation": 1}) + "\n")
@@ -131,7 +156,9 @@ def test_a_tracker_that_never_finishes_is_ended_and_reported(run: RunDir) -> Non
     trackers.close(0.2)
     trackers.look()
     assert [failure[:2] for failure in failures] == [("hub", REASON)] * 2
-    assert all("had not finished 0.2 s after the end of the run" in failure[2] for failure in failures)
+    assert all(
+        "had not finished 0.2 s after the end of the run" in failure[2] for failure in failures
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,15 +166,32 @@ def test_a_tracker_that_never_finishes_is_ended_and_reported(run: RunDir) -> Non
     [
         (["Recorder"], "metrics.trackers: found 'Recorder', allowed: package.module:Class"),
         (["no_such:Tracker"], "metrics.trackers: 'no_such:Tracker': importing 'no_such' failed"),
-        (["pathlib:Path"], "metrics.trackers: 'pathlib:Path': found no class derived from relax_hpc.metrics.trackers"),
-        (names("LogsNothing"), "metrics.trackers: 'tests.trackers:LogsNothing': found no method log; define log(self,"),
+        (
+            ["pathlib:Path"],
+            "metrics.trackers: 'pathlib:Path': found no class derived from "
+            "relax_hpc.metrics.trackers",
+        ),
+        (
+            names("LogsNothing"),
+            "metrics.trackers: 'tests.trackers:LogsNothing': found no method log; define log(self,",
+        ),
         (names("NeedsMore"), "metrics.trackers: 'tests.trackers:NeedsMore' takes (run_dir"),
-        (names("OtherParameters"), "metrics.trackers: 'tests.trackers:OtherParameters': method log takes (self"),
-        (names("Recorder", "Recorder"), "metrics.trackers: found 'tests.trackers:Recorder' twice, allowed: once"),
+        (
+            names("OtherParameters"),
+            "metrics.trackers: 'tests.trackers:OtherParameters': method log takes (self",
+        ),
+        (
+            names("Recorder", "Recorder"),
+            "metrics.trackers: found 'tests.trackers:Recorder' twice, allowed: once",
+        ),
     ],
 )
 def test_check_names_the_mistake_in_a_tracker(trackers: list[str], says: str) -> None:
-    (finding,) = [text for text in check(load([], {"metrics.trackers": trackers})) if text.startswith("metrics.")]
+    (finding,) = [
+        text
+        for text in check(load([], {"metrics.trackers": trackers}))
+        if text.startswith("metrics.")
+    ]
     assert finding.startswith(says)
 
 

@@ -1,4 +1,5 @@
-"""Several roles that train: a step is trained when all have trained it, a checkpoint is one cut over all of them."""
+"""Several roles that train: a step is trained when all have trained it, a checkpoint is one cut
+over all of them."""
 
 from __future__ import annotations
 
@@ -43,22 +44,35 @@ def wholes(live: Running) -> dict[int, set[str]]:
 
 def resumed(live: Running) -> list[tuple[str, int]]:
     """Who went on at which step, in the order in which they did."""
-    return [(record["task"], record["step"]) for record in journal_records(live.run) if record["op"] == "resume"]
+    return [
+        (record["task"], record["step"])
+        for record in journal_records(live.run)
+        if record["op"] == "resume"
+    ]
 
 
-def test_two_trainers_go_back_to_one_cut_and_end_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin is killed with its part written and not journaled: what the actor has saved of that step does not count.
-    The actor is killed when the twin is beyond the last cut: the twin goes back to it too."""
+def test_two_trainers_go_back_to_one_cut_and_end_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin is killed with its part written and not journaled: what the actor has saved of that
+    step does not count. The actor is killed when the twin is beyond the last cut: the twin goes
+    back to it too."""
     for name, value in twin_role.install(tmp_path).items():
         monkeypatch.setenv(name, value)
     for point in ("part-2", "trained-4"):
         twin_role.ask_for(tmp_path, point)
     with running(tmp_path, OVER) as live:
         live.wait_until(lambda: twin_role.is_held(tmp_path, "part-2"), "the twin saves", WAIT_S)
-        live.wait_until(lambda: wholes(live).get(2) == {"actor"}, "the actor has saved its part", WAIT_S)
+        live.wait_until(
+            lambda: wholes(live).get(2) == {"actor"}, "the actor has saved its part", WAIT_S
+        )
         live.kill("twin")
-        live.wait_until(lambda: twin_role.is_held(tmp_path, "trained-4"), "the twin is ahead of step 4", WAIT_S)
-        assert resumed(live)[2:] == [("twin", 0)], "from where both have saved; the actor need not go back"
+        live.wait_until(
+            lambda: twin_role.is_held(tmp_path, "trained-4"), "the twin is ahead of step 4", WAIT_S
+        )
+        assert resumed(live)[2:] == [("twin", 0)], (
+            "from where both have saved; the actor need not go back"
+        )
         live.wait_until(lambda: wholes(live).get(4) == {"actor", "twin"}, "step 4 is saved", WAIT_S)
         live.kill("actor")
         live.wait_until(lambda: ("actor", 4) in resumed(live), "the actor goes on", WAIT_S)
@@ -73,7 +87,11 @@ def test_two_trainers_go_back_to_one_cut_and_end_equal(tmp_path: Path, monkeypat
     assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"}
     mine, twins = dict(live.run.saved()), dict(live.run.saved("twin"))
     # Whoever saves first does not know yet that there is one more.
-    assert {STEPS - EVERY, STEPS} <= {*mine} & {*twins} and {*mine, *twins} <= {STEPS - 2 * EVERY, STEPS - EVERY, STEPS}
+    assert {STEPS - EVERY, STEPS} <= {*mine} & {*twins} and {*mine, *twins} <= {
+        STEPS - 2 * EVERY,
+        STEPS - EVERY,
+        STEPS,
+    }
     for step in (STEPS - EVERY, STEPS):
         assert_equal(mine[step], twins[step])
 
@@ -85,7 +103,9 @@ def assert_equal(one: Path, other: Path) -> None:
     from relax_hpc.convert.torch_dist import StoredState
 
     both = StoredState(one), StoredState(other)
-    shapes = {key: tuple(about.size) for key, about in both[0].tensors.items() if hasattr(about, "size")}
+    shapes = {
+        key: tuple(about.size) for key, about in both[0].tensors.items() if hasattr(about, "size")
+    }
     assert any("exp_avg" in key for key in shapes)
     for key, shape in shapes.items():
         mine, twins = (stored.read(key, [0] * len(shape), shape) for stored in both)

@@ -32,10 +32,13 @@ print(warm_start(config, at / "init", at / "demonstrations.jsonl", at / "trained
 
 
 def test_a_policy_on_the_cpu_needs_no_gpu_hidden(tmp_path: Path) -> None:
-    """megatron-core asks torch for the current CUDA device otherwise, wherever torch says that there is one."""
+    """megatron-core asks torch for the current CUDA device otherwise, wherever torch says that
+    there is one."""
     requires("torch", "megatron")
     lines = [{"token_ids": [1, 5 + index, 20, 5 + index, 2], "prompt_len": 3} for index in range(4)]
-    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "demonstrations.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     command = [sys.executable, "-c", BESIDE_A_GPU, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -50,9 +50,14 @@ def trained(directory: Path) -> Trainer:
     return ours
 
 
-@pytest.mark.parametrize(("dtype", "distributed"), [("float32", False), ("float32", True), ("bfloat16", False)])
-def test_a_swap_scores_with_the_other_weights_and_leaves_no_trace(tiny: Path, dtype: str, distributed: bool) -> None:
-    """To the bit: log-probs, weights after it, and a step whose gradient was half gathered before it."""
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("float32", False), ("float32", True), ("bfloat16", False)]
+)
+def test_a_swap_scores_with_the_other_weights_and_leaves_no_trace(
+    tiny: Path, dtype: str, distributed: bool
+) -> None:
+    """To the bit: log-probs, weights after it, and a step whose gradient was half gathered before
+    it."""
     samples = [batch(rows(3, seed=5)), batch(rows(2, seed=6))]
     initial = policy(tiny, dtype=dtype).forward_logprobs(samples, 0.9)
     runs = []
@@ -97,11 +102,18 @@ def test_an_error_meanwhile_brings_the_own_weights_back(tiny: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("passes", "number", "scored"), [(1, 0, False), (1, 1, True), (2, 0, True), (2, 1, True)])
-def test_old_log_probs_are_those_before_the_step(tiny: Path, passes: int, number: int, scored: bool) -> None:
+@pytest.mark.parametrize(
+    ("passes", "number", "scored"), [(1, 0, False), (1, 1, True), (2, 0, True), (2, 1, True)]
+)
+def test_old_log_probs_are_those_before_the_step(
+    tiny: Path, passes: int, number: int, scored: bool
+) -> None:
     """In whichever mini-batch; the first one of a single pass needs none."""
     ours = trained(tiny)
-    inner, samples = inner_roles(ours.model, passes=passes), [batch(rows(3, seed=5)), batch(rows(2, seed=6))]
+    inner, samples = (
+        inner_roles(ours.model, passes=passes),
+        [batch(rows(3, seed=5)), batch(rows(2, seed=6))],
+    )
     for one in samples:
         one.fields.pop("old_logprobs")
     expected = ours.model.batch_logprobs(samples, 0.9)
@@ -112,16 +124,26 @@ def test_old_log_probs_are_those_before_the_step(tiny: Path, passes: int, number
     inner.score(number, samples)
     for one, values in zip(samples, expected, strict=True):
         assert torch.equal(one.fields["ref_logprobs"], values)
-        assert torch.equal(one.fields["old_logprobs"], values) if scored else "old_logprobs" not in one.fields
+        assert (
+            torch.equal(one.fields["old_logprobs"], values)
+            if scored
+            else "old_logprobs" not in one.fields
+        )
     inner.score(number, [])
 
 
 def test_a_mini_batch_without_old_log_probs_trains_as_with_them(tiny: Path) -> None:
-    """What a single update makes of them: the trainer's own, detached, against those of a forward pass before it."""
+    """What a single update makes of them: the trainer's own, detached, against those of a forward
+    pass before it."""
     found = []
     for scored in (False, True):
         ours = Trainer(trained(tiny).model, Grpo(), OptimizerConfig(lr=LR), 0.9)
-        one = batch([{name: value for name, value in row.items() if name != "old_logprobs"} for row in rows(6)])
+        one = batch(
+            [
+                {name: value for name, value in row.items() if name != "old_logprobs"}
+                for row in rows(6)
+            ]
+        )
         if scored:
             (one.fields["old_logprobs"],) = ours.model.batch_logprobs([one], 0.9)
         ours.accumulate([one])
@@ -134,7 +156,9 @@ def test_which_roles_have_anything_to_score(tiny: Path) -> None:
     model = policy(tiny)
     assert inner_roles(model).roles == {"actor_fwd", "reference"}
     assert inner_roles(model, mini_batches=1, passes=2).roles == {"actor_fwd", "reference"}
-    assert inner_roles(model, mini_batches=1).roles == {"reference"}, "one update: its own are the old ones"
+    assert inner_roles(model, mini_batches=1).roles == {"reference"}, (
+        "one update: its own are the old ones"
+    )
     assert InnerRoles(model, Config(), tiny).roles == set()
     config = Config(algorithm=M2po(passes=2))
     config.actor.forward = ["actor_fwd"]
@@ -154,7 +178,9 @@ def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:
     config.actor.forward, config.model.reference_path = ["reference"], str(tmp_path / "saved")
     inner = InnerRoles(model, config, tiny)
     inner.score(0, samples)
-    assert torch.equal(samples[0].fields["ref_logprobs"], expected) and same(weights_of(model), before)
+    assert torch.equal(samples[0].fields["ref_logprobs"], expected) and same(
+        weights_of(model), before
+    )
 
 
 @pytest.mark.parametrize("kl_in_reward", [0.0, 0.1])
@@ -166,7 +192,10 @@ def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence
     config = Config(algorithm=DrGrpo(kl_in_reward=kl_in_reward))
     samples = rows(2, seed=5)
     for row in samples:
-        row |= {"token_versions": row["loss_mask"].astype(np.int32), "loss_mask": np.zeros_like(row["loss_mask"])}
+        row |= {
+            "token_versions": row["loss_mask"].astype(np.int32),
+            "loss_mask": np.zeros_like(row["loss_mask"]),
+        }
     ranks = SimpleNamespace(
         parts=lambda rows, settings: [list(range(len(rows)))],
         media=lambda rows: None,
@@ -178,8 +207,12 @@ def test_a_reference_group_scores_masked_tokens_if_they_pay_for_their_divergence
         assert not row["loss_mask"].any(), "the mask of the loss does not change"
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 5.0)])
-def test_a_reference_of_another_architecture_is_refused(tiny: Path, tmp_path: Path, key: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 5.0)]
+)
+def test_a_reference_of_another_architecture_is_refused(
+    tiny: Path, tmp_path: Path, key: str, value: float
+) -> None:
     shutil.copytree(tiny, tmp_path / "other")
     path = tmp_path / "other" / "config.json"
     changed = json.loads(path.read_text()) | {key: value}

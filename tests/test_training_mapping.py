@@ -29,22 +29,35 @@ SHAPE = Qwen3(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_cutting_and_fusing_are_undone(parts: int, groups: int):
-    """Where there are fewer groups than parts, each has its rows of the whole parameter, as megatron-core cuts it."""
+    """Where there are fewer groups than parts, each has its rows of the whole parameter, as
+    megatron-core cuts it."""
     spec = dataclasses.replace(SHAPE, groups=groups)
     generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(piece.shape, generator=generator) for name, piece in all_pieces(spec).items()}
+    full = {
+        name: torch.randn(piece.shape, generator=generator)
+        for name, piece in all_pieces(spec).items()
+    }
     for entry in stage_entries(spec, range(4), True, True):
-        slices = [[cut(piece, full[piece.name], parts, rank) for piece in entry.pieces] for rank in range(parts)]
+        slices = [
+            [cut(piece, full[piece.name], parts, rank) for piece in entry.pieces]
+            for rank in range(parts)
+        ]
         fused = [fuse(entry, pieces, spec) for pieces in slices]
         undone = [split(entry, one, spec, parts, rank) for rank, one in enumerate(fused)]
         if entry.fuse == "qkv":
-            assert torch.equal(torch.cat(fused), fuse(entry, [full[piece.name] for piece in entry.pieces], spec))
+            assert torch.equal(
+                torch.cat(fused), fuse(entry, [full[piece.name] for piece in entry.pieces], spec)
+            )
         for index, piece in enumerate(entry.pieces):
-            assert torch.equal(join(piece, [pieces[index] for pieces in undone]), full[piece.name]), piece.name
+            assert torch.equal(
+                join(piece, [pieces[index] for pieces in undone]), full[piece.name]
+            ), piece.name
 
 
 def test_queries_lie_beside_their_key_and_value():
-    entry = next(entry for entry in stage_entries(SHAPE, range(1), False, False) if entry.fuse == "qkv")
+    entry = next(
+        entry for entry in stage_entries(SHAPE, range(1), False, False) if entry.fuse == "qkv"
+    )
     pieces = [torch.full(piece.shape, float(index)) for index, piece in enumerate(entry.pieces)]
     fused = fuse(entry, pieces, SHAPE)[:, 0].tolist()
     assert fused == [0.0] * 4 + [1.0] * 2 + [2.0] * 2 + ([0.0] * 4 + [1.0] * 2 + [2.0] * 2) * 3
@@ -54,17 +67,27 @@ def test_the_last_rank_has_fewer_rows_of_the_vocabulary():
     piece = all_pieces(SHAPE)["lm_head.weight"]
     whole = torch.ones(piece.shape)
     last = cut(piece, whole, 4, 3)
-    assert last.shape == (1, 8) and last.data_ptr() == whole[12:].data_ptr() and SHAPE.padded_vocab(4) == 16
+    assert (
+        last.shape == (1, 8)
+        and last.data_ptr() == whole[12:].data_ptr()
+        and SHAPE.padded_vocab(4) == 16
+    )
 
 
 def test_stages_hold_every_tensor_once():
-    stages = [stage_entries(SHAPE, range(2), True, False), stage_entries(SHAPE, range(2, 4), False, True)]
+    stages = [
+        stage_entries(SHAPE, range(2), True, False),
+        stage_entries(SHAPE, range(2, 4), False, True),
+    ]
     names = [piece.name for stage in stages for entry in stage for piece in entry.pieces]
     assert sorted(names) == sorted(all_pieces(SHAPE))
 
 
 def test_transformer_engine_names_differ_only_in_the_norms():
-    local, te = ({entry.name for entry in stage_entries(SHAPE, range(1), True, True, spec)} for spec in ("local", "te"))
+    local, te = (
+        {entry.name for entry in stage_entries(SHAPE, range(1), True, True, spec)}
+        for spec in ("local", "te")
+    )
     assert te - local == {
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
@@ -76,7 +99,10 @@ def test_transformer_engine_names_differ_only_in_the_norms():
     [
         (lambda shapes: shapes.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
         (lambda shapes: shapes.update(extra=(1,)), r"unknown tensor extra"),
-        (lambda shapes: shapes.update({"model.norm.weight": (9,)}), r"has shape \[9\], expected \[8\]"),
+        (
+            lambda shapes: shapes.update({"model.norm.weight": (9,)}),
+            r"has shape \[9\], expected \[8\]",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(change, says):
@@ -89,18 +115,40 @@ def test_wrong_tensors_are_refused_by_name(change, says):
 def test_collate_packs_rows_and_leaves_out_what_a_row_lacks():
     rows = [{"token_ids": [5, 6, 7], "old_logprobs": [0.0, -1.0, -2.0]}, {"token_ids": [8]}]
     batch = collate(rows, 9, "cpu", PackSplit(sequence=3))
-    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 9]] and batch.packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch.packed.queries == batch.packed.keys == [3, 1, 2] and batch.packed.query_ends.tolist() == [0, 3, 4, 6]
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 9]] and batch.packed.positions.tolist() == [
+        0,
+        1,
+        2,
+        0,
+        0,
+        1,
+    ]
+    assert batch.packed.queries == batch.packed.keys == [
+        3,
+        1,
+        2,
+    ] and batch.packed.query_ends.tolist() == [0, 3, 4, 6]
     assert batch.lengths == [3, 1] and "old_logprobs" not in batch.fields and not batch.mask.any()
     assert batch.mask.shape == (2, 3) and batch.scored.tokens.tolist() == [6, 7]
-    assert batch.scored.placed(torch.tensor([1.0, 2.0]), batch.mask.shape).tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.scored.placed(torch.tensor([1.0, 2.0]), batch.mask.shape).tolist() == [
+        [0, 1, 2],
+        [0, 0, 0],
+    ]
 
 
 def test_what_a_models_forward_pass_takes_of_a_row_comes_with_it():
-    rows = [{"token_ids": [5, 6], "token_versions": [[0, 1], [7, 2]]}, {"token_ids": [8], "token_versions": [[3, 4]]}]
-    (found,) = collate(rows, 0, "cpu", PackSplit(sequence=4), also=("token_versions",)).inputs["token_versions"]
+    rows = [
+        {"token_ids": [5, 6], "token_versions": [[0, 1], [7, 2]]},
+        {"token_ids": [8], "token_versions": [[3, 4]]},
+    ]
+    (found,) = collate(rows, 0, "cpu", PackSplit(sequence=4), also=("token_versions",)).inputs[
+        "token_versions"
+    ]
     assert found.tolist() == [[0, 1], [7, 2], [3, 4], [0, 0]]
-    cut = [collate(rows, 0, "cpu", PackSplit(1, 2, rank), also=("token_versions",)) for rank in range(2)]
+    cut = [
+        collate(rows, 0, "cpu", PackSplit(1, 2, rank), also=("token_versions",))
+        for rank in range(2)
+    ]
     assert [one.tokens.tolist() for one in cut] == [[[5, 0, 8, 0]], [[6, 0, 0, 0]]]
     assert cut[1].inputs["token_versions"][0].tolist() == [[7, 2], [0, 0], [0, 0], [0, 0]]
     # What the first rank predicts is the second one's.

@@ -25,7 +25,15 @@ from relax_hpc.training.batches import collate
 from relax_hpc.training.model import PolicyModel
 from tests.convert_helpers import DENSE, LLAMA, MIXED, model
 from tests.requirements import DEVICE
-from tests.training_helpers import CLOSE, batch, one_rank_fixture, policy, rows, tiny_fixture, tiny_model  # noqa: F401
+from tests.training_helpers import (  # noqa: F401
+    CLOSE,
+    batch,
+    one_rank_fixture,
+    policy,
+    rows,
+    tiny_fixture,
+    tiny_model,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
@@ -51,7 +59,9 @@ def test_logprobs_match_transformers(tmp_path: Path, tied: bool):
     samples = rows(6)
     whole = [{"token_ids": sample["token_ids"]} for sample in samples]
     model = policy(directory)
-    scored, trained = (model.forward_logprobs([batch(part[:4]), batch(part[4:])], 0.8) for part in (whole, samples))
+    scored, trained = (
+        model.forward_logprobs([batch(part[:4]), batch(part[4:])], 0.8) for part in (whole, samples)
+    )
     for sample, ours, some in zip(samples, scored, trained, strict=True):
         tokens = torch.from_numpy(sample["token_ids"]).long()[None]
         theirs = reference_logprobs(directory, tokens, 0.8)[0]
@@ -71,10 +81,14 @@ def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dic
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         hidden = ours.hidden(collate([{"token_ids": tokens}], 0, DEVICE))
         found = ours.module.logits(hidden)[0, :, : config["vocab_size"]].cpu()
-    matrices = sum(n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    matrices = sum(
+        n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op)
+    )
     assert matrices == 2 * ours.spec.multiplied() * len(tokens)
     expected = hf_logits(directory, tokens)
-    assert (found - expected).abs().max() < 0.2 * CLOSE * expected.abs().max() and expected.std() > 0.1
+    assert (
+        found - expected
+    ).abs().max() < 0.2 * CLOSE * expected.abs().max() and expected.std() > 0.1
     weights = load_file(directory / "model.safetensors")
     assert {name: piece.shape for name, piece in ours.tensors().items()} == {
         n: tuple(t.shape) for n, t in weights.items()
@@ -102,7 +116,9 @@ def test_new_weights_replace_the_old(tiny: Path):
     exported = model.export_hf()
     assert all(torch.equal(exported[name], value) for name, value in weights.items())
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is missing"):
-        model.load_tensors({name: value for name, value in weights.items() if name != "model.norm.weight"})
+        model.load_tensors(
+            {name: value for name, value in weights.items() if name != "model.norm.weight"}
+        )
 
 
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny: Path):
@@ -111,7 +127,9 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny: Path):
     ours = policy(tiny, dtype="bfloat16").forward_logprobs([batch(samples)], 1.0)
     for sample, found in zip(samples, ours, strict=True):
         tokens = torch.from_numpy(sample["token_ids"]).long()[None]
-        exact, theirs = (reference_logprobs(tiny, tokens, 1.0, t)[0] for t in (torch.float32, torch.bfloat16))
+        exact, theirs = (
+            reference_logprobs(tiny, tokens, 1.0, t)[0] for t in (torch.float32, torch.bfloat16)
+        )
         errors["ours"].append(torch.from_numpy(found[1:].copy()) - exact)
         errors["theirs"].append(theirs - exact)
     mean = {name: float(torch.cat(found).abs().mean()) for name, found in errors.items()}
@@ -135,11 +153,17 @@ def test_other_models_are_refused(tiny: Path, change: dict, says: str):
 
 
 @pytest.mark.parametrize("kernels", ["te", "fused"])
-def test_kernels_that_are_not_here_are_refused_by_name(tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_that_are_not_here_are_refused_by_name(
+    tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+):
     """On a CPU, whatever is installed; elsewhere if it is not."""
     monkeypatch.setattr("relax_hpc.models.kernels.interprets", lambda: False)
-    with pytest.raises(ConfigError, match=f"actor.kernels: found {kernels}.*(be imported|on a CPU, allowed: plain)"):
-        PolicyModel(read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels))
+    with pytest.raises(
+        ConfigError, match=f"actor.kernels: found {kernels}.*(be imported|on a CPU, allowed: plain)"
+    ):
+        PolicyModel(
+            read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels)
+        )
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
@@ -167,7 +191,9 @@ def test_broken_directories_are_named(tiny: Path, tmp_path: Path):
 def test_the_saved_config_states_the_type(tiny: Path, tmp_path: Path):
     policy(tiny, dtype="bfloat16").save_hf(tmp_path / "half")
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    )
 
 
 class Biased(Qwen3):
@@ -212,11 +238,15 @@ def test_a_refused_setting_of_a_family_names_the_family(
     with pytest.raises(ConfigError) as refused:
         transformer_config_of(tiny, Biased, **further)
     text = str(refused.value)
-    assert text.startswith("model family tests.test_training_model.Biased: megatron-core refuses what its method")
+    assert text.startswith(
+        "model family tests.test_training_model.Biased: megatron-core refuses what its method"
+    )
     assert f"({setting}={value!r})" in text and why in text and "actor.megatron" not in text
 
 
 def test_a_refused_setting_of_the_user_names_the_users_section(tiny: Path) -> None:
     further = {"recompute_granularity": "selective", "recompute_num_layers": 1}
-    with pytest.raises(ConfigError, match=r"^actor\.megatron: megatron-core refuses it beside the others: "):
+    with pytest.raises(
+        ConfigError, match=r"^actor\.megatron: megatron-core refuses it beside the others: "
+    ):
         transformer_config_of(tiny, Biased, **further)

@@ -27,13 +27,17 @@ class Bucket:
 
 
 class Wrapped:
-    """A module whose parameters are of so many buckets, those of experts last in their lists and early in the model."""
+    """A module whose parameters are of so many buckets, those of experts last in their lists and
+    early in the model."""
 
     def __init__(self, buckets: int, of_experts: int) -> None:
         self.begun: list[int] = []
         made = [Bucket(number, self.begun) for number in range(buckets)]
         self.in_order = made
-        self.bucket_groups, self.expert_parallel_bucket_groups = made[of_experts:], made[:of_experts]
+        self.bucket_groups, self.expert_parallel_bucket_groups = (
+            made[of_experts:],
+            made[:of_experts],
+        )
         self.config, self.passes, self.finished = SimpleNamespace(no_sync_func=None), [], 0
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -76,5 +80,8 @@ def test_nothing_begins_before_the_last_passes_and_nothing_follows_them() -> Non
     assert module.finished == 0, "there is nothing to wait for"
     with reduction.passes(last=True):
         pass
-    with pytest.raises(RuntimeError, match="after the last of a step"), reduction.passes(last=False):
+    with (
+        pytest.raises(RuntimeError, match="after the last of a step"),
+        reduction.passes(last=False),
+    ):
         pass

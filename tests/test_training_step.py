@@ -1,4 +1,5 @@
-"""The optimizer step against an independent one in plain torch, and what may be split over calls."""
+"""The optimizer step against an independent one in plain torch, and what may be split over
+calls."""
 
 from __future__ import annotations
 
@@ -53,9 +54,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 
 def independent_step(
-    directory: Path, samples: list[Row], steps: int, loss: Callable[[torch.nn.Module, Row], Tensor] | None = None
+    directory: Path,
+    samples: list[Row],
+    steps: int,
+    loss: Callable[[torch.nn.Module, Row], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
+    """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model,
+    sample by sample."""
     from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
@@ -67,7 +72,9 @@ def independent_step(
     groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     for _ in range(steps):
-        total = sum(((loss or sample_loss)(model, sample) for sample in samples), start=torch.zeros(()))
+        total = sum(
+            ((loss or sample_loss)(model, sample) for sample in samples), start=torch.zeros(())
+        )
         (total / sum(int(sample["loss_mask"].sum()) for sample in samples)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -82,7 +89,9 @@ def split_up(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
         piece.name: part.view(piece.shape)
         for name, value in tensors.items()
         for piece, part in zip(
-            forms[name].pieces, value.flatten().split([math.prod(p.shape) for p in forms[name].pieces]), strict=True
+            forms[name].pieces,
+            value.flatten().split([math.prod(p.shape) for p in forms[name].pieces]),
+            strict=True,
         )
     }
 
@@ -113,7 +122,9 @@ def directory_fixture(request: pytest.FixtureRequest, tmp_path: Path, tiny: Path
     return model(tmp_path / "hf", request.param | {"vocab_size": 64}) if request.param else tiny
 
 
-@pytest.mark.parametrize("directory", [{}, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize(
+    "directory", [{}, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"], indirect=True
+)
 def test_two_steps_match_an_independent_implementation(directory: Path):
     samples = rows(8)
     ours = trainer(directory)
@@ -127,7 +138,8 @@ def test_two_steps_match_an_independent_implementation(directory: Path):
 
 
 def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
-    """Each row a micro-batch, weighted by its trained tokens; theirs is as many times larger as experts are chosen."""
+    """Each row a micro-batch, weighted by its trained tokens; theirs is as many times larger as
+    experts are chosen."""
     directory, coefficient, values = model(tmp_path / "hf", MIXED | {"vocab_size": 64}), 0.2, []
 
     def loss(theirs: torch.nn.Module, sample: Row) -> Tensor:
@@ -146,8 +158,12 @@ def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
     ours.accumulate([batch([sample]) for sample in samples])
     metrics = ours.step(LR)
     assert difference(ours.model.export_hf(), independent_step(directory, samples, 1, loss)) < CLOSE
-    assert metrics["loss/balance"] == pytest.approx(float(sum(values)) / metrics["tokens"], rel=1e-4)
-    assert 1.0 <= metrics["experts/load_max"] <= 4.0 and 0.5 < metrics["experts/load_entropy"] <= 1.0
+    assert metrics["loss/balance"] == pytest.approx(
+        float(sum(values)) / metrics["tokens"], rel=1e-4
+    )
+    assert (
+        1.0 <= metrics["experts/load_max"] <= 4.0 and 0.5 < metrics["experts/load_entropy"] <= 1.0
+    )
 
 
 def test_routers_decide_in_float32(tmp_path: Path):
@@ -173,7 +189,9 @@ def test_accumulating_in_pieces_equals_one_call(tiny: Path):
     whole, pieces = trainer(tiny), trainer(tiny)
     whole.accumulate([batch(samples)])
     for start in (0, 2, 4, 6):
-        pieces.accumulate([batch(samples[start : start + 1]), batch(samples[start + 1 : start + 2])])
+        pieces.accumulate(
+            [batch(samples[start : start + 1]), batch(samples[start + 1 : start + 2])]
+        )
     pieces.accumulate([])
     left, right = whole.step(LR), pieces.step(LR)
     assert left == pytest.approx(right, rel=1e-4)
@@ -200,7 +218,9 @@ def test_a_step_without_tokens_changes_nothing(tiny: Path):
     ours.accumulate([batch(masked)])
     for _ in range(2):
         metrics = ours.step(LR)
-        assert (metrics["skipped"], metrics["empty"]) == (0.0, 1.0), "its gradient is 0, which is finite"
+        assert (metrics["skipped"], metrics["empty"]) == (0.0, 1.0), (
+            "its gradient is 0, which is finite"
+        )
     assert difference(before, ours.model.export_hf()) == 0.0
 
 
@@ -209,7 +229,9 @@ def test_an_idle_micro_batch_adds_nothing(tiny: Path):
     ours, alone = trainer(tiny), trainer(tiny)
     samples = rows(4)
     parts = collate_parts(samples, [[0, 3], [], [1, 2], []], DEVICE)
-    assert [len(one.lengths) for one in parts] == [2, 0, 2, 0] and {*parts[0].fields} == {*parts[1].fields}
+    assert [len(one.lengths) for one in parts] == [2, 0, 2, 0] and {*parts[0].fields} == {
+        *parts[1].fields
+    }
     ours.accumulate(parts)
     alone.accumulate([parts[0], parts[2]])
     assert ours.step(LR) == alone.step(LR)
@@ -224,7 +246,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
     bad[0]["advantages"][7] = math.inf
     ours.accumulate([batch(bad)])
     metrics = ours.step(LR)
-    assert (metrics["skipped"], metrics["empty"]) == (1.0, 0.0) and not math.isfinite(metrics["grad_norm"])
+    assert (metrics["skipped"], metrics["empty"]) == (1.0, 0.0) and not math.isfinite(
+        metrics["grad_norm"]
+    )
     assert difference(before, ours.model.export_hf()) == 0.0
     for each in (ours, clean):
         each.accumulate([batch(rows(2))])
@@ -233,7 +257,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
 
 
 @pytest.mark.parametrize(("is_free", "algorithm"), [(False, Grpo()), (True, Grpo()), (True, Sft())])
-def test_an_entropy_that_costs_nothing_is_measured(tiny: Path, monkeypatch, is_free: bool, algorithm: Algorithm):
+def test_an_entropy_that_costs_nothing_is_measured(
+    tiny: Path, monkeypatch, is_free: bool, algorithm: Algorithm
+):
     """Unless nothing would report it, as in supervised learning; it has no part in the loss."""
     monkeypatch.setattr(logprobs.PlainKernels, "entropy_is_free", is_free)
     metrics = []
@@ -255,7 +281,9 @@ def test_quantiles_of_ratios_are_those_that_so_many_tokens_exceed(tiny: Path, co
     far = np.random.default_rng(count).permutation(np.linspace(-3.0, 3.0, count))
     zero = torch.zeros(1, count, dtype=torch.float64)
     rollout = torch.from_numpy(-far)[None]
-    ours._ratios.add(TokenBatch(logprobs=zero, old_logprobs=zero, rollout_logprobs=rollout, mask=zero + 1))
+    ours._ratios.add(
+        TokenBatch(logprobs=zero, old_logprobs=zero, rollout_logprobs=rollout, mask=zero + 1)
+    )
     ordered = np.sort(np.abs(far))[::-1]
     expected = {
         "train_rollout_ratio_p99": math.exp(ordered[max(1, math.ceil(0.01 * count)) - 1]),
@@ -280,7 +308,9 @@ def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
     """One for each, and a wait for each, is what it costs on a GPU as megatron-core comes."""
     ours = trainer(tiny)
     ours.accumulate([batch(rows(2))])
-    whole = torch.cat([parameter.main_grad.flatten() for parameter in ours.model.module.parameters()])
+    whole = torch.cat(
+        [parameter.main_grad.flatten() for parameter in ours.model.module.parameters()]
+    )
     with Operations() as asked:
         norm = ours._gradient_norm(4.0)
     assert norm == pytest.approx(float(whole.norm()) / 4.0, rel=1e-5)
@@ -292,13 +322,20 @@ def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_micro_batch_waits_for_nothing_that_the_device_is_at(tiny: Path, name: str):
-    """Neither a value nor a shape is asked of it: it always has the next micro-batch before it is done with one."""
+    """Neither a value nor a shape is asked of it: it always has the next micro-batch before it is
+    done with one."""
     ours, samples = trainer(tiny), rows(3)
     ours._loss = ALGORITHMS[name]().loss
     ours.accumulate([batch(samples)])
     with Operations() as asked, waiting_refused():
         ours.accumulate([batch(samples)])
-    assert not asked.found.keys() & {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"}
+    assert not asked.found.keys() & {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+    }
 
 
 @contextmanager
@@ -325,8 +362,11 @@ def test_what_was_discarded_leaves_nothing(tiny: Path):
 
 
 @pytest.mark.parametrize("config", [None, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"])
-def test_what_is_recomputed_changes_nothing_and_is_not_kept(tiny: Path, tmp_path: Path, config: dict | None):
-    """By the bytes that autograd holds for the backward pass, which `relax-hpc plan` reckons with."""
+def test_what_is_recomputed_changes_nothing_and_is_not_kept(
+    tiny: Path, tmp_path: Path, config: dict | None
+):
+    """By the bytes that autograd holds for the backward pass, which `relax-hpc plan` reckons
+    with."""
     directory = model(tmp_path / "hf", config | {"vocab_size": 64}) if config else tiny
     weights, kept = {}, {}
     for how in ("none", "selective", "full"):
@@ -360,7 +400,8 @@ def reckoned_on_cpu(spec: ModelSpec, how: str) -> int:
 
 @contextmanager
 def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
-    """Of the tensors that autograd holds since the block began, parameters left out, each piece of memory once."""
+    """Of the tensors that autograd holds since the block began, parameters left out, each piece of
+    memory once."""
     parameters = {one.untyped_storage().data_ptr() for one in module.parameters()}
 
     class Kept:
@@ -372,7 +413,9 @@ def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
 
     def size() -> int:
         storages = [one.tensor.untyped_storage() for one in living]
-        found = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in parameters}
+        found = {
+            one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in parameters
+        }
         return sum(found.values())
 
     with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
@@ -382,20 +425,28 @@ def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
 def test_settings_of_megatron_core_reach_it(tiny: Path):
     ours = trainer(
         tiny,
-        megatron={"persist_layer_norm": False, "check_for_nan_in_grad": True, "recompute_modules": ["mlp"]},
+        megatron={
+            "persist_layer_norm": False,
+            "check_for_nan_in_grad": True,
+            "recompute_modules": ["mlp"],
+        },
         recompute="selective",
     )
     assert ours.model.config.recompute_modules == ["mlp"]
     assert ours.module.ddp_config.check_for_nan_in_grad
     with pytest.raises(ConfigError, match="hidden_size: found 8, not allowed"):
         trainer(tiny, megatron={"hidden_size": 8})
-    with pytest.raises(ConfigError, match="refuses it beside the others: When using recompute_granularity"):
+    with pytest.raises(
+        ConfigError, match="refuses it beside the others: When using recompute_granularity"
+    ):
         trainer(tiny, recompute="selective", megatron={"recompute_num_layers": 1})
 
 
 def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
     ours = Trainer(policy(tiny), Grpo(), OptimizerConfig(lr=LR), 1.0)
-    plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]
+    plain = [
+        {name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)
+    ]
     ours.accumulate([batch(plain)])
     metrics = ours.step(LR)
     assert metrics["ratio"] == pytest.approx(1.0) and metrics["correction_weight"] == 1.0
@@ -409,20 +460,30 @@ def test_bfloat16_trains(tiny: Path):
     assert ours.step(LR)["skipped"] == 0.0
     after = ours.model.export_hf()
     assert difference(before, after) > 0.0
-    assert all(value.dtype == torch.bfloat16 and torch.isfinite(value).all() for value in after.values())
+    assert all(
+        value.dtype == torch.bfloat16 and torch.isfinite(value).all() for value in after.values()
+    )
 
 
 def test_a_metric_that_comes_only_sometimes_is_written(tiny: Path):
-    ours = Trainer(policy(tiny), Opo(correction=CorrectionConfig(kind="off")), OptimizerConfig(lr=LR), 1.0)
+    ours = Trainer(
+        policy(tiny), Opo(correction=CorrectionConfig(kind="off")), OptimizerConfig(lr=LR), 1.0
+    )
     found = []
     for sign in (1.0, -1.0, 1.0):
-        ours.accumulate([batch([row | {"advantages": sign * np.abs(row["advantages"])}]) for row in rows(2)])
+        ours.accumulate(
+            [batch([row | {"advantages": sign * np.abs(row["advantages"])}]) for row in rows(2)]
+        )
         found.append(ours.step(LR).get("algorithm/pushed_away"))
     assert found == [None, 1.0, None]
 
 
 def test_entropy_is_computed_where_it_is_asked_for(tiny: Path):
-    for algorithm, there in ((Grpo(), False), (Grpo(log_entropy=True), True), (Grpo(entropy_coefficient=0.1), True)):
+    for algorithm, there in (
+        (Grpo(), False),
+        (Grpo(log_entropy=True), True),
+        (Grpo(entropy_coefficient=0.1), True),
+    ):
         ours = Trainer(policy(tiny), algorithm, OptimizerConfig(lr=LR), 1.0)
         ours.accumulate([batch(rows(2))])
         assert ("entropy" in ours.step(LR)) == there

@@ -20,10 +20,15 @@ from relax_hpc.training.warm_start import warm_start
 def test_it_learns_the_demonstrations_and_repeats_itself_exactly(tmp_path: Path):
     config = Config(seed=3, warm_start=WarmStartConfig(steps=30, batch_size=8, lr=1e-2))
     make_tiny_model(tmp_path / "model-init", config.model.tiny, seed=3)
-    lines = [{"token_ids": [1, 5 + index, 20, 5 + index, 2], "prompt_len": 3} for index in range(10)]
+    lines = [
+        {"token_ids": [1, 5 + index, 20, 5 + index, 2], "prompt_len": 3} for index in range(10)
+    ]
     path = tmp_path / "warm_start.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    losses = [warm_start(config, tmp_path / "model-init", path, tmp_path / name) for name in ("one", "two")]
+    losses = [
+        warm_start(config, tmp_path / "model-init", path, tmp_path / name)
+        for name in ("one", "two")
+    ]
     assert losses[0] == losses[1] < 0.5
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert weights[0] == weights[1]

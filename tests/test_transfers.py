@@ -1,4 +1,5 @@
-"""Copies from a mapped file into live parameters: all bytes, in any strides, through rooms of any size."""
+"""Copies from a mapped file into live parameters: all bytes, in any strides, through rooms of any
+size."""
 
 from __future__ import annotations
 
@@ -22,16 +23,30 @@ CPU = torch.device("cpu")
 
 
 def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Whole ones, slices along each axis, another type, no rows, no axes, views of a larger parameter."""
+    """Whole ones, slices along each axis, another type, no rows, no axes, views of a larger
+    parameter."""
     numbers = torch.arange(4096, dtype=torch.float32).view(64, 64)
     fused = torch.zeros(4, 48, 64)
-    sources = [numbers, numbers[:, 8:24], numbers[3:5], numbers[:0], numbers[0, 0], numbers.bfloat16(), numbers[:2]]
+    sources = [
+        numbers,
+        numbers[:, 8:24],
+        numbers[3:5],
+        numbers[:0],
+        numbers[0, 0],
+        numbers.bfloat16(),
+        numbers[:2],
+    ]
     targets = [torch.full(one.shape, -1, dtype=one.dtype) for one in sources[:-1]]
     targets[5] = torch.full((64, 64), -1.0)
-    return [*zip(sources, [*targets, fused[0, :2]], strict=True), (numbers.view(4, 16, 64), fused[:, 16:32])]
+    return [
+        *zip(sources, [*targets, fused[0, :2]], strict=True),
+        (numbers.view(4, 16, 64), fused[:, 16:32]),
+    ]
 
 
-@pytest.mark.parametrize(("staged", "room"), [(False, 1 << 20), (True, 1 << 20), (True, 1024), (True, 320)])
+@pytest.mark.parametrize(
+    ("staged", "room"), [(False, 1 << 20), (True, 1 << 20), (True, 1024), (True, 320)]
+)
 def test_every_target_has_its_source_however_small_the_rooms(staged: bool, room: int):
     asked = pairs()
     transfers = Transfers(CPU, staged, room)
@@ -45,17 +60,23 @@ def test_every_target_has_its_source_however_small_the_rooms(staged: bool, room:
 def test_pieces_fit_and_batches_too():
     cut = [one for source, target in pairs() for one in pieces(source, target, 1024)]
     assert max(source.nbytes for source, _ in cut) <= 1024
-    assert all(sum(source.nbytes for source, _ in batch) <= 4096 for batch in batches(iter(cut), 4096))
+    assert all(
+        sum(source.nbytes for source, _ in batch) <= 4096 for batch in batches(iter(cut), 4096)
+    )
     assert [one for batch in batches(iter(cut), 4096) for one in batch] == cut
 
 
 def test_of_a_mapped_file_a_rank_copies_its_slices_alone(tmp_path: Path):
-    """As SGLang's weight loaders do it: narrow, then copy; what is no part of the file is left alone."""
+    """As SGLang's weight loaders do it: narrow, then copy; what is no part of the file is left
+    alone."""
     whole = {"column": torch.randn(8, 6), "row": torch.randn(6, 8)}
     save_file(whole, tmp_path / "model.safetensors")
     sent: list[torch.Tensor] = []
     transfers = Transfers(CPU, True, 1024)
-    send, transfers.send = transfers.send, lambda asked: (sent.extend(one for one, _ in asked), send(asked))
+    send, transfers.send = (
+        transfers.send,
+        lambda asked: (sent.extend(one for one, _ in asked), send(asked)),
+    )
     with SafetensorFiles(tmp_path) as files:
         views, other = {name: files[name][:] for name in whole}, torch.zeros(2)
         fused, row = torch.zeros(2, 4, 6), torch.nn.Parameter(torch.zeros(6, 4))
@@ -80,5 +101,9 @@ def test_a_model_is_loaded_from_the_mapped_file_itself_into_the_live_parameters(
 
 def mapped(suffix: str) -> list[tuple[int, int]]:
     """Where in this process's memory files of such names are."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(suffix)]
+    lines = [
+        line.split()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(suffix)
+    ]
     return [tuple(int(end, 16) for end in words[0].split("-")) for words in lines]

@@ -1,4 +1,5 @@
-"""What an environment and a template see of an episode of several turns, and its reward if it ends too early."""
+"""What an environment and a template see of an episode of several turns, and its reward if it ends
+too early."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def play(
     playing = player(kind, TOKENIZER, chat, **limits)
     playing._note_unrewarded = counted.append
     try:
-        episode = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), text, BUDGET)))
+        episode = asyncio.run(
+            playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), text, BUDGET))
+        )
     finally:
         chat.close()
     assert isinstance(episode, Episode)
@@ -43,11 +46,16 @@ class RewardingLate(Environment):
 
 
 @pytest.mark.parametrize(
-    ("limits", "ended"), [({"max_turns": 2}, "max_turns"), ({"episode_tokens": 30}, "episode_budget")]
+    ("limits", "ended"),
+    [({"max_turns": 2}, "max_turns"), ({"episode_tokens": 30}, "episode_budget")],
 )
-def test_an_episode_that_ends_before_its_reward_has_0_and_is_counted(limits: dict[str, int], ended: str) -> None:
+def test_an_episode_that_ends_before_its_reward_has_0_and_is_counted(
+    limits: dict[str, int], ended: str
+) -> None:
     episode, counted = play(RewardingLate, **limits)
-    assert episode.finish_reason == ended and episode.outcome["reward"] is None and counted == [ended]
+    assert (
+        episode.finish_reason == ended and episode.outcome["reward"] is None and counted == [ended]
+    )
     assert environment(reward_input(Prompt("p", (), "go", "answer"), episode, TOKENIZER)) == 0.0
 
 
@@ -66,16 +74,25 @@ def test_an_environment_knows_whether_the_template_has_opened_a_thought(opened: 
     NotingThoughts.flags.clear()
     opening = "<|im_start|>assistant\\n"
     assert opening in TEMPLATE
-    play(NotingThoughts, TEMPLATE.replace(opening, opening + opened), PROMPT + opened.replace("\\n", "\n"))
+    play(
+        NotingThoughts,
+        TEMPLATE.replace(opening, opening + opened),
+        PROMPT + opened.replace("\\n", "\n"),
+    )
     assert NotingThoughts.flags == [bool(opened)] * 2
 
 
 def test_a_template_sees_the_roles_of_all_messages_so_far() -> None:
     """Also of a branch, and of a history that continues after another one."""
-    source = "{% for m in messages %}<|im_start|>{{ loop.index }}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    source = (
+        "{% for m in messages %}<|im_start|>{{ loop.index }}{{ m.role }} {{ m.content "
+        "}}<|im_end|>{% endfor %}"
+    )
     source += "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     episode, _ = play(Contexts, source, "<|im_start|>1user go<|im_end|><|im_start|>assistant ")
     texts = [spelled(row.prompt, row.made) for row in episode.rows]
-    numbers = [[int(number) for number in re.findall(r"<\|im_start\|>(\d+)", text)] for text in texts]
+    numbers = [
+        [int(number) for number in re.findall(r"<\|im_start\|>(\d+)", text)] for text in texts
+    ]
     # A turn of the policy has no number, and each step has two messages.
     assert numbers == [[1, 3, 4, 6, 7], [1, 2, 3], [1, 2, 3, 5, 6], [1, 2, 3]]

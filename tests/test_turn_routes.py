@@ -1,4 +1,5 @@
-"""Routes of episodes of several turns: each token has those of the pass that first read it, from any log too."""
+"""Routes of episodes of several turns: each token has those of the pass that first read it, from
+any log too."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ LATER = 50
 
 
 class Reading(Drawing):
-    """SGLang that keeps no keys and values: all that it reads it reads by experts of this request, its number and that
-    plus 100. It tells of them token by token, and when a turn has ended of all once more."""
+    """SGLang that keeps no keys and values: all that it reads it reads by experts of this request,
+    its number and that plus 100. It tells of them token by token, and when a turn has ended of all
+    once more."""
 
     def __init__(self, number: int = 0, heard: Callable[[], None] = lambda: None) -> None:
         super().__init__(TOKENIZER)
@@ -43,7 +45,10 @@ class Reading(Drawing):
         told = 0
         for count, token in enumerate(drawn[known:], start=known + 1):
             read, last = len(request.prompt_ids) + count - 1, count == len(drawn)
-            news = np.tile(np.array([self.number, self.number + 100], "<i4"), (read - (0 if last else told), 1, 1))
+            news = np.tile(
+                np.array([self.number, self.number + 100], "<i4"),
+                (read - (0 if last else told), 1, 1),
+            )
             told = read
             meta = {
                 "output_token_logprobs": [[-1.0, token, None]],
@@ -66,7 +71,8 @@ def played(kind: type, attempt: Attempt, engine: Drawing) -> Episode:
 @pytest.mark.parametrize("unfinished_too", [True, False])
 @pytest.mark.parametrize("kind", [Counting, Contexts])
 def test_each_token_has_the_route_of_who_first_read_it(kind: type, unfinished_too: bool) -> None:
-    """The last token of a turn and what is said to it are read with the next turn, and never once more."""
+    """The last token of a turn and what is said to it are read with the next turn, and never once
+    more."""
     attempt, log, logs = Attempt(3, 0, prompt_of(), 1, in_turns=True), Log(again=1), []
 
     def heard() -> None:
@@ -83,7 +89,10 @@ def test_each_token_has_the_route_of_who_first_read_it(kind: type, unfinished_to
         for row in group_rows(prompt_of(), 3, [played(kind, again, Reading(LATER))], [0.0]):
             assert SHAPE.fault(row) == ""
             mine, before = numbers(row), kept.get(row["row"], np.zeros(0, int))
-            assert np.array_equal(mine[: len(before)], before) and (mine[len(before) + 1 :] > LATER).all()
+            assert (
+                np.array_equal(mine[: len(before)], before)
+                and (mine[len(before) + 1 :] > LATER).all()
+            )
 
 
 def numbers(row: dict) -> np.ndarray:

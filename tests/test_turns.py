@@ -1,4 +1,5 @@
-"""Episodes of several turns: tokens as they were drawn and said, ends, contexts, and playing again from a log."""
+"""Episodes of several turns: tokens as they were drawn and said, ends, contexts, and playing again
+from a log."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ class Opening(Counting):
 
 
 class Contexts(Environment):
-    """A sub-agent after the first turn, a branch of its first turn after the second, the first history compacted, and
-    at last the first one again."""
+    """A sub-agent after the first turn, a branch of its first turn after the second, the first
+    history compacted, and at last the first one again."""
 
     where = (Context("agent"), Context("branch", 1), Context("", 0), Context("short"), Context(""))
 
@@ -90,7 +91,13 @@ class Contexts(Environment):
         return Step(said, done, reward=0.5, context=None if done else self.where[response.turn])
 
 
-def played(kind: Any, history: History | None = None, text: str = PROMPT, budget: int = BUDGET, **limits: int):
+def played(
+    kind: Any,
+    history: History | None = None,
+    text: str = PROMPT,
+    budget: int = BUDGET,
+    **limits: int,
+):
     """An episode, the engine that drew it, and the faults of its environment."""
     drawing, faults = Drawing(TOKENIZER), list[EnvironmentFault]()
     playing = player(kind, TOKENIZER, TEMPLATE, faults.append, **limits)
@@ -106,25 +113,42 @@ def same(one: Episode, other: Episode) -> bool:
     """Whether both are the same, token by token."""
     assert [row.turns for row in one.rows] == [row.turns for row in other.rows]
     pairs = [(a.made, b.made) for a, b in zip(one.rows, other.rows, strict=True)]
-    assert all(a.logprobs == b.logprobs and (a.token_versions == b.token_versions).all() for a, b in pairs)
+    assert all(
+        a.logprobs == b.logprobs and (a.token_versions == b.token_versions).all() for a, b in pairs
+    )
     return one.outcome == other.outcome and all(a.token_ids == b.token_ids for a, b in pairs)
 
 
-# -- one episode -------------------------------------------------------------------------------------------------------
+# -- one episode -----------------------------------------------------------------------------------
 
 
 def test_an_episode_is_what_was_drawn_and_said() -> None:
     made, drawing, _ = played(Counting)
-    assert made.finish_reason == "env_done" and made.outcome == {"info": {"turns": 3}, "reward": 1.0, "row": 0}
+    assert made.finish_reason == "env_done" and made.outcome == {
+        "info": {"turns": 3},
+        "reward": 1.0,
+        "row": 0,
+    }
     (row,) = made.rows
     ids, versions = row.made.token_ids, row.made.token_versions
     assert np.array_equal(row.made.logprobs, np.where(versions != 0, -1.0, 0.0))
-    assert row.turns == tuple(at + 1 for at, token in enumerate(ids) if token == END and versions[at])
-    turns = [TOKENIZER.decode(ids[begun:end]) for begun, end in zip([0, *row.turns], row.turns, strict=False)]
-    observed = [part.partition("\n</tool_response>") for part in spelled((), row.made).split("<tool_response>\n")[1:]]
+    assert row.turns == tuple(
+        at + 1 for at, token in enumerate(ids) if token == END and versions[at]
+    )
+    turns = [
+        TOKENIZER.decode(ids[begun:end])
+        for begun, end in zip([0, *row.turns], row.turns, strict=False)
+    ]
+    observed = [
+        part.partition("\n</tool_response>")
+        for part in spelled((), row.made).split("<tool_response>\n")[1:]
+    ]
     frame = "<|im_end|>\n<|im_start|>assistant\n"
     assert [rest[: len(frame)] for *_, rest in observed] == [frame] * 2
-    assert [said.split(" of ")[0] for said, *_ in observed] == [str(len(turns[0])), str(len(turns[1].split("\n")[-1]))]
+    assert [said.split(" of ")[0] for said, *_ in observed] == [
+        str(len(turns[0])),
+        str(len(turns[1].split("\n")[-1])),
+    ]
     for before, after in pairwise(drawing.asked):
         drawn = before.draft.ended.token_ids
         assert after.draft.token_ids[: len(drawn)] == drawn, "history is never tokenised again"
@@ -134,8 +158,16 @@ def test_rows_and_rewards_know_of_turns() -> None:
     made, *_ = played(Counting, max_turns=2)
     prompt = Prompt("p", tuple(made.rows[0].prompt), "go", "answer")
     (row,) = group_rows(prompt, 3, [made], [0.5])
-    assert row["environment"] == {"turns": list(made.rows[0].turns), "info": {"turns": 2}, "reward": 0.0, "row": 0}
-    assert row["finish_reason"] == "max_turns" and (row["loss_mask"] == (row["token_versions"] != 0)).all()
+    assert row["environment"] == {
+        "turns": list(made.rows[0].turns),
+        "info": {"turns": 2},
+        "reward": 0.0,
+        "row": 0,
+    }
+    assert (
+        row["finish_reason"] == "max_turns"
+        and (row["loss_mask"] == (row["token_versions"] != 0)).all()
+    )
     seen = reward_input(prompt, made, TOKENIZER)
     assert [turn["by"] for turn in seen.turns] == ["policy", "environment", "policy"]
     assert seen.response_text == seen.turns[-1]["text"] and seen.finish_reason == "stop"
@@ -149,9 +181,15 @@ def test_contexts_are_rows_of_an_episode() -> None:
     opening = PROMPT.removesuffix("<|im_start|>assistant\n")
     said = "<|im_start|>user\n<{}><|im_end|>\n<|im_start|>user\n<tool_response>\n"
     assert agent.startswith(opening + said.format(0)) and short.startswith(opening + said.format(3))
-    begun = TOKENIZER._backend.decode(made.rows[0].made.token_ids[: made.rows[0].turns[0]], skip_special_tokens=False)
-    assert first.startswith(PROMPT + begun) and branch.startswith(spelled(made.rows[1].prompt, made.rows[1].made)[:20])
-    assert [len(row.turns) for row in made.rows] == [3, 1, 1, 1], "of six turns three are of the first history"
+    begun = TOKENIZER._backend.decode(
+        made.rows[0].made.token_ids[: made.rows[0].turns[0]], skip_special_tokens=False
+    )
+    assert first.startswith(PROMPT + begun) and branch.startswith(
+        spelled(made.rows[1].prompt, made.rows[1].made)[:20]
+    )
+    assert [len(row.turns) for row in made.rows] == [3, 1, 1, 1], (
+        "of six turns three are of the first history"
+    )
     for row in made.rows:
         assert row.made.token_versions[-1] and sum(row.made.token_versions != 0) > 0
     rows = group_rows(Prompt("p", tuple(made.rows[0].prompt), "go", "answer"), 3, [made], [0.5])
@@ -161,7 +199,9 @@ def test_contexts_are_rows_of_an_episode() -> None:
 class Going(Environment):
     """Answers each turn in the next context of a list, and is done after the last one."""
 
-    def __init__(self, *contexts: Context | None, text: str = "more", pictured: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *contexts: Context | None, text: str = "more", pictured: Sequence[int] = ()
+    ) -> None:
         """``pictured``: turns after which it shows a picture, too."""
         self.contexts, self.text, self.pictured = contexts, text, pictured
         self.responses: list[Response] = []
@@ -187,23 +227,31 @@ def test_a_branch_begins_with_as_many_turns_as_it_names(turns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("contexts", "number"), [((None,), 0), ((Context("agent"),), 1), ((Context("a"), Context("")), 0)]
+    ("contexts", "number"),
+    [((None,), 0), ((Context("agent"),), 1), ((Context("a"), Context("")), 0)],
 )
-def test_a_reward_reads_the_row_in_which_the_episode_ended(contexts: tuple[Context | None, ...], number: int) -> None:
+def test_a_reward_reads_the_row_in_which_the_episode_ended(
+    contexts: tuple[Context | None, ...], number: int
+) -> None:
     episode, *_ = played(lambda: Going(*contexts))
     assert episode.outcome["row"] == number
     response = episode.rows[number].made
     start_of_turn = len(response.token_ids) - list(response.token_versions != 0)[::-1].index(False)
-    text = reward_input(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), episode, TOKENIZER).response_text
+    text = reward_input(
+        Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), episode, TOKENIZER
+    ).response_text
     assert text == TOKENIZER.decode(response.token_ids[start_of_turn:-1])
     other_rows = [row for row in episode.rows if row.made is not response]
     assert all(text not in TOKENIZER.decode(row.made.token_ids) for row in other_rows)
 
 
 @pytest.mark.parametrize(
-    ("limits", "finish"), [({}, "stop"), ({"turn_tokens": 1}, "length"), ({"sampled_tokens": 1}, "length")]
+    ("limits", "finish"),
+    [({}, "stop"), ({"turn_tokens": 1}, "length"), ({"sampled_tokens": 1}, "length")],
 )
-def test_an_environment_is_told_which_of_its_turns_were_cut(limits: dict[str, int], finish: str) -> None:
+def test_an_environment_is_told_which_of_its_turns_were_cut(
+    limits: dict[str, int], finish: str
+) -> None:
     environments: list[Going] = []
 
     def make_environment() -> Going:
@@ -216,7 +264,9 @@ def test_an_environment_is_told_which_of_its_turns_were_cut(limits: dict[str, in
 
 def test_what_others_say_is_not_counted_as_sampled() -> None:
     """Each observation alone has more tokens than the whole episode may sample."""
-    played_with = lambda **limits: played(lambda: Going(None, None, text="the tool said 12 " * 8), **limits)  # noqa: E731
+    played_with = lambda **limits: played(  # noqa: E731
+        lambda: Going(None, None, text="the tool said 12 " * 8), **limits
+    )
     free, drawing, _ = played_with()
     (row,) = free.rows
     assert free.finish_reason == "env_done" and row.turns[1] - row.turns[0] > drawing.drawn
@@ -255,11 +305,18 @@ def rows_with_pictures(*contexts: Context | None, pictured: Sequence[int]) -> li
     bridge = Bridge(TOKENIZER, TEMPLATE, {Kind.IMAGE: Place(PICTURE)})
     rules = Rules(bridge, TOKENIZER, EnvironmentConfig(), Placing())
     playing = Player(
-        OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules), 0, 60.0, lambda fault: None
+        OnEnvironments(Inside(lambda: Going(*contexts, pictured=pictured)), rules),
+        0,
+        60.0,
+        lambda fault: None,
     )
-    episode = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
+    episode = asyncio.run(
+        playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET))
+    )
     assert isinstance(episode, Episode), episode
-    return group_rows(Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), 3, [episode], [0.5])
+    return group_rows(
+        Prompt("p", tuple(episode.rows[0].prompt), "go", "answer"), 3, [episode], [0.5]
+    )
 
 
 def pictures(row: Row) -> list[str]:
@@ -267,7 +324,9 @@ def pictures(row: Row) -> list[str]:
     covered = np.zeros(len(row["token_ids"]), bool)
     for span in row["spans"]:
         covered[span["start"] : span["start"] + span["length"]] = True
-    assert np.array_equal(covered, row["token_ids"] == PICTURE), "its places are those of its tokens"
+    assert np.array_equal(covered, row["token_ids"] == PICTURE), (
+        "its places are those of its tokens"
+    )
     return [span["media_id"] for span in row["spans"]]
 
 
@@ -279,18 +338,23 @@ def test_pictures_of_later_observations_are_where_their_tokens_are() -> None:
 @pytest.mark.parametrize(("turns", "kept"), [(1, []), (2, ["picture-0"])])
 def test_a_branch_has_the_pictures_that_come_before_it(turns: int, kept: list[str]) -> None:
     whole, branch = rows_with_pictures(None, None, Context("branch", turns), pictured=(0, 1, 2))
-    assert pictures(whole) == ["picture-0", "picture-1"] and pictures(branch) == [*kept, "picture-2"]
+    assert pictures(whole) == ["picture-0", "picture-1"] and pictures(branch) == [
+        *kept,
+        "picture-2",
+    ]
 
 
 def test_an_opening_goes_behind_the_prompt() -> None:
     made, *_ = played(Opening)
     (row,) = made.rows
     text = spelled(row.prompt, row.made)
-    assert text.startswith("<|im_start|>user\ngo<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n")
+    assert text.startswith(
+        "<|im_start|>user\ngo<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert not row.made.token_versions[0]
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 bounds = st.integers(0, 30)
 
@@ -300,28 +364,41 @@ bounds = st.integers(0, 30)
 def test_no_budget_is_exceeded_and_the_end_says_which(
     turns: int, turn: int, sampled: int, whole: int, budget: int, contexts: bool
 ) -> None:
-    limits = {"max_turns": turns, "turn_tokens": turn, "sampled_tokens": sampled, "episode_tokens": whole}
+    limits = {
+        "max_turns": turns,
+        "turn_tokens": turn,
+        "sampled_tokens": sampled,
+        "episode_tokens": whole,
+    }
     made, drawing, faults = played(Contexts if contexts else Counting, budget=budget, **limits)
     assert isinstance(made, Episode) and not faults
     rows = [row.made for row in made.rows]
     drawn = sum(int(np.count_nonzero(one.token_versions)) for one in rows)
     most = len(prompt_of().token_ids) + budget
-    assert drawn == drawing.drawn and all(0 < len(row.prompt) + len(row.made.token_ids) <= most for row in made.rows)
-    assert all(one.token_versions[-1] for one in rows), "nobody is asked to train on words that nobody has answered"
+    assert drawn == drawing.drawn and all(
+        0 < len(row.prompt) + len(row.made.token_ids) <= most for row in made.rows
+    )
+    assert all(one.token_versions[-1] for one in rows), (
+        "nobody is asked to train on words that nobody has answered"
+    )
     assert not sampled or drawn <= sampled
     assert not whole or sum(len(one.token_ids) for one in rows) <= whole
     ends = [end for row in made.rows for end in row.turns]
     assert len(ends) <= turns and all(row.turns[-1] == len(row.made.token_ids) for row in made.rows)
     stopped = made.rows[made.outcome["row"]].made.token_ids[-1] == END
     reason = made.finish_reason
-    assert {one.finish_reason for one in rows} == {reason} and reason in {"env_done", "max_turns", *CUT}
+    assert {one.finish_reason for one in rows} == {reason} and reason in {
+        "env_done",
+        "max_turns",
+        *CUT,
+    }
     assert stopped or reason in CUT
     assert (reason != "max_turns") or len(ends) == turns
     assert (reason != "turn_budget" or turn) and (reason != "sampled_budget" or drawn == sampled)
     assert reason != "episode_budget" or whole
 
 
-# -- from a log --------------------------------------------------------------------------------------------------------
+# -- from a log ------------------------------------------------------------------------------------
 
 
 class Log:
@@ -470,7 +547,9 @@ def test_an_episode_has_a_deadline_that_neither_answers_nor_the_wait_for_a_place
             return await super().open(beginning)
 
     async def made(limit_s: float) -> Episode | BadAnswer:
-        stage = OnEnvironments(Full(Late), Rules(Bridge(TOKENIZER, TEMPLATE), TOKENIZER, EnvironmentConfig()))
+        stage = OnEnvironments(
+            Full(Late), Rules(Bridge(TOKENIZER, TEMPLATE), TOKENIZER, EnvironmentConfig())
+        )
         playing = Player(stage, 0, limit_s, lambda fault: None)
         return await playing.play(History(), start(TOKENIZER, Slow(TOKENIZER), PROMPT, BUDGET))
 
@@ -490,14 +569,20 @@ def test_an_engine_that_fails_is_asked_again_and_goes_on_from_what_it_had_drawn(
 
     whole, *_ = played(Counting)
     drawing = Failing(TOKENIZER)
-    made = asyncio.run(player(Counting, TOKENIZER, TEMPLATE).play(History(), start(TOKENIZER, drawing, PROMPT, BUDGET)))
+    made = asyncio.run(
+        player(Counting, TOKENIZER, TEMPLATE).play(
+            History(), start(TOKENIZER, drawing, PROMPT, BUDGET)
+        )
+    )
     assert drawing.failures == 5 and same(made, whole)
     drawing, once = Failing(TOKENIZER), start(TOKENIZER, Failing(TOKENIZER), PROMPT, BUDGET)
     with pytest.raises(Repeat):
-        asyncio.run(player(Counting, TOKENIZER, TEMPLATE).play(History(), replace(once, asks_again=False)))
+        asyncio.run(
+            player(Counting, TOKENIZER, TEMPLATE).play(History(), replace(once, asks_again=False))
+        )
 
 
-# -- bad observations --------------------------------------------------------------------------------------------------
+# -- bad observations ------------------------------------------------------------------------------
 
 
 class Saying(Environment):
@@ -515,13 +600,21 @@ class Saying(Environment):
     [
         (lambda: Saying(), "found no message, though it is not done"),
         (lambda: Saying(Observation("\ud800")), "found a text that is not Unicode"),
-        (lambda: Saying(Observation(media=(MediaPart("image", b"GIF8"),))), "found image, of which the model takes"),
-        (lambda: Saying(Observation("x"), context=Context("a", 2)), "found a context of 2 turns, allowed: up to 1"),
+        (
+            lambda: Saying(Observation(media=(MediaPart("image", b"GIF8"),))),
+            "found image, of which the model takes",
+        ),
+        (
+            lambda: Saying(Observation("x"), context=Context("a", 2)),
+            "found a context of 2 turns, allowed: up to 1",
+        ),
     ],
 )
 def test_an_observation_that_is_none_is_named(environment, says: str) -> None:
     made, _, faults = played(environment, max_faults=0)
-    assert isinstance(made, BadAnswer) and made.reason == "environment_answer" and says in str(made), made
+    assert (
+        isinstance(made, BadAnswer) and made.reason == "environment_answer" and says in str(made)
+    ), made
     assert len(faults) == 1
 
 
@@ -543,7 +636,9 @@ def test_a_huge_observation_is_cut_and_says_so() -> None:
         note_cut=lambda: cut.append(1),
         max_observation_tokens=50,
     )
-    made = asyncio.run(playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET)))
+    made = asyncio.run(
+        playing.play(History(), start(TOKENIZER, Drawing(TOKENIZER), PROMPT, BUDGET))
+    )
     text = spelled((), made.rows[0].made)
     assert "[cut here: " in text and len(made.rows[0].made.token_ids) < 200 and len(cut) == 1
 

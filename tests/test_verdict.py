@@ -1,4 +1,5 @@
-"""Which evidence wins: each case has something stronger against something weaker that says the opposite."""
+"""Which evidence wins: each case has something stronger against something weaker that says the
+opposite."""
 
 from __future__ import annotations
 
@@ -8,11 +9,22 @@ import pytest
 
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.supervise.verdict import GONE, LIVES, Evidence, Fate, Verdict, ended_in_order, verdict
+from relax_hpc.supervise.verdict import (
+    GONE,
+    LIVES,
+    Evidence,
+    Fate,
+    Verdict,
+    ended_in_order,
+    verdict,
+)
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 FRESH, STALE = [{"age_s": 0.5, "busy_s": 0.0}], [{"age_s": 31.0, "busy_s": 0.0}]
-DONE, STOPPED = {"status": "done", "code": 0}, {"status": "stopped", "code": EXIT_RETRY, "reason": "asked to stop"}
+DONE, STOPPED = (
+    {"status": "done", "code": 0},
+    {"status": "stopped", "code": EXIT_RETRY, "reason": "asked to stop"},
+)
 FAILED = {"status": "failed", "code": EXIT_RETRY, "reason": "a peer is gone"}
 
 
@@ -25,7 +37,9 @@ def said(**evidence: Any) -> Verdict:
 
 
 def test_nothing_known_is_no_death() -> None:
-    assert said() is LIVES and said(beats=FRESH) is LIVES and said(job="RUNNING", beats=FRESH) is LIVES
+    assert (
+        said() is LIVES and said(beats=FRESH) is LIVES and said(job="RUNNING", beats=FRESH) is LIVES
+    )
 
 
 def test_done_is_done_however_silent_and_whatever_ends() -> None:
@@ -38,8 +52,12 @@ def test_what_cannot_be_mended_is_not_excused_by_the_end_of_its_allocation(code:
     assert said(mark=hopeless, ends=lambda: True) == Verdict(Fate.HOPELESS, "no such file", code)
 
 
-@pytest.mark.parametrize(("progress", "fate", "code"), [(False, Fate.HOPELESS, EXIT_CONFIG), (True, Fate.DEAD, 0)])
-def test_a_programming_error_is_hopeless_until_there_is_progress(progress: bool, fate: Fate, code: int) -> None:
+@pytest.mark.parametrize(
+    ("progress", "fate", "code"), [(False, Fate.HOPELESS, EXIT_CONFIG), (True, Fate.DEAD, 0)]
+)
+def test_a_programming_error_is_hopeless_until_there_is_progress(
+    progress: bool, fate: Fate, code: int
+) -> None:
     mark = FAILED | {"is_programming_error": True, "reason": "NameError: name 'x' is not defined"}
     found = said(mark=mark, has_progress=lambda: progress)
     assert found == Verdict(fate, "NameError: name 'x' is not defined", code)
@@ -81,12 +99,15 @@ def test_slurm_is_asked_only_about_what_has_ended() -> None:
         ("RUNNING", STALE, Fate.DEAD),
     ],
 )
-def test_slurms_word_on_a_groups_own_job_is_more_than_beats(job: str, beats: list, fate: Fate) -> None:
+def test_slurms_word_on_a_groups_own_job_is_more_than_beats(
+    job: str, beats: list, fate: Fate
+) -> None:
     assert said(job=job, beats=beats).fate is fate
 
 
 @pytest.mark.parametrize(
-    ("still_s", "used_s", "fate"), [(31.0, 1e6, Fate.DEAD), (29.0, 1e6, Fate.LIVES), (31.0, 5.0, Fate.LIVES)]
+    ("still_s", "used_s", "fate"),
+    [(31.0, 1e6, Fate.DEAD), (29.0, 1e6, Fate.LIVES), (31.0, 5.0, Fate.LIVES)],
 )
 def test_a_silent_supervisor_in_a_job_that_has_run_all_the_while_is_gone(
     still_s: float, used_s: float, fate: Fate
@@ -103,16 +124,25 @@ def test_of_others_all_members_have_to_be_silent() -> None:
 
 def test_who_waits_or_loads_beats_and_lives_and_who_is_at_one_thing_for_too_long_does_not() -> None:
     at_work = [{"age_s": 0.5, "busy_s": 1801.0}]
-    assert said(beats=at_work) == Verdict(Fate.DEAD, "has been at one piece of work for over 1800 s")
+    assert said(beats=at_work) == Verdict(
+        Fate.DEAD, "has been at one piece of work for over 1800 s"
+    )
     assert said(beats=[{"age_s": 0.5, "busy_s": 0.0, "loads": True}], known_s=1e6) is LIVES
 
 
 def test_who_loads_without_getting_on_hangs() -> None:
     stuck = [{"age_s": 0.5, "busy_s": 0.0, "loads": True, "loading_s": 1900.0}]
-    assert said(beats=stuck, load_s=2000.0) is LIVES and said(beats=stuck, load_s=1800.0, others=True) is LIVES
+    assert (
+        said(beats=stuck, load_s=2000.0) is LIVES
+        and said(beats=stuck, load_s=1800.0, others=True) is LIVES
+    )
     hang = "has been loading without getting on for over 1800 s"
     assert said(beats=stuck, load_s=1800.0) == Verdict(Fate.DEAD, hang)
 
 
 def test_a_group_is_over_when_all_of_it_ended_in_order() -> None:
-    assert ended_in_order([DONE, STOPPED]) and not ended_in_order([DONE, FAILED]) and not ended_in_order([DONE, {}])
+    assert (
+        ended_in_order([DONE, STOPPED])
+        and not ended_in_order([DONE, FAILED])
+        and not ended_in_order([DONE, {}])
+    )

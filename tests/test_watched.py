@@ -1,4 +1,5 @@
-"""Work in a watched child: its end is told however it comes, signals reach it, and it never outlives its watcher."""
+"""Work in a watched child: its end is told however it comes, signals reach it, and it never
+outlives its watcher."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def start() -> Iterator[Start]:
     def start(what: str, lives: int = 1) -> subprocess.Popen:
         words = [sys.executable, "-c", PROGRAM, what, str(lives)]
         root = Path(__file__).resolve().parent.parent
-        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root))
+        processes.append(
+            subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+            )
+        )
         return processes[-1]
 
     yield start
@@ -173,9 +178,12 @@ for line in sys.stdin:
 
 
 def test_a_storm_of_signals_stops_no_process_from_working() -> None:
-    """Slurm signals every process of a step, and who watches one passes it on: handlers interrupt each other."""
+    """Slurm signals every process of a step, and who watches one passes it on: handlers interrupt
+    each other."""
     words = [sys.executable, "-c", STORM]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
 
         def says() -> str:
             process.stdin.write("how is it?\n")
@@ -193,9 +201,12 @@ def test_a_storm_of_signals_stops_no_process_from_working() -> None:
 
 
 def test_who_is_led_ends_by_its_parents_word_alone() -> None:
-    """Slurm signals the processes below a batch script too, whose head knows what is to be saved before they end."""
+    """Slurm signals the processes below a batch script too, whose head knows what is to be saved
+    before they end."""
     words = [sys.executable, "-c", STORM, "led"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
 
         def says(*signals: signal.Signals) -> str:
             for number in signals:
@@ -234,11 +245,15 @@ sys.exit(roles.work(roles.parse(words)))
 
 
 @pytest.mark.parametrize(("more", "status"), [([], "stopped"), (["bug"], "failed")])
-def test_a_stop_at_the_end_of_a_wait_is_no_failure(more: list[str], status: str, tmp_path: Path) -> None:
+def test_a_stop_at_the_end_of_a_wait_is_no_failure(
+    more: list[str], status: str, tmp_path: Path
+) -> None:
     """The wait has no lock then, so that leaving it raises a RuntimeError."""
     mark = RunDir(tmp_path).exit_mark("reference", 1, "reference")
     mark.parent.mkdir(parents=True)
-    done = subprocess.run([sys.executable, "-c", CUT_SHORT, str(tmp_path), *more], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, str(tmp_path), *more], stderr=subprocess.PIPE, text=True
+    )
     found = json.loads(mark.read_text())
     assert done.returncode == 75 and found["status"] == status, done.stderr
     assert (found["reason"] == "asked to stop") == (status == "stopped")

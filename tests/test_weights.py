@@ -1,4 +1,5 @@
-"""Published weights: verified before use, refused by name when damaged, deleted when nobody needs them."""
+"""Published weights: verified before use, refused by name when damaged, deleted when nobody needs
+them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ SOON = 5.0
 
 @pytest.fixture
 def stage(tmp_path):
-    """A run with a controller, an actor that publishes, and a rollout's client; `put(number, ...)` publishes."""
+    """A run with a controller, an actor that publishes, and a rollout's client; `put(number, ...)`
+    publishes."""
     with staged(tmp_path) as stage:
         yield stage
 
@@ -66,7 +68,13 @@ def staged(folder):
 
 class Stage:
     def __init__(self, run, config, actor, rollout, controller) -> None:
-        self.run, self.config, self.actor, self.rollout, self.controller = run, config, actor, rollout, controller
+        self.run, self.config, self.actor, self.rollout, self.controller = (
+            run,
+            config,
+            actor,
+            rollout,
+            controller,
+        )
         self.source = None
 
     def put(self, *numbers: int, last: bool = False, **settings: int) -> None:
@@ -119,10 +127,16 @@ def test_a_reader_gets_what_was_published(stage):
 
 def test_versions_with_files_have_what_is_not_trained_too(stage, tmp_path):
     """Once on the disk, and in the type that it has."""
-    spoken = {"talker.head": torch.randn(3, 5).bfloat16(), "talker.b": torch.randn(7), "code2wav.s": torch.arange(3)}
+    spoken = {
+        "talker.head": torch.randn(3, 5).bfloat16(),
+        "talker.b": torch.randn(7),
+        "code2wav.s": torch.arange(3),
+    }
     old = {"thinker.w": torch.zeros(2, 3)}
     save_file(spoken | old, stage.run.model / TENSORS, metadata={"format": "pt"})
-    source = Source(stage.run, stage.actor, old, form=FileForm(untrained=("talker.", "code2wav.")), keep_every=1)
+    source = Source(
+        stage.run, stage.actor, old, form=FileForm(untrained=("talker.", "code2wav.")), keep_every=1
+    )
     for number in range(2):
         old["thinker.w"].fill_(number)
         source.publish(Version(1, number))
@@ -131,11 +145,16 @@ def test_versions_with_files_have_what_is_not_trained_too(stage, tmp_path):
         names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         found = {name: load_file(folder / file)[name] for name, file in names.items()}
         assert (found.pop("thinker.w") == number).all() and found.keys() == spoken.keys()
-        assert all(torch.equal(one, spoken[name]) and one.dtype is spoken[name].dtype for name, one in found.items())
+        assert all(
+            torch.equal(one, spoken[name]) and one.dtype is spoken[name].dtype
+            for name, one in found.items()
+        )
     first, second = (folder / names["talker.head"] for folder in folders)
     assert first.samefile(second)
     listing = json.loads((folders[0].parent / LISTING).read_text())
-    assert listing.keys() == {path.name for path in folders[0].iterdir()} - {"model.safetensors.index.json"}
+    assert listing.keys() == {path.name for path in folders[0].iterdir()} - {
+        "model.safetensors.index.json"
+    }
 
 
 def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
@@ -145,7 +164,10 @@ def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
     def with_little_memory() -> None:
         threading.stack_size(1 << 20)
         with staged(tmp_path) as stage:
-            tensors = {f"layers.0.experts.{number}.weight": torch.zeros(expert // 4) for number in range(count)}
+            tensors = {
+                f"layers.0.experts.{number}.weight": torch.zeros(expert // 4)
+                for number in range(count)
+            }
             source = Source(stage.run, stage.actor, tensors, file_every=1)
             with bounded_data(room):
                 for number in range(2):
@@ -155,7 +177,10 @@ def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
                 reader = stage.reader(patience=WAIT_S)
                 found, got = reader.fetch(reader.newer().result(timeout=WAIT_S))
                 weights = open_slab(got.path)
-                assert all((weights[name] == 1).all() for name in tensors) and found.version == "i000001-v000001"
+                assert (
+                    all((weights[name] == 1).all() for name in tensors)
+                    and found.version == "i000001-v000001"
+                )
                 got.release()
 
     assert expert * count > 3 * room
@@ -164,10 +189,16 @@ def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
 
 @pytest.mark.gpu
 def test_training_goes_on_while_a_version_is_copied(stage):
-    """The weights change as soon as the device may: more than arrives meanwhile, from rows that do not lie together."""
+    """The weights change as soon as the device may: more than arrives meanwhile, from rows that do
+    not lie together."""
     size = effort(1 << 20, 1 << 26)
     whole = torch.zeros(size, 2, device=DEVICE)
-    source = Source(stage.run, stage.actor, {"w": whole[:, 0], "rest": torch.zeros(8, device=DEVICE)}, file_every=0)
+    source = Source(
+        stage.run,
+        stage.actor,
+        {"w": whole[:, 0], "rest": torch.zeros(8, device=DEVICE)},
+        file_every=0,
+    )
     reader = stage.reader()
     for number in range(4):
         whole.fill_(number)
@@ -190,7 +221,9 @@ def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
     assert stage.fetch(reader) == 2 and reader.fetcher.puller.bytes.keys() == {"file"}
     reader.served(Version(1, 2))
     assert stage.fetch(reader) is None, "version 3 was in its memory alone"
-    assert reader.serving == Version(1, 2) and reader._given_up == Version(1, 3), "and is not told of again"
+    assert reader.serving == Version(1, 2) and reader._given_up == Version(1, 3), (
+        "and is not told of again"
+    )
 
 
 def test_the_files_are_a_hugging_face_directory(stage):
@@ -209,7 +242,9 @@ def damage(path, how) -> None:
 DAMAGES = [lambda data: data[:-1], lambda data: data[:-1] + b"\x07", lambda data: b"", None]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, LISTING, f"{FOLDER}/{TENSORS}", f"{FOLDER}/config.json"])
+@pytest.mark.parametrize(
+    "name", [MANIFEST, LISTING, f"{FOLDER}/{TENSORS}", f"{FOLDER}/config.json"]
+)
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage, name, how, capfd):
     stage.put(0)
@@ -250,13 +285,17 @@ def test_no_flipped_bit_of_what_the_tensors_mean_is_unseen(stage, capfd):
             path.write_bytes(whole)
     config.write_bytes(flipped)
     reader = stage.reader()
-    assert stage.fetch(reader) == 0 and reader.fetcher.puller.bytes.keys() == {"file"}, "which have their own"
+    assert stage.fetch(reader) == 0 and reader.fetcher.puller.bytes.keys() == {"file"}, (
+        "which have their own"
+    )
     (stage.run.model / "README.md").write_text("may change")
     config.write_bytes(whole)
     version_files.check_unchanged(stage.run.weights, stage.run.model)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 2, "tensors": 7}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 2, "tensors": 7}']
+)
 def test_a_manifest_that_is_none_is_refused(stage, text):
     stage.put(0, file_every=0)
     path = stage.run.weights / "i000001-v000000" / MANIFEST
@@ -275,11 +314,16 @@ def test_a_flipped_bit_in_a_slab_is_seen_and_the_files_are_taken(stage):
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
-def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version(stage, monkeypatch, plane):
-    """Of version 0 in shared memory the rest is overwritten: with two slabs, version 2 takes the place."""
+def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version(
+    stage, monkeypatch, plane
+):
+    """Of version 0 in shared memory the rest is overwritten: with two slabs, version 2 takes the
+    place."""
     stage.put(0, file_every=0)
     reader = stage.reader()
-    reader.fetcher.puller.planes = [one for one in reader.fetcher.puller.planes if one.name == plane]
+    reader.fetcher.puller.planes = [
+        one for one in reader.fetcher.puller.planes if one.name == plane
+    ]
     put, passed = version_files.SafetensorsFile.put, []
 
     def stops(self, part, record) -> None:
@@ -307,7 +351,8 @@ def test_as_many_versions_stay_in_memory_as_slabs_are_asked_for(stage, slabs):
 
 
 def test_a_slab_is_written_again_only_when_its_version_is_out(stage, monkeypatch):
-    """The thread is held at version 0: with two slabs, version 2 has to wait, and no version has another's weights."""
+    """The thread is held at version 0: with two slabs, version 2 has to wait, and no version has
+    another's weights."""
     stage.put(0, file_every=0)
     publisher, hold, offered = stage.source.publisher, threading.Event(), []
     offer = publisher.ring.offer
@@ -379,7 +424,9 @@ def test_versions_are_deleted_below_every_living_reader(stage):
     with QueueClient(stage.run, stage.config, "supervisor", 1) as supervisor:
         supervisor.connection.call("down", group="rollout", incarnation=1)
     stage.put(4)
-    assert stage.directories() == ["i000001-v000003", "i000001-v000004"], "a dead reader holds nothing"
+    assert stage.directories() == ["i000001-v000003", "i000001-v000004"], (
+        "a dead reader holds nothing"
+    )
 
 
 def test_versions_to_be_kept_are(stage):
@@ -392,7 +439,10 @@ def test_versions_to_be_kept_are(stage):
 def test_the_last_version_always_has_files(stage):
     stage.put(0, file_every=0)
     stage.put(1, last=True)
-    assert stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
+    assert (
+        stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"]
+        == "i000001-v000001"
+    )
 
 
 def test_what_a_dead_actor_left_half_written_goes_too(stage):
@@ -420,7 +470,10 @@ def test_rolled_back_weights_are_not_announced(stage):
     with QueueClient(stage.run, stage.config, "actor", 2) as successor:
         successor.connection.call("resume", step=1)
         waiting = reader.newer()
-        assert stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
+        assert (
+            stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"]
+            == "i000001-v000001"
+        )
         again = Source(stage.run, successor, {"w": torch.ones(3)})
         again.publish(Version(2, 1))
         assert waiting.result(timeout=SOON).version == "i000002-v000001"
@@ -436,7 +489,9 @@ def test_an_older_actor_publishes_nothing(stage):
 
 @pytest.mark.parametrize("number", sorted(CURES))
 @pytest.mark.parametrize("where", ["write_summed", "sync_directory"])
-def test_on_a_full_disk_files_are_written_when_there_is_room(stage, monkeypatch, capfd, number, where):
+def test_on_a_full_disk_files_are_written_when_there_is_room(
+    stage, monkeypatch, capfd, number, where
+):
     real, left = getattr(version_files, where), [1, 1]
 
     def full(*args, **kwargs):
@@ -460,7 +515,10 @@ def test_a_disk_that_takes_no_such_file_costs_the_files_alone(stage, monkeypatch
     monkeypatch.setattr(version_files, "write_summed", refuse)
     stage.put(0)
     assert stage.fetch(stage.reader()) == 0
-    assert "version i000001-v000000 has no files: rank 0: [Errno 27] File too large" in capfd.readouterr().err
+    assert (
+        "version i000001-v000000 has no files: rank 0: [Errno 27] File too large"
+        in capfd.readouterr().err
+    )
     assert [path.name for path in (stage.run.weights / "i000001-v000000").iterdir()] == [MANIFEST]
     assert stage.rollout.connection.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
 
@@ -484,12 +542,19 @@ def test_a_manifest_that_cannot_be_written_ends_the_actor(stage, monkeypatch):
     stage.put(0)
     shutil.rmtree(stage.run.weights)
     stage.run.weights.write_text("no folder")
-    with pytest.raises(Exception, match="i000001-v000001: Not a directory; version i000001-v000001 is not published"):
+    with pytest.raises(
+        Exception,
+        match="i000001-v000001: Not a directory; version i000001-v000001 is not published",
+    ):
         stage.put(1)
 
 
 SEEING_EXPERTS = TinyModelConfig(
-    vision_layers=1, num_layers=1, num_experts=3, moe_intermediate_size=24, tie_word_embeddings=False
+    vision_layers=1,
+    num_layers=1,
+    num_experts=3,
+    moe_intermediate_size=24,
+    tie_word_embeddings=False,
 )
 
 
@@ -499,7 +564,8 @@ SEEING_EXPERTS = TinyModelConfig(
     ids=["dense", "experts turned around"],
 )
 def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, kind, shape):
-    """As written by three ranks, from the memory of one, in the form in which the family is published."""
+    """As written by three ranks, from the memory of one, in the form in which the family is
+    published."""
     install_transformers_hook()
     import transformers
 
@@ -508,33 +574,50 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, k
     shutil.copytree(model, stage.run.model, dirs_exist_ok=True)
     stored, spec = load_file(model / TENSORS), spec_of(read_config(model))
     pieces, _ = by_piece(spec, stored, {name: tuple(one.shape) for name, one in stored.items()})
-    source = Source(stage.run, stage.actor, {name: one[:].contiguous() for name, one in pieces.items()}, file_every=0)
+    source = Source(
+        stage.run,
+        stage.actor,
+        {name: one[:].contiguous() for name, one in pieces.items()},
+        file_every=0,
+    )
     source.publish(Version(1, 0))
     directory = stage.run.weights / "i000001-v000000"
-    manifest = read_manifest(directory, stage.rollout.connection.call("next_version", after=str(NOTHING))["digest"])
+    manifest = read_manifest(
+        directory, stage.rollout.connection.call("next_version", after=str(NOTHING))["digest"]
+    )
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
     division = version_files.Division(3, form=published_form(spec, "F32"))
     sums = [
-        version_files.write_share(manifest, puller, partial, rank, division, tmp_path, sync=True) for rank in range(3)
+        version_files.write_share(manifest, puller, partial, rank, division, tmp_path, sync=True)
+        for rank in range(3)
     ]
-    version_files.finish(manifest, partial, model, sums, division, Untrained(model, (), tmp_path / "none"), sync=True)
+    version_files.finish(
+        manifest, partial, model, sums, division, Untrained(model, (), tmp_path / "none"), sync=True
+    )
     files = [load_file(path) for path in (directory / FOLDER).glob("*.safetensors")]
     assert len(files) == 3 and all(files)
     written = {name: one for file in files for name, one in file.items()}
-    assert written.keys() == stored.keys() and all(torch.equal(one, stored[name]) for name, one in written.items())
+    assert written.keys() == stored.keys() and all(
+        torch.equal(one, stored[name]) for name, one in written.items()
+    )
     found, expected = (
         getattr(transformers, kind).from_pretrained(one, dtype=torch.float32).state_dict()
         for one in (directory / FOLDER, model)
     )
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], one) for name, one in expected.items())
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], one) for name, one in expected.items()
+    )
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 7])
 def test_shares_are_whole_tensors_and_all_of_them(writers):
     tensors = {f"t{number}": version_files.Tensor("F32", (number + 1, 10)) for number in range(5)}
     shares = version_files.shares(tensors, writers)
-    assert sorted(name for share in shares for name in share) == sorted(tensors) and len(shares) == writers
+    assert (
+        sorted(name for share in shares for name in share) == sorted(tensors)
+        and len(shares) == writers
+    )
 
 
 def test_the_staged_copy_is_a_private_model_directory(stage):
@@ -553,7 +636,10 @@ def test_the_staged_copy_is_a_private_model_directory(stage):
 
 def test_two_mappings_are_enough_for_all_versions_and_hold_no_memory_that_is_gone(stage):
     """The memory of a node's versions goes to and fro between two files."""
-    source, reader = Source(stage.run, stage.actor, {"w": torch.zeros(5000)}, file_every=0), stage.reader()
+    source, reader = (
+        Source(stage.run, stage.actor, {"w": torch.zeros(5000)}, file_every=0),
+        stage.reader(),
+    )
 
     def read(number: int) -> int:
         """Where it lies."""
@@ -587,5 +673,8 @@ def test_the_manifest_says_where_everything_is(stage):
     value = json.loads((stage.run.weights / "i000001-v000000" / MANIFEST).read_bytes())
     assert value["tensors"]["half"] == {"dtype": "BF16", "shape": [5, 2]}
     (chunk,) = value["chunks"]
-    assert [(part["name"], part["start"], part["stop"]) for part in chunk["parts"]] == [("w", 0, 3), ("half", 0, 5)]
+    assert [(part["name"], part["start"], part["stop"]) for part in chunk["parts"]] == [
+        ("w", 0, 3),
+        ("half", 0, 5),
+    ]
     assert "shm" in chunk["planes"]

@@ -17,7 +17,9 @@ from relax_hpc.weights.version_files import TENSORS
 from tests.test_weights import SOON, Stage, stage  # noqa: F401
 from tests.weights_helpers import Source
 
-SIZES = st.sampled_from([1, 7, 4096, delta.BLOCK_BYTES, delta.BLOCK_BYTES + 1, 3 * delta.BLOCK_BYTES - 5])
+SIZES = st.sampled_from(
+    [1, 7, 4096, delta.BLOCK_BYTES, delta.BLOCK_BYTES + 1, 3 * delta.BLOCK_BYTES - 5]
+)
 
 
 @given(SIZES, st.sampled_from([1, 2, 4, 8]), st.floats(0, 1), st.integers(0, 99))
@@ -38,7 +40,9 @@ def test_what_has_not_changed_costs_nothing() -> None:
     assert len(delta.encode(old, old, 2)) < 40
 
 
-@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:10], lambda d: b"X" + d[1:], lambda d: d[:-3]])
+@pytest.mark.parametrize(
+    "damage", [lambda d: b"", lambda d: d[:10], lambda d: b"X" + d[1:], lambda d: d[:-3]]
+)
 def test_what_is_no_difference_is_refused(damage) -> None:
     old = bytes(1000)
     difference = delta.encode(memoryview(old), memoryview(b"\1" * 1000), 2)
@@ -55,7 +59,9 @@ class Far:
 
     def __init__(self, stage: Stage) -> None:  # noqa: F811
         planes = [plane for plane in stage.rollout.store.planes if plane.name == "tcp"]
-        self.reader = Subscriber(stage.run, stage.rollout, "rollout/0", planes, WeightsConfig(anchor_every=10))
+        self.reader = Subscriber(
+            stage.run, stage.rollout, "rollout/0", planes, WeightsConfig(anchor_every=10)
+        )
 
     def get(self) -> tuple[Version, dict[str, torch.Tensor]]:
         """The newest version, which it then serves."""
@@ -81,7 +87,10 @@ def test_a_hundred_versions_are_exact(stage: Stage) -> None:  # noqa: F811
     """Of a bfloat16 policy whose every weight moves by the learning rate a step, there or back."""
     exact, rate, generator = policy(), 1e-6, torch.Generator().manual_seed(3)
     published = {name: tensor.bfloat16() for name, tensor in exact.items()}
-    source, far = Source(stage.run, stage.actor, published, anchor_every=10, file_every=0), Far(stage)
+    source, far = (
+        Source(stage.run, stage.actor, published, anchor_every=10, file_every=0),
+        Far(stage),
+    )
     whole = source.publisher.ring.bytes
     for number in range(100):
         source.publish(Version(1, number))

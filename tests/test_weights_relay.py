@@ -1,4 +1,5 @@
-"""Several nodes get a version from each other: the actor sends it to two of them, whatever becomes of the others."""
+"""Several nodes get a version from each other: the actor sends it to two of them, whatever becomes
+of the others."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ class Nodes:
         """Another version; the digest of what every node should have then."""
         self.number += 1
         for place, tensor in enumerate(self.source.tensors.values()):
-            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(100 * self.number + place)))
+            tensor.copy_(
+                torch.randn(
+                    tensor.shape, generator=torch.Generator().manual_seed(100 * self.number + place)
+                )
+            )
         self.source.publish(Version(1, self.number))
         self.plane.sent_bytes = 0
         with QueueClient(self.run, small(), "rollout", 1, "looks") as client:
@@ -141,7 +146,7 @@ def test_what_a_node_has_in_a_damaged_memory_gets_to_no_other(nodes):
     assert found["bytes"] == {"relay": (RECORDS - 1) * RECORD_BYTES, "tcp": RECORD_BYTES}
 
 
-# -- who reads from whom -----------------------------------------------------------------------------------------------
+# -- who reads from whom ---------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300))
@@ -149,19 +154,27 @@ def test_nobody_has_more_than_so_many_readers_and_few_are_one_after_the_other(co
     chains = [ancestors(place) for place in range(count)]
     nearest = [chain[0] if chain else -1 for chain in chains]
     assert max(nearest.count(place) for place in range(-1, count)) <= FAN_OUT
-    assert all(max(chain, default=-1) < place and chain == sorted(chain)[::-1] for place, chain in enumerate(chains))
+    assert all(
+        max(chain, default=-1) < place and chain == sorted(chain)[::-1]
+        for place, chain in enumerate(chains)
+    )
     assert max(map(len, chains)) <= (count + 1).bit_length()
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3)), max_size=40))
 def test_nobody_reads_from_who_is_gone_or_who_waits_for_him(arrivals):
-    """Readers come, come again after a failure, and as later incarnations, which end what their earlier ones were."""
+    """Readers come, come again after a failure, and as later incarnations, which end what their
+    earlier ones were."""
     relays, newest, waits_for = Relays(), {}, {}
     for reader, incarnation in arrivals:
         newest[reader] = max(incarnation, newest.get(reader, 0))
         where = {"reader": reader, "incarnation": newest[reader]}
         found = relays.join(
-            Version(1, 1), str(reader), (str(reader), newest[reader]), where, lambda o: o[1] < newest[int(o[0])]
+            Version(1, 1),
+            str(reader),
+            (str(reader), newest[reader]),
+            where,
+            lambda o: o[1] < newest[int(o[0])],
         )
         assert all(one["incarnation"] == newest[one["reader"]] for one in found)
         waits_for[reader] = {one["reader"] for one in found}
@@ -177,16 +190,22 @@ def test_a_hub_tells_of_versions_that_are_published_alone(nodes):
     nodes.publish()
     where = {"folder": "f"}
     with QueueClient(nodes.run, small(), "rollout", 1, "asks") as client:
-        ask = lambda reader, number: client.weights.relays(reader, Version(1, number), where, 5.0).result()  # noqa: E731
+        ask = lambda reader, number: client.weights.relays(  # noqa: E731
+            reader, Version(1, number), where, 5.0
+        ).result()
         assert [ask(reader, nodes.number) for reader in "abc"] == [[], [], [where]]
         assert [ask(reader, 1000) for reader in "abc"] == [[], [], []]
         with pytest.raises(RefusedError, match=r"relays: \d+ bytes, allowed"):
-            client.weights.relays("d", Version(1, nodes.number), {"folder": "f" * 20_000}, 5.0).result()
+            client.weights.relays(
+                "d", Version(1, nodes.number), {"folder": "f" * 20_000}, 5.0
+            ).result()
 
 
 def test_few_nodes_all_read_from_the_actor():
     config = Config(layout="jobs")
-    config.groups = {"rollout": GroupConfig(roles=["rollout"], resources=ResourcesConfig(nodes=FAN_OUT))}
+    config.groups = {
+        "rollout": GroupConfig(roles=["rollout"], resources=ResourcesConfig(nodes=FAN_OUT))
+    }
     assert not pays(config)
     config.groups["actor_fwd"] = GroupConfig(roles=["actor_fwd"])
     assert pays(config)
@@ -214,7 +233,7 @@ def test_who_ends_while_it_is_at_a_version_keeps_none_of_its_memory(tmp_path):
         assert share.give("c") is None and not (staging.root / "v").exists()
 
 
-# -- the plane ---------------------------------------------------------------------------------------------------------
+# -- the plane -------------------------------------------------------------------------------------
 
 
 def test_a_folder_gives_what_is_there_and_its_readers_wait_for_what_comes():
@@ -229,7 +248,10 @@ def test_a_folder_gives_what_is_there_and_its_readers_wait_for_what_comes():
     maker, reader = TcpPlane(TOKEN, "127.0.0.1"), TcpPlane(TOKEN, "127.0.0.1")
     try:
         folder = maker.open_folder("f", give)
-        assert bytes(reader.read(record_in(folder, "late", 4), 20.0)) == b"late" and asked == ["late"] * 3
+        assert (
+            bytes(reader.read(record_in(folder, "late", 4), 20.0)) == b"late"
+            and asked == ["late"] * 3
+        )
         for name, size, why in (("none", 4, "retired"), ("late", 5, "has 4 bytes of it")):
             with pytest.raises(PlaneError, match=why):
                 reader.read(record_in(folder, name, size), 20.0)

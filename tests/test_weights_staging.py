@@ -1,4 +1,5 @@
-"""Weights in the memory of a node: made by one process, held by those that use them, cleared when they are not."""
+"""Weights in the memory of a node: made by one process, held by those that use them, cleared when
+they are not."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def make(folder: Path) -> None:
 def user(root: Path, name: str, made: str | Path) -> subprocess.Popen:
     """A process that gets folder ``name`` and holds it until it is killed."""
     arguments = [sys.executable, "-c", USER, str(root), name, str(made)]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    return subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
 
 
 def end(*processes: subprocess.Popen) -> None:

@@ -15,11 +15,15 @@ from relax_hpc.weights.tensors import Inside, Part, SafetensorsFile, Tensor, hea
 
 TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
-TENSORS = st.dictionaries(st.text("abc.é", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(TYPES)), SHAPES))
+TENSORS = st.dictionaries(
+    st.text("abc.é", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(TYPES)), SHAPES)
+)
 
 
 @st.composite
-def versions(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, Tensor], list[tuple[str, int, int, int]]]:
+def versions(
+    draw: st.DrawFn,
+) -> tuple[dict[str, np.ndarray], dict[str, Tensor], list[tuple[str, int, int, int]]]:
     """Arrays, what they are, and how they are split: (name, axis, start, stop) in any order."""
     described = {name: Tensor(*value) for name, value in draw(TENSORS.filter(bool)).items()}
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -69,7 +73,10 @@ WHOLE = {"w": Tensor("F32", (4, 2)), "v": Tensor("F32", (3,))}
         ([("w", 1, 1, 2), ("v", 0, 0, 3), ("w", 1, 0, 1)], ""),
         ([("w", 0, 0, 4)], r"tensor v is split along axes \[\]"),
         ([("w", 0, 0, 4), ("v", 0, 0, 2)], "tensor v lacks rows from 2 on of axis 0"),
-        ([("w", 0, 0, 3), ("w", 0, 2, 4), ("v", 0, 0, 3)], "tensor w lacks rows, or has them twice, at 2"),
+        (
+            [("w", 0, 0, 3), ("w", 0, 2, 4), ("v", 0, 0, 3)],
+            "tensor w lacks rows, or has them twice, at 2",
+        ),
         ([("w", 0, 1, 4), ("v", 0, 0, 3)], "tensor w lacks rows, or has them twice, at 0"),
         ([("w", 0, 0, 2), ("w", 1, 0, 2), ("v", 0, 0, 3)], r"axes \[0, 1\]"),
         ([("w", 5, 0, 4), ("v", 0, 0, 3)], r"axes \[5\]"),
@@ -86,7 +93,9 @@ def test_what_is_no_partition_is_named(parts, wrong: str) -> None:
 
 
 def test_wide_types_come_first_and_are_aligned() -> None:
-    header, offsets = header_of({"a": Tensor("U8", (3,)), "b": Tensor("F64", (1,)), "c": Tensor("BF16", (1,))})
+    header, offsets = header_of(
+        {"a": Tensor("U8", (3,)), "b": Tensor("F64", (1,)), "c": Tensor("BF16", (1,))}
+    )
     assert [offsets[name] - len(header) for name in "bca"] == [0, 8, 10] and len(header) % 8 == 0
 
 
@@ -97,15 +106,25 @@ def test_a_file_for_which_there_is_no_room_is_an_error(tmp_path: Path) -> None:
 
 @given(st.data(), st.booleans(), st.tuples(*[st.integers(1, 4)] * 3))
 def test_parts_come_together_inside_of_a_tensor_of_blocks(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, turned: bool, sizes: tuple[int, int, int]
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    turned: bool,
+    sizes: tuple[int, int, int],
 ) -> None:
     """Each block made of two tensors of as many columns, which come in parts along either axis."""
     blocks, rows, columns = sizes
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
-    both, inside = np.arange(blocks * (rows + 1) * columns, dtype=np.float32).reshape(blocks, rows + 1, columns), {}
+    both, inside = (
+        np.arange(blocks * (rows + 1) * columns, dtype=np.float32).reshape(
+            blocks, rows + 1, columns
+        ),
+        {},
+    )
     expected = both.transpose(0, 2, 1) if turned else both
     pieces = {
-        f"{n}.{k}": both[n, first:][:count] for n in range(blocks) for k, first, count in ((0, 0, rows), (1, rows, 1))
+        f"{n}.{k}": both[n, first:][:count]
+        for n in range(blocks)
+        for k, first, count in ((0, 0, rows), (1, rows, 1))
     }
     for name, piece in pieces.items():
         block, number = map(int, name.split("."))

@@ -1,4 +1,5 @@
-"""The wheel, installed in a new virtual environment, as its user works with it in an empty folder."""
+"""The wheel, installed in a new virtual environment, as its user works with it in an empty
+folder."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The wheel of this checkout. Its dependencies are those of this environment, by a `.pth` file, which
-    shows its packages but not its editable installations."""
+    """The wheel of this checkout. Its dependencies are those of this environment, by a `.pth` file,
+    which shows its packages but not its editable installations."""
     folder = tmp_path_factory.mktemp("wheel")
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     # Building writes into the folder that it builds from.
@@ -59,7 +60,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source)]
     subprocess.run(build, check=True, timeout=RUN_S, env=clean_environment())
     [wheel] = wheels.iterdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60
+    )
     python = environment / "bin" / "python"
     install = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, timeout=RUN_S, env=clean_environment())
@@ -90,7 +93,11 @@ def test_the_wheel_is_this_version_and_typed(installed: Installed) -> None:
     assert installed.run("--version").split()[-1] == __version__
     [package] = installed.python.parents[1].glob("lib/python*/site-packages/relax_hpc")
     assert (package / "py.typed").is_file()
-    files = {str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(ROOT / "configs"))
+        for path in (ROOT / "configs").rglob("*")
+        if path.is_file()
+    }
     assert {name for name in files if not (package / "configs" / name).is_file()} == set()
 
 
@@ -107,7 +114,16 @@ def test_commands_find_packaged_files_by_name(installed: Installed) -> None:
     printed = installed.run("plan", "--config", "1-nodes", "--model.path", "Qwen3-0.6B")
     assert "fits" in printed
     run_dir = str(installed.folder / "submitted")
-    files = ("--config", "quickstart", "--config", "sandbox", "--config", "alex", "--layout", "jobs")
+    files = (
+        "--config",
+        "quickstart",
+        "--config",
+        "sandbox",
+        "--config",
+        "alex",
+        "--layout",
+        "jobs",
+    )
     installed.run("submit", "--dry-run", *files, "--run_dir", run_dir)
     assert list(Path(run_dir).rglob("*.sbatch"))
 
@@ -115,12 +131,18 @@ def test_commands_find_packaged_files_by_name(installed: Installed) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("quikstart", "allowed: the path of a YAML file (with a slash or .yaml), or one of the packaged audio,"),
+        (
+            "quikstart",
+            "allowed: the path of a YAML file (with a slash or .yaml), or one of the packaged "
+            "audio,",
+        ),
         ("quickstart.yaml", "quickstart.yaml: cannot be read: No such file"),
         ("runs/quickstart", "runs/quickstart: cannot be read: "),
     ],
 )
-def test_a_path_is_no_name_and_an_unknown_name_lists_the_known(installed: Installed, name: str, says: str) -> None:
+def test_a_path_is_no_name_and_an_unknown_name_lists_the_known(
+    installed: Installed, name: str, says: str
+) -> None:
     printed = installed.run("check", "--config", name, code=78)
     assert says in printed
     assert ("did you mean quickstart" in printed) == (name == "quikstart")

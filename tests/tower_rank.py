@@ -1,4 +1,5 @@
-"""One rank of a model with towers: log-probabilities of rows with and without media, two steps, a checkpoint between.
+"""One rank of a model with towers: log-probabilities of rows with and without media, two steps, a
+checkpoint between.
 
 `python -m tests.tower_rank FILE WORLD RANK [LAYOUT MODEL OUT -]...`, see `training_rank`.
 """
@@ -21,8 +22,8 @@ from tests import training_helpers as helpers
 from tests.media_helpers import OMNI_MEDIA, OMNI_ROWS, ROW_MEDIA, ROWS
 
 ORDERS = (0, 1, 2), (1, 0, 2)
-"""Packs in the order of each step; there are media in the first and the last, so that of two data ranks one has none of
-its own in the first step."""
+"""Packs in the order of each step; there are media in the first and the last, so that of two data
+ranks one has none of its own in the first step."""
 
 
 def main() -> None:
@@ -44,7 +45,10 @@ def check(ours: Trainer, out: Path) -> None:
     """Write what was found to ``out``."""
     scored = scores(ours)
     if scored is not None:
-        save_file({"logprobs": torch.cat(scored)}, out / f"logprobs-{ours.model.layout.data_rank}.safetensors")
+        save_file(
+            {"logprobs": torch.cat(scored)},
+            out / f"logprobs-{ours.model.layout.data_rank}.safetensors",
+        )
     metrics = [step(ours, 0)]
     helpers.save(out / "i000001-step-000001", ours, {"step": 1})
     metrics.append(step(ours, 1))
@@ -57,7 +61,10 @@ def check(ours: Trainer, out: Path) -> None:
 
 def scores(ours: Trainer) -> list[torch.Tensor] | None:
     """Log-probabilities of all tokens of this data rank's rows, on the replica's leader."""
-    whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in packs_of(ours)]
+    whole = [
+        [{key: row[key] for key in ("token_ids", "spans")} for row in rows]
+        for rows in packs_of(ours)
+    ]
     found = ours.model.forward_logprobs(micro_batches(ours, whole), 1.0)
     return None if found is None else [torch.from_numpy(line.copy()) for line in found]
 
@@ -84,7 +91,10 @@ def micro_batches(ours: Trainer, packs: list[list[Row]]) -> list[Batch]:
     """Of this data rank, as many as of the others."""
     layout, split = ours.model.layout, ours.model.pack_split
     media = OMNI_MEDIA if hears(ours) else ROW_MEDIA
-    mine = [collate(rows, 0, "cpu", split, media=media) for rows in packs[layout.data_rank :: layout.data_size]]
+    mine = [
+        collate(rows, 0, "cpu", split, media=media)
+        for rows in packs[layout.data_rank :: layout.data_size]
+    ]
     count = -(-len(packs) // layout.data_size)
     return mine + [idle(ROWS[0], "cpu", split) for _ in range(count - len(mine))]
 
@@ -93,7 +103,9 @@ def same_on_tensor_ranks(ours: Trainer) -> None:
     """Towers are the same to the bit in ranks that each have all of them."""
     group = ours.model._tensor_group
     if ours.model.layout.first_stage and group.size() > 1:
-        mine = torch.cat([value.detach().flatten() for value in ours.model.module.towers.parameters()])
+        mine = torch.cat(
+            [value.detach().flatten() for value in ours.model.module.towers.parameters()]
+        )
         everybody = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everybody, mine, group=group)
         assert all(torch.equal(one, mine) for one in everybody)

@@ -53,7 +53,8 @@ from tests.requirements import DEVICE
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 ALGORITHM = Grpo(kl=KlConfig(coefficient=0.1), entropy_coefficient=0.01)
 EPS = 1e-6
-"""Larger than the usual 1e-8, below which a gradient that is only rounding noise moves a weight by the whole rate."""
+"""Larger than the usual 1e-8, below which a gradient that is only rounding noise moves a weight by
+the whole rate."""
 LR = 1e-3
 CLOSE = 1e-5 if DEVICE == "cpu" else 1e-4
 """Two optimizer steps in float32 whose sums were made in other orders."""
@@ -94,7 +95,11 @@ def tiny_model(root: Path, tied: bool, **shape: int) -> Path:
     generator = torch.Generator().manual_seed(2)
     weights = load_file(directory / "model.safetensors")
     for name, value in weights.items():
-        weights[name] = value * 8 if value.dim() > 1 else value + 0.1 * torch.randn(value.shape, generator=generator)
+        weights[name] = (
+            value * 8
+            if value.dim() > 1
+            else value + 0.1 * torch.randn(value.shape, generator=generator)
+        )
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -125,7 +130,8 @@ def rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[list[list[list[Row]]]]:
-    """[window][rank][micro-batch] of rows as an actor gets them while their prompt groups of two come in any order."""
+    """[window][rank][micro-batch] of rows as an actor gets them while their prompt groups of two
+    come in any order."""
     config = small(len(samples) // 2, 2, steps=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     service, keys, windows = InMemory(Plan.of(config)), count(), []
@@ -141,11 +147,23 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     ask("rollout", "admit", reader="r", count=len(samples))
     for ticket in arrival:
         lengths = packed([len(row["token_ids"]) for row in samples[2 * ticket : 2 * ticket + 2]])
-        summary = {"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": [version.encode()]}
+        summary = {
+            "ticket": ticket,
+            "episodes": b"\1\1",
+            "lengths": lengths,
+            "versions": [version.encode()],
+        }
         ask("rollout", "put", shard={"name": f"s{ticket}"}, rows=[summary], fields=list(GENERATED))
-        while claim := ask("actor", "claim", **window, ranks=ranks, max_tokens=20, batch=len(windows)):
+        while claim := ask(
+            "actor", "claim", **window, ranks=ranks, max_tokens=20, batch=len(windows)
+        ):
             rows = [row for held in claim["tickets"] for row in samples[2 * held : 2 * held + 2]]
-            windows.append([[[rows[number] for number in part] for part in rank] for rank in claim["assignment"]])
+            windows.append(
+                [
+                    [[rows[number] for number in part] for part in rank]
+                    for rank in claim["assignment"]
+                ]
+            )
     return windows
 
 
@@ -154,10 +172,16 @@ def batch(samples: list[Row], split: PackSplit = WHOLE) -> Batch:
 
 
 def policy(
-    directory: Path, split: ParallelConfig | None = None, dtype: str = "float32", actor: ActorConfig | None = None
+    directory: Path,
+    split: ParallelConfig | None = None,
+    dtype: str = "float32",
+    actor: ActorConfig | None = None,
 ) -> PolicyModel:
     model = PolicyModel(
-        read_config(directory), ModelConfig(dtype=dtype, device=DEVICE), split or ParallelConfig(), actor
+        read_config(directory),
+        ModelConfig(dtype=dtype, device=DEVICE),
+        split or ParallelConfig(),
+        actor,
     )
     model.load_hf(directory)
     return model
@@ -172,26 +196,36 @@ def actor_settings(**settings: Any) -> ActorConfig:
 def trainer(directory: Path, dtype: str = "float32", **settings: Any) -> Trainer:
     """`settings` of the actor, see `actor_settings`."""
     actor = actor_settings(**settings)
-    return Trainer.of(policy(directory, actor.parallel, dtype, actor), ALGORITHM, actor, temperature=0.9)
+    return Trainer.of(
+        policy(directory, actor.parallel, dtype, actor), ALGORITHM, actor, temperature=0.9
+    )
 
 
 def critic(directory: Path, **settings: Any) -> CriticTrainer:
     """`settings` of the critic, as of `trainer`; PPO's value loss."""
     section = actor_settings(**settings)
-    model = CriticModel(read_config(directory), ModelConfig(device=DEVICE), section.parallel, section)
+    model = CriticModel(
+        read_config(directory), ModelConfig(device=DEVICE), section.parallel, section
+    )
     model.load_hf(directory)
     return CriticTrainer.of(model, Ppo(), section, temperature=1.0)
 
 
 def valued(samples: list[Row]) -> list[Row]:
     """``samples`` with values, some of which are near to what a critic begins with, and returns."""
-    return [row | {"values": row["ref_logprobs"] * 0.04, "returns": row["advantages"] + 0.5} for row in samples]
+    return [
+        row | {"values": row["ref_logprobs"] * 0.04, "returns": row["advantages"] + 0.5}
+        for row in samples
+    ]
 
 
 def learned_from_files(ours: Trainer) -> list[dict[str, float]]:
-    """Metrics of a step of sft and of one of dpo, on three pairs: with two data ranks one has a micro-batch less."""
+    """Metrics of a step of sft and of one of dpo, on three pairs: with two data ranks one has a
+    micro-batch less."""
     layout, split, samples, metrics = ours.model.layout, ours.model.pack_split, rows(6, seed=11), []
-    mine = [samples[first : first + 2] for first in range(0, 6, 2)][layout.data_rank :: layout.data_size]
+    mine = [samples[first : first + 2] for first in range(0, 6, 2)][
+        layout.data_rank :: layout.data_size
+    ]
     for ours.algorithm in (Sft(), Dpo()):
         parts = [batch(pair, split) for pair in mine]
         parts += [idle(samples[0], DEVICE, split)] * (-(-3 // layout.data_size) - len(parts))
@@ -204,15 +238,23 @@ def distiller(directory: Path, algorithm: Algorithm | None = None, **settings: A
     """As `trainer`, of a policy that learns from a teacher's likeliest tokens; see `taught`."""
     actor = actor_settings(**settings)
     learnt = algorithm or Distill(divergence="jsd", teacher_top_k=TOP_K)
-    return Trainer.of(policy(directory, actor.parallel, actor=actor), learnt, actor, temperature=0.9)
+    return Trainer.of(
+        policy(directory, actor.parallel, actor=actor), learnt, actor, temperature=0.9
+    )
 
 
 def taught(samples: list[Row], seed: int = 0) -> list[Row]:
     """``samples`` with the likeliest tokens of a teacher who thinks otherwise than any model."""
     rng = np.random.default_rng(seed)
     sizes = [(len(row["token_ids"]), TOP_K) for row in samples]
-    ids = [rng.permuted(np.tile(np.arange(64, dtype=np.int32), (size[0], 1)), axis=1)[:, :TOP_K] for size in sizes]
-    scores = [np.log(rng.dirichlet(np.ones(TOP_K + 1), size[0])[:, :TOP_K]).astype(np.float32) for size in sizes]
+    ids = [
+        rng.permuted(np.tile(np.arange(64, dtype=np.int32), (size[0], 1)), axis=1)[:, :TOP_K]
+        for size in sizes
+    ]
+    scores = [
+        np.log(rng.dirichlet(np.ones(TOP_K + 1), size[0])[:, :TOP_K]).astype(np.float32)
+        for size in sizes
+    ]
     return [
         row | {"teacher_top_ids": which, "teacher_top_logprobs": score}
         for row, which, score in zip(samples, ids, scores, strict=True)
@@ -220,7 +262,8 @@ def taught(samples: list[Row], seed: int = 0) -> list[Row]:
 
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:
-    """Both forward roles in the actor; the present weights are the reference's. `settings` of the algorithm."""
+    """Both forward roles in the actor; the present weights are the reference's. `settings` of the
+    algorithm."""
     config = Config(algorithm=Grpo(**{"mini_batches": 2} | settings))
     config.actor.forward = ["actor_fwd", "reference"]
     config.rollout.temperature = 0.9
@@ -235,12 +278,18 @@ class Peak(TorchDispatchMode):
         self.bytes, self._made = 0, dict[int, Any]()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        given = {
+            one.untyped_storage()._cdata
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, Tensor)
+        }
         result = operation(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in given:
                 self._made[storage._cdata] = weakref.ref(storage)
-        alive = {key: storage for key, made in self._made.items() if (storage := made()) is not None}
+        alive = {
+            key: storage for key, made in self._made.items() if (storage := made()) is not None
+        }
         self._made = {key: self._made[key] for key in alive}
         # megatron-core empties storages that it will compute again.
         self.bytes = max(self.bytes, sum(storage.nbytes() for storage in alive.values()))
@@ -256,10 +305,13 @@ with many_imports(for_good=True):
     import_libraries("cpu", None, trains=True)
 run_module("{module}", run_name="__main__")
 """
-"""As a role imports: most of what a rank takes, and no garbage when megatron-core collects some at a save."""
+"""As a role imports: most of what a rank takes, and no garbage when megatron-core collects some at
+a save."""
 
 
-def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:
+def launch(
+    world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank"
+) -> None:
     """Run `module` in `world` processes; AssertionError with their output if one fails."""
     codes, outputs = ends(world, *args, timeout_s=timeout_s, module=module)
     assert codes == [0] * world, "\n".join(outputs)

@@ -1,9 +1,9 @@
 """One rank of a multi-rank training test.
 
-`python -m tests.training_rank FILE WORLD RANK [LAYOUT MODEL OUT CHECKPOINT]...`, where the ranks meet in FILE, and
-LAYOUT is the `actor` section of a configuration as JSON. Rank 0 writes what it found to OUT. CHECKPOINT may be empty;
-from one on a single step is made.
-Several layouts are done one after the other: most of a process is its start.
+`python -m tests.training_rank FILE WORLD RANK [LAYOUT MODEL OUT CHECKPOINT]...`, where the ranks
+meet in FILE, and LAYOUT is the `actor` section of a configuration as JSON. Rank 0 writes what it
+found to OUT. CHECKPOINT may be empty; from one on a single step is made. Several layouts are done
+one after the other: most of a process is its start.
 """
 
 from __future__ import annotations
@@ -51,10 +51,17 @@ def main() -> None:
     logprobs.SMALLEST_CHUNK = 2**7
     meeting = dist.FileStore(file, int(world))
     for number in range(0, len(cases), 4):
-        one_case(int(world), int(rank), dist.PrefixStore(f"{number}", meeting), *cases[number : number + 4])
+        one_case(
+            int(world),
+            int(rank),
+            dist.PrefixStore(f"{number}", meeting),
+            *cases[number : number + 4],
+        )
 
 
-def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str, out: str, checkpoint: str) -> None:
+def one_case(
+    world: int, rank: int, meeting: dist.Store, layout: str, model: str, out: str, checkpoint: str
+) -> None:
     print(f"layout {layout}", flush=True)
     settings = json.loads(layout)
     split = helpers.actor_settings(**settings).parallel
@@ -86,7 +93,9 @@ def first_step(trainer: Trainer, out: Path) -> dict[str, float]:
     """Its metrics; OUT/first.safetensors has the weights after it."""
     layout, split, samples = trainer.model.layout, trainer.model.pack_split, helpers.rows(4, seed=9)
     # The second replica has no row in the first step, and goes through all the same.
-    trainer.accumulate([helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)])
+    trainer.accumulate(
+        [helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)]
+    )
     metrics = trainer.step(helpers.LR)
     if (weights := trainer.model.export_hf()) is not None:
         save_file(weights, out / "first.safetensors")
@@ -99,14 +108,20 @@ def check_critic(trainer: CriticTrainer, out: Path) -> None:
     mine = helpers.valued(helpers.rows(8))[layout.data_rank :: layout.data_size]
     for step in range(2):
         trainer.accumulate(
-            [helpers.batch(mine[:2], trainer.model.pack_split), helpers.batch(mine[2:], trainer.model.pack_split)]
+            [
+                helpers.batch(mine[:2], trainer.model.pack_split),
+                helpers.batch(mine[2:], trainer.model.pack_split),
+            ]
         )
         metrics.append(trainer.step(helpers.LR))
         if step == 0:
             helpers.save(out / "critic-i000001-step-000001", trainer, {"step": 1})
     values = trainer.model.forward_values([helpers.batch(mine, trainer.model.pack_split)])
     if layout.leader:
-        save_file({"values": torch.tensor(np.concatenate(values))}, out / f"values-{layout.data_rank}.safetensors")
+        save_file(
+            {"values": torch.tensor(np.concatenate(values))},
+            out / f"values-{layout.data_rank}.safetensors",
+        )
     if dist.get_rank() == 0:
         (out / "critic.json").write_text(json.dumps(metrics))
 
@@ -118,7 +133,10 @@ def check_distillation(trainer: Trainer, out: Path) -> None:
     micro = [helpers.batch(part, split) for part in (mine[:3], mine[3:])]
     said = trainer.model.forward_likeliest(micro, 0.9, helpers.TOP_K, 64)
     if layout.leader:
-        save_file({"said": torch.tensor(np.concatenate(said))}, out / f"likeliest-{layout.data_rank}.safetensors")
+        save_file(
+            {"said": torch.tensor(np.concatenate(said))},
+            out / f"likeliest-{layout.data_rank}.safetensors",
+        )
     metrics = []
     for _ in range(2):
         trainer.accumulate(micro)
@@ -132,9 +150,16 @@ def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:
     layout = trainer.model.layout
     one = torch.ones((), dtype=torch.float64)
     for steps in range(1, 3):
-        trainer._sums = {f"rank_{layout.data_rank}_{steps}": one, "most_max": one * steps} if layout.last_stage else {}
+        trainer._sums = (
+            {f"rank_{layout.data_rank}_{steps}": one, "most_max": one * steps}
+            if layout.last_stage
+            else {}
+        )
         everybody = {f"rank_{rank}_{steps}": 1.0 for rank in range(layout.data_size)}
-        assert trainer._reduce_metrics() == {"weight": 0.0, "tokens": 0.0, "most_max": float(steps)} | everybody
+        assert (
+            trainer._reduce_metrics()
+            == {"weight": 0.0, "tokens": 0.0, "most_max": float(steps)} | everybody
+        )
     trainer.discard()
 
 
@@ -161,7 +186,8 @@ def check_slices(model: PolicyModel, directory: Path) -> None:
 
 
 def check_who_waits_for_the_leader() -> None:
-    """However long the leader is at something, the others hear of it, and none of that is taken for an answer."""
+    """However long the leader is at something, the others hear of it, and none of that is taken for
+    an answer."""
     channel._LOOK_S, channel._TELL_S = 0.01, 0.02
     line, said, hold = Channel(60.0), list[Any](), threading.Event()
     broadcast = line._broadcast
@@ -180,15 +206,25 @@ def check_who_waits_for_the_leader() -> None:
 
 
 def check_rows_that_one_rank_cannot_read() -> None:
-    """What a maker took along after the leader had read it costs a claim, and no rank; what is only late is awaited."""
+    """What a maker took along after the leader had read it costs a claim, and no rank; what is only
+    late is awaited."""
     ranks, line, leads = Ranks.__new__(Ranks), Channel(60.0), dist.get_rank() == 0
-    claim = Claim(5, 0, (7,), ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},), 0, episodes=(b"\1",))
+    claim = Claim(
+        5,
+        0,
+        (7,),
+        ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},),
+        0,
+        episodes=(b"\1",),
+    )
     given_back: list[int] = []
     for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
         answer: Future[list[int]] = Future()
         answer.set_result(held)
         training = SimpleNamespace(settled=lambda leases, answer=answer: answer)
-        ranks._client = SimpleNamespace(training=training, give_back=lambda claim: given_back.append(claim.lease))
+        ranks._client = SimpleNamespace(
+            training=training, give_back=lambda claim: given_back.append(claim.lease)
+        )
         ranks.reader = LateReader(misses=0 if leads else 1)
         assert ranks.rows(claim, line) == expected
     assert given_back == ([5] if leads else [])
@@ -210,7 +246,8 @@ class LateReader:
 
 
 def check(trainer: Trainer, out: Path) -> None:
-    """Log-probs of the rows, one optimizer step, a checkpoint, and a second step that streams its rows."""
+    """Log-probs of the rows, one optimizer step, a checkpoint, and a second step that streams its
+    rows."""
     layout, split = trainer.model.layout, trainer.model.pack_split
     mine = helpers.rows(8)[layout.data_rank :: layout.data_size]
     micro = [helpers.batch(mine[start : start + 2], split) for start in range(0, len(mine), 2)]
@@ -228,7 +265,10 @@ def check(trainer: Trainer, out: Path) -> None:
         # Where fewer rows came than there are ranks, some go through idle.
         mine = window[layout.data_rank]
         trainer.accumulate(
-            [helpers.batch(rows, split) if rows else idle(helpers.rows(1)[0], "cpu", split) for rows in mine]
+            [
+                helpers.batch(rows, split) if rows else idle(helpers.rows(1)[0], "cpu", split)
+                for rows in mine
+            ]
         )
         check_inner(inner, micro, scored)
     steps.append(trainer.step(helpers.LR))
@@ -239,7 +279,8 @@ def check(trainer: Trainer, out: Path) -> None:
 
 
 def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] | None) -> None:
-    """With the weights of before the first step, which both roles have, rows get the log-probs they had, to the bit."""
+    """With the weights of before the first step, which both roles have, rows get the log-probs they
+    had, to the bit."""
     live = [value.detach().clone() for value in inner.model.module.parameters()]
     for one in micro:
         one.fields.clear()
@@ -258,9 +299,14 @@ def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] 
 
 
 def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:
-    """Whichever rank cannot write, at whichever point: all ranks know, and the next save is as good as any."""
+    """Whichever rank cannot write, at whichever point: all ranks know, and the next save is as good
+    as any."""
     keeper = Saver(trainer, Channel(20.0), 20.0)
-    faults = [(StagedState, "write_common", 0), (saver, "save_random_state", 1), (saver, "checksums_of", 1)]
+    faults = [
+        (StagedState, "write_common", 0),
+        (saver, "save_random_state", 1),
+        (saver, "checksums_of", 1),
+    ]
     faults.append((FileSystemWriter, "write_data", 1))
     for where, name, victim in [fault for fault in faults if fault[-1] < dist.get_world_size()]:
         real = getattr(where, name)
@@ -281,13 +327,16 @@ def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:
 
 
 def windows_of(trainer: Trainer) -> list[list[list[list[Row]]]]:
-    """The rows as a queue deals them out, [window][rank][micro-batch][row]; a pipeline runs them in one go."""
+    """The rows as a queue deals them out, [window][rank][micro-batch][row]; a pipeline runs them in
+    one go."""
     layout = trainer.model.layout
     windows = helpers.streamed(helpers.rows(8), layout.data_size, helpers.ARRIVAL)
     assert len(windows) > 1 and all(rank for window in windows for rank in window)
     if layout.pipeline_size == 1:
         return windows
-    return [[[part for window in windows for part in window[rank]] for rank in range(layout.data_size)]]
+    return [
+        [[part for window in windows for part in window[rank]] for rank in range(layout.data_size)]
+    ]
 
 
 if __name__ == "__main__":

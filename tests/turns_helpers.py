@@ -1,4 +1,5 @@
-"""A tokenizer with a chat template, an engine that draws from all before it alone, and environments of this process."""
+"""A tokenizer with a chat template, an engine that draws from all before it alone, and environments
+of this process."""
 
 from __future__ import annotations
 
@@ -17,14 +18,29 @@ from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling, checked
-from relax_hpc.environments.base import Beginning, Environment, EnvironmentFault, Message, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Beginning,
+    Environment,
+    EnvironmentFault,
+    Message,
+    Observation,
+    Response,
+    Step,
+)
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.player import OnEnvironments, Player
 from relax_hpc.rollout.turns import Rules, Start
 from relax_hpc.versions import Version
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
-ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+ADDED = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 TEMPLATE = """{%- for message in messages -%}
 {%- set is_tool = message.role == "tool" -%}
 {%- if not (is_tool and loop.previtem is defined and loop.previtem.role == "tool") -%}
@@ -36,16 +52,23 @@ TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\\n" }}
 {%- if not enable_thinking -%}{{ "<think>\\n\\n</think>\\n\\n" }}{%- endif -%}{%- endif -%}"""
 """What Qwen3's template makes of messages of text behind the first."""
-_WORDS = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+")
+_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+)
 
 
 def backend() -> Backend:
     """A tokenizer of bytes with some merges, cut as Qwen's."""
     made = Backend(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(_WORDS, "isolated"), byte_level])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(_WORDS, "isolated"), byte_level]
+    )
     made.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     made.train_from_iterator(["user\nassistant\nthe tool said 12, then 34.\n\nand\n" * 3], trainer)
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     made.add_tokens([AddedToken(name, special=False, normalized=False) for name in ADDED])
@@ -67,7 +90,9 @@ def template(enable_thinking: bool = True) -> ChatTemplate:
 class Drawing:
     """An engine whose every token follows from those before it; each request is kept."""
 
-    def __init__(self, tokenizer: Tokenizer, words: Sequence[str] = ("a", "b", "7"), version: int = 3) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, words: Sequence[str] = ("a", "b", "7"), version: int = 3
+    ) -> None:
         self.tokenizer, self.version = tokenizer, Version(1, version)
         self.choices = [tokenizer.encode(word, special=False)[0] for word in words]
         self.asked: list[GenerateRequest] = []
@@ -81,7 +106,11 @@ class Drawing:
         while len(tokens) < request.budget:
             draw = np.random.default_rng([*request.prompt_ids, *tokens, request.sample]).random()
             ends = draw < 0.3 and len(tokens) > draft.turn
-            token = self.tokenizer.eos_ids[0] if ends else self.choices[int(draw * 97) % len(self.choices)]
+            token = (
+                self.tokenizer.eos_ids[0]
+                if ends
+                else self.choices[int(draw * 97) % len(self.choices)]
+            )
             tokens.append(token)
             self.drawn += 1
             if token == self.tokenizer.eos_ids[0]:
@@ -113,7 +142,9 @@ class Inside:
     async def open(self, beginning: Beginning) -> InsideSession:
         self.opened.append(beginning)
         session = InsideSession(self._kind(**self._options))
-        session.opening = await session.messages(await _settled(session.environment.reset(beginning)))
+        session.opening = await session.messages(
+            await _settled(session.environment.reset(beginning))
+        )
         return session
 
 
@@ -152,8 +183,16 @@ def player(
     return Player(stage, settings.max_faults, 60.0, note)
 
 
-def start(tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0) -> Start:
+def start(
+    tokenizer: Tokenizer, ask: Any, text: str = "go", budget: int = 400, sample: int = 0
+) -> Start:
     """An episode that begins with ``text`` as it stands."""
-    prompt = Prompt("p", tuple(tokenizer.encode(text, special=False, special_tokens=True)), text, "answer", {"k": 1})
+    prompt = Prompt(
+        "p",
+        tuple(tokenizer.encode(text, special=False, special_tokens=True)),
+        text,
+        "answer",
+        {"k": 1},
+    )
     sampling = Sampling(1.0, 1.0, tokenizer.eos_ids, 5)
     return Start(prompt, GenerateRequest(prompt.token_ids, "0/p", sample, sampling, budget), ask)

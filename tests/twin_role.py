@@ -1,7 +1,9 @@
-"""A second role that trains, added by import: the actor's twin, which learns the same and publishes nothing.
+"""A second role that trains, added by import: the actor's twin, which learns the same and publishes
+nothing.
 
-Both have the same rows, begin with the same weights, and are never told of each other: their parts of a checkpoint are
-equal bit for bit, whatever either goes through. A twin can be held at named points, until it is killed or let go on.
+Both have the same rows, begin with the same weights, and are never told of each other: their parts
+of a checkpoint are equal bit for bit, whatever either goes through. A twin can be held at named
+points, until it is killed or let go on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ _HELD_S = 240.0
 def install(folder: Path) -> dict[str, str]:
     """What the environment needs for every process of a run to know the role."""
     (folder / "sitecustomize.py").write_text("import tests.twin_role\n")
-    paths = [str(folder), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(folder),
+        str(Path(__file__).parents[1]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {"PYTHONPATH": os.pathsep.join(paths), FOLDER: str(folder)}
 
 
@@ -43,7 +49,8 @@ def let_go(folder: Path, point: str) -> None:
 
 
 def come_to(point: str) -> None:
-    """`trained-3`: the queue knows that step 3 is trained; `part-4`: that part is written, and not journaled."""
+    """`trained-3`: the queue knows that step 3 is trained; `part-4`: that part is written, and not
+    journaled."""
     folder = Path(os.environ[FOLDER])
     if (folder / f"{point}.asked").exists():
         (folder / f"{point}.asked").rename(folder / f"{point}.held")

@@ -21,7 +21,8 @@ WAIT_S = 120.0
 
 
 class Source:
-    """The publisher of a rank that has all of ``tensors``; change them in place and publish again."""
+    """The publisher of a rank that has all of ``tensors``; change them in place and publish
+    again."""
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class Source:
         **settings: int,
     ) -> None:
         self.tensors = dict(tensors)
-        described = {name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}
+        described = {
+            name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()
+        }
         slices = [Slice(name, 0, 0, len(one), lambda one=one: one) for name, one in tensors.items()]
         store, config = client.store, WeightsConfig(**settings)
         device = 0 if any(one.is_cuda for one in tensors.values()) else None
@@ -57,7 +60,9 @@ class Source:
         self.publisher.settle(WAIT_S)
 
 
-def publish(run: RunDir, client: QueueClient, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
+def publish(
+    run: RunDir, client: QueueClient, version: Version, tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Once, with files; afterwards they are all that is left of it."""
     source = Source(run, client, tensors)
     source.publish(version)

@@ -19,12 +19,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory; several are drawn over one another")
     parser.add_argument(
-        "-o", "--output", default="rewards.png", help="picture to write: .png, .pdf or .svg (%(default)s)"
+        "runs", nargs="+", metavar="RUN", help="run directory; several are drawn over one another"
     )
     parser.add_argument(
-        "--tag", action="append", default=[], help="one more panel: a tag, or a pattern such as 'idle/*'"
+        "-o",
+        "--output",
+        default="rewards.png",
+        help="picture to write: .png, .pdf or .svg (%(default)s)",
+    )
+    parser.add_argument(
+        "--tag",
+        action="append",
+        default=[],
+        help="one more panel: a tag, or a pattern such as 'idle/*'",
     )
     return parser.parse_args(arguments)
 

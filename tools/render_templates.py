@@ -1,7 +1,8 @@
-"""Writes slurm/<size>.sbatch, one for each file of configs/clusters; `--check` only says which are not up to date.
+"""Writes slurm/<size>.sbatch, one for each file of configs/clusters; `--check` only says which are
+not up to date.
 
-`--site my-site.yaml --folder my-scripts` writes them for a site instead: its account, partitions, way to ask for GPUs,
-modules and setup, which no environment variable can put into #SBATCH lines.
+`--site my-site.yaml --folder my-scripts` writes them for a site instead: its account, partitions,
+way to ask for GPUs, modules and setup, which no environment variable can put into #SBATCH lines.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def texts(folder: Path = ROOT / "slurm", site: Path | None = None) -> dict[Path, str]:
-    """Every file of ``folder`` with the text it should have; sizes that ``site`` cannot have are named and left out."""
+    """Every file of ``folder`` with the text it should have; sizes that ``site`` cannot have are
+    named and left out."""
     found = {}
     for path in sorted((ROOT / "configs" / "clusters").glob("*-nodes*.yaml")):
         try:
             config = load([path, *([site] if site else [])])
-            found[folder / f"{path.stem}.sbatch"] = render_size(config, str(path.relative_to(ROOT)), site)
+            found[folder / f"{path.stem}.sbatch"] = render_size(
+                config, str(path.relative_to(ROOT)), site
+            )
         except ConfigError as problem:
             if not site:
                 raise
@@ -42,9 +46,16 @@ def main(arguments: list[str]) -> int:
         parser.error("--site and --folder: found one, allowed: both or none")
     folder, site = given.folder or ROOT / "slurm", given.site.absolute() if given.site else None
     wanted = texts(folder, site)
-    stale = {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
+    stale = {
+        path: text
+        for path, text in wanted.items()
+        if not path.is_file() or path.read_text() != text
+    }
     for path, text in stale.items():
-        print(f"{'differs' if given.check else 'written'}: {path.relative_to(ROOT) if folder.parent == ROOT else path}")
+        print(
+            f"{'differs' if given.check else 'written'}: "
+            f"{path.relative_to(ROOT) if folder.parent == ROOT else path}"
+        )
         if not given.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

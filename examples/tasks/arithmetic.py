@@ -33,8 +33,8 @@ class Problem:
 
     @classmethod
     def drawn(cls, name: str, digits: int) -> Problem:
-        """The problem called ``name``, of numbers of so many ``digits`` whose product has twice as many: the same on
-        every machine."""
+        """The problem called ``name``, of numbers of so many ``digits`` whose product has twice as
+        many: the same on every machine."""
         rng = random.Random(name)
         while True:
             one, other = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
@@ -55,8 +55,8 @@ class Problem:
 
 
 class Arithmetic(Task):
-    """Products of numbers of `data.digits` digits, for the environment `tools` with its calculator; a fifth of all are
-    held out."""
+    """Products of numbers of `data.digits` digits, for the environment `tools` with its calculator;
+    a fifth of all are held out."""
 
     evaluations = ("heldout",)
     environment = "tools"
@@ -66,9 +66,11 @@ class Arithmetic(Task):
         for number, problem in enumerate(islice(problems(split, data.digits), _SIZES[split])):
             yield {"id": f"{split}-{number}", "prompt": f"{problem}?", "answer": problem.result}
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Chats about problems of their own. A share ``noise`` of them calls for another problem, and as large a share
-        answers another one."""
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
+        """Chats about problems of their own. A share ``noise`` of them calls for another problem,
+        and as large a share answers another one."""
         rng, drawn = random.Random(f"noise {seed}"), problems(f"warm start {seed}", data.digits)
         for problem, other in islice(zip(drawn, drawn, strict=False), _DEMONSTRATIONS):
             called, answered = (rng.random() >= noise for _ in range(2))
@@ -76,7 +78,10 @@ class Arithmetic(Task):
             yield {
                 "messages": [
                     {"role": "user", "content": f"{problem}?"},
-                    {"role": "assistant", "content": ToolCall("calculator", {"expression": str(computed)}).text},
+                    {
+                        "role": "assistant",
+                        "content": ToolCall("calculator", {"expression": str(computed)}).text,
+                    },
                     {"role": "tool", "content": computed.result},
                     {"role": "assistant", "content": computed.result if answered else other.result},
                 ]

@@ -1,4 +1,5 @@
-"""Videos that tasks make without an encoder: JPEG frames in an AVI file, with 16-bit sound or without."""
+"""Videos that tasks make without an encoder: JPEG frames in an AVI file, with 16-bit sound or
+without."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 _QUALITY = 92
 
 
-def avi(frames: Sequence[Image], fps: int = 10, samples: np.ndarray | None = None, rate: int = 16000) -> bytes:
-    """Bytes of a video of JPEG frames, all of one size, with 16-bit sound where ``samples`` [-1, 1] are given.
+def avi(
+    frames: Sequence[Image], fps: int = 10, samples: np.ndarray | None = None, rate: int = 16000
+) -> bytes:
+    """Bytes of a video of JPEG frames, all of one size, with 16-bit sound where ``samples`` [-1, 1]
+    are given.
 
     The format: AVI RIFF File Reference, Microsoft.
     """
@@ -23,13 +27,46 @@ def avi(frames: Sequence[Image], fps: int = 10, samples: np.ndarray | None = Non
     (width, height), count, most = frames[0].size, len(frames), max(map(len, pictures))
     streams = 1 if samples is None else 2
     main = struct.pack(
-        "<14I", 1_000_000 // fps, most * fps, 0, 0x10, count, 0, streams, most, width, height, 0, 0, 0, 0
+        "<14I",
+        1_000_000 // fps,
+        most * fps,
+        0,
+        0x10,
+        count,
+        0,
+        streams,
+        most,
+        width,
+        height,
+        0,
+        0,
+        0,
+        0,
     )
     headers = _chunk(b"avih", main) + _stream(
         struct.pack(
-            "<4s4sIHHIIIIIIiI4H", b"vids", b"MJPG", 0, 0, 0, 0, 1, fps, 0, count, most, -1, 0, 0, 0, width, height
+            "<4s4sIHHIIIIIIiI4H",
+            b"vids",
+            b"MJPG",
+            0,
+            0,
+            0,
+            0,
+            1,
+            fps,
+            0,
+            count,
+            most,
+            -1,
+            0,
+            0,
+            0,
+            width,
+            height,
         ),
-        struct.pack("<IiiHH4sIiiII", 40, width, height, 1, 24, b"MJPG", width * height * 3, 0, 0, 0, 0),
+        struct.pack(
+            "<IiiHH4sIiiII", 40, width, height, 1, 24, b"MJPG", width * height * 3, 0, 0, 0, 0
+        ),
     )
     pulses: list[bytes] = []
     if samples is not None:
@@ -43,11 +80,16 @@ def avi(frames: Sequence[Image], fps: int = 10, samples: np.ndarray | None = Non
         )
     body, index, at = list[bytes](), list[bytes](), 4
     for number, jpeg in enumerate(pictures):
-        for tag, data in ((b"00dc", jpeg), *((b"01wb", pulse) for pulse in pulses[number : number + 1])):
+        for tag, data in (
+            (b"00dc", jpeg),
+            *((b"01wb", pulse) for pulse in pulses[number : number + 1]),
+        ):
             index.append(tag + struct.pack("<III", 0x10, at, len(data)))
             body.append(_chunk(tag, data))
             at += len(body[-1])
-    movie = _list(b"hdrl", headers) + _list(b"movi", b"".join(body)) + _chunk(b"idx1", b"".join(index))
+    movie = (
+        _list(b"hdrl", headers) + _list(b"movi", b"".join(body)) + _chunk(b"idx1", b"".join(index))
+    )
     return _chunk(b"RIFF", b"AVI " + movie)
 
 

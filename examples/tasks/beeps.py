@@ -1,5 +1,5 @@
-"""A verifiable task for small models that hear: the pitch or the number of beeps ("<audio>p?" -> "m", "<audio>n?" ->
-"3")."""
+"""A verifiable task for small models that hear: the pitch or the number of beeps ("<audio>p?" ->
+"m", "<audio>n?" -> "3")."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _SLOT_S, _EDGE_S = SECONDS / MOST, 0.01
 
 
 def sounded(name: str, questions: Sequence[str] = tuple(QUESTIONS)) -> tuple[bytes, str, str]:
-    """The sound called ``name``, a FLAC file of a second, one of the ``questions``, and its answer: the same on every
-    machine."""
+    """The sound called ``name``, a FLAC file of a second, one of the ``questions``, and its answer:
+    the same on every machine."""
     import numpy as np
     import soundfile
 

@@ -1,4 +1,5 @@
-"""A verifiable task for small models that see: colour or form of the shape in an image ("<image>c?" -> "r")."""
+"""A verifiable task for small models that see: colour or form of the shape in an image ("<image>c?"
+-> "r")."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ _GROUND = (128, 128, 128)
 """Nothing, to a tower whose inputs are centred: a shape stands out from the first step on."""
 _SMALLEST, _LARGEST = 20, 40
 QUESTIONS = {"c?": list(COLOURS), "f?": [form[0] for form in FORMS]}
-"""Question -> its answers: letters of colours, first letters of forms. Images have each equally often."""
+"""Question -> its answers: letters of colours, first letters of forms. Images have each equally
+often."""
 
 
 def drawn(name: str) -> tuple[bytes, str, str]:
-    """The image called ``name``, a PNG of `SIDE` pixels a side, a question, and its answer: the same on every
-    machine."""
+    """The image called ``name``, a PNG of `SIDE` pixels a side, a question, and its answer: the
+    same on every machine."""
     from PIL import Image, ImageDraw
 
     rng = random.Random(name)
@@ -38,7 +40,10 @@ def drawn(name: str) -> tuple[bytes, str, str]:
     image = Image.new("RGB", (SIDE, SIDE), _GROUND)
     pen, box = ImageDraw.Draw(image), (left, top, left + size, top + size)
     if form == "t":
-        pen.polygon([(left, top + size), (left + size, top + size), (left + size // 2, top)], fill=COLOURS[colour])
+        pen.polygon(
+            [(left, top + size), (left + size, top + size), (left + size // 2, top)],
+            fill=COLOURS[colour],
+        )
     else:
         (pen.rectangle if form == "s" else pen.ellipse)(box, fill=COLOURS[colour])
     file = io.BytesIO()

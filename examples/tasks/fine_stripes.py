@@ -1,5 +1,6 @@
-"""A verifiable task for small models that zoom: the colour of the first of the stripes of a tile in an image, which are
-too fine to be seen from afar ("<image>which?" -> a call that zooms in -> "r")."""
+"""A verifiable task for small models that zoom: the colour of the first of the stripes of a tile in
+an image, which are too fine to be seen from afar ("<image>which?" -> a call that zooms in ->
+"r")."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ SIDE, CELL = 128, 64
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255)}
 _MISTAKEN = {"r": "g", "g": "b", "b": "r"}
 _STRIPE = 1
-"""Pixels of a stripe. The next one has the complementary colour, so that half as large a tile is grey but for its
-edges."""
+"""Pixels of a stripe. The next one has the complementary colour, so that half as large a tile is
+grey but for its edges."""
 _STEP, _LEAST, _MOST = 4, 44, 56
 """Pixels of which the sides and places of tiles are multiples, and how long their sides are."""
 _FRAME = 4
@@ -55,13 +56,21 @@ class Picture:
         rng = random.Random(name)
         cell, sides = _places(rng, 0, SIDE, CELL), _places(rng, _LEAST, _MOST + _STEP, _STEP)
         answer = rng.choice(list(COLOURS))
-        left, top = (start + rng.randrange(0, CELL - side, _STEP) for start, side in zip(cell, sides, strict=True))
+        left, top = (
+            start + rng.randrange(0, CELL - side, _STEP)
+            for start, side in zip(cell, sides, strict=True)
+        )
         image = Image.new("RGB", (SIDE, SIDE), _GROUND)
         pen, colour = ImageDraw.Draw(image), COLOURS[answer]
         complement = tuple(255 - part for part in colour)
         pen.rectangle((left, top, left + sides[0] - 1, top + sides[1] - 1), fill="white")
         for place in range(_FRAME, sides[0] - _FRAME, _STRIPE):
-            stripe = (left + place, top + _FRAME, left + place + _STRIPE - 1, top + sides[1] - _FRAME - 1)
+            stripe = (
+                left + place,
+                top + _FRAME,
+                left + place + _STRIPE - 1,
+                top + sides[1] - _FRAME - 1,
+            )
             pen.rectangle(stripe, fill=complement if place // _STRIPE % 2 else colour)
         return cls(image, (*cell, cell[0] + CELL, cell[1] + CELL), answer)
 
@@ -76,7 +85,8 @@ class Picture:
 
 
 class FineStripes(Task):
-    """Images of one striped tile, anywhere and of any size, and the environment `zoom`; those held out are others."""
+    """Images of one striped tile, anywhere and of any size, and the environment `zoom`; those held
+    out are others."""
 
     evaluations = ("heldout",)
     environment = "zoom"
@@ -91,10 +101,12 @@ class FineStripes(Task):
                 "images": [picture.uri],
             }
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Chats about images of their own, which look where the tile is. A share ``noise`` takes its colour for
-        another, always the same one: with more than half, the likeliest answer is a wrong one however long they are
-        learned."""
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
+        """Chats about images of their own, which look where the tile is. A share ``noise`` takes
+        its colour for another, always the same one: with more than half, the likeliest answer is a
+        wrong one however long they are learned."""
         rng = random.Random(f"noise {seed}")
         for picture in islice(pictures(f"warm start {seed}"), _DEMONSTRATIONS):
             said = _MISTAKEN[picture.answer] if rng.random() < noise else picture.answer
@@ -103,7 +115,9 @@ class FineStripes(Task):
                     {"role": "user", "content": "<image>which?"},
                     {
                         "role": "assistant",
-                        "content": ToolCall("image_zoom_in_tool", {"bbox_2d": list(picture.box)}).text,
+                        "content": ToolCall(
+                            "image_zoom_in_tool", {"bbox_2d": list(picture.box)}
+                        ).text,
                     },
                     {"role": "tool", "content": "<image>"},
                     {"role": "assistant", "content": said},

@@ -1,4 +1,5 @@
-"""Four verifiable tasks at once: coloured shapes, moving squares, beeps, and numbers whose first digit is asked for."""
+"""Four verifiable tasks at once: coloured shapes, moving squares, beeps, and numbers whose first
+digit is asked for."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def _numbers() -> list[str]:
-    """All numbers of three digits, in the order of a hash, so that any part of them is a fair sample."""
-    return sorted((f"{number:03d}" for number in range(1000)), key=lambda text: hashlib.sha256(text.encode()).digest())
+    """All numbers of three digits, in the order of a hash, so that any part of them is a fair
+    sample."""
+    return sorted(
+        (f"{number:03d}" for number in range(1000)),
+        key=lambda text: hashlib.sha256(text.encode()).digest(),
+    )
 
 
 class FirstDigits(Task):
@@ -35,7 +40,9 @@ class FirstDigits(Task):
         for text in numbers[:200] if split == "heldout" else numbers[200:]:
             yield {"id": f"{split}-{text}", "prompt": f"{text}?", "answer": text[0]}
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
         """Demonstrations of the prompts that are trained on; wrong ones have any digit."""
         rng, numbers = random.Random(f"warm start {seed}"), _numbers()[200:]
         while True:
@@ -68,12 +75,18 @@ class MixedMedia(Task):
         for name, row in _by_turns({name: part.rows(split, data) for name, part in PARTS.items()}):
             yield row | {"id": f"{name}-{row['id']}"}
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
         """Demonstrations of each of them by turns."""
-        made = {name: part.demonstrations(data, tokenizer, noise, seed) for name, part in PARTS.items()}
+        made = {
+            name: part.demonstrations(data, tokenizer, noise, seed) for name, part in PARTS.items()
+        }
         return (one for _, one in _by_turns(made))
 
 
 def _by_turns(some: dict[str, Iterator[dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """One of each, as long as all have another."""
-    return chain.from_iterable(zip(some, each, strict=True) for each in zip(*some.values(), strict=False))
+    return chain.from_iterable(
+        zip(some, each, strict=True) for each in zip(*some.values(), strict=False)
+    )

@@ -1,4 +1,5 @@
-"""A verifiable task for small models that see videos: where a square moves to ("<video>?" -> "l", r, u or d)."""
+"""A verifiable task for small models that see videos: where a square moves to ("<video>?" -> "l",
+r, u or d)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from relax_hpc.examples.tasks.one_medium import OneMedium
 DIRECTIONS = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
 """Answer -> steps to the right and downwards."""
 SIDE, FRAMES, FPS = 64, 4, 2
-"""Pixels of a frame, either way; frames of a video; frames of a second, all of which a model takes by default."""
+"""Pixels of a frame, either way; frames of a video; frames of a second, all of which a model takes
+by default."""
 _SQUARE, _STEP = 20, 14
 _GROUND, _COLOURS = (128, 128, 128), ((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255))
 QUESTIONS = {"?": list(DIRECTIONS)}

@@ -1,4 +1,5 @@
-"""Base class of tasks whose prompts have one medium each, which the task makes, and a question about it."""
+"""Base class of tasks whose prompts have one medium each, which the task makes, and a question
+about it."""
 
 from __future__ import annotations
 
@@ -41,10 +42,16 @@ class OneMedium(Task, abc.ABC):
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, Any]]:
         for number in range(_SIZES[split]):
             file, question, answer = self.made(f"{split} {number}")
-            prompt = {"id": f"{split}-{number}", "prompt": f"<{self.kind}>{question}", "answer": answer}
+            prompt = {
+                "id": f"{split}-{number}",
+                "prompt": f"<{self.kind}>{question}",
+                "answer": answer,
+            }
             yield prompt | self._column(file)
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
         """Demonstrations of media of their own; wrong ones have any answer to their question."""
         rng = random.Random(f"warm start {seed}")
         place = tokenizer.encode(self.tokens, special_tokens=True)
@@ -53,7 +60,9 @@ class OneMedium(Task, abc.ABC):
             said = rng.choice(self.questions[question]) if rng.random() < noise else answer
             prompt = [*place, *tokenizer.encode(question, special=False)]
             response = [*tokenizer.encode(said, special=False), tokenizer.eos_ids[0]]
-            yield {"token_ids": [*prompt, *response], "prompt_len": len(prompt)} | self._column(file)
+            yield {"token_ids": [*prompt, *response], "prompt_len": len(prompt)} | self._column(
+                file
+            )
 
     def _column(self, file: bytes) -> dict[str, list[str]]:
         return {f"{self.kind}s": [data_uri(file, self.type)]}

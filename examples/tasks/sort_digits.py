@@ -25,9 +25,9 @@ def sort_answer(digits: str) -> str:
 def sets_of(digits: int) -> dict[str, list[str]]:
     """Every number of `digits` digits in one of three disjoint sets, the same on every machine.
 
-    `heldout_multisets`: no permutation of the prompt is in `train` (a fifth of the multisets); `heldout_prompts`: a
-    fifth of the rest, other permutations of which may be. Each list is in the order of a hash, so that any prefix
-    of it is a fair sample.
+    `heldout_multisets`: no permutation of the prompt is in `train` (a fifth of the multisets);
+    `heldout_prompts`: a fifth of the rest, other permutations of which may be. Each list is in the
+    order of a hash, so that any prefix of it is a fair sample.
     """
     sets: dict[str, list[str]] = {"train": [], "heldout_multisets": [], "heldout_prompts": []}
     for number in range(10**digits):
@@ -54,15 +54,19 @@ class SortDigits(Task):
         for text in sets_of(data.digits)[split]:
             yield {"id": text, "prompt": f"{text}?", "answer": sort_answer(text)}
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Demonstrations of prompts drawn from `train`; wrong ones have the answer to another of its prompts."""
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
+        """Demonstrations of prompts drawn from `train`; wrong ones have the answer to another of
+        its prompts."""
         train, rng = sets_of(data.digits)["train"], random.Random(f"warm start {seed}")
         while True:
             yield _demonstration(tokenizer, train, noise, rng)
 
 
 class SortDigitPairs(SortDigits):
-    """Pairs for dpo: the sorted digits are preferred to those of another prompt of the set, sorted too."""
+    """Pairs for dpo: the sorted digits are preferred to those of another prompt of the set, sorted
+    too."""
 
     def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, str]]:
         texts = sets_of(data.digits)[split]
@@ -70,10 +74,18 @@ class SortDigitPairs(SortDigits):
         for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
             others = (answers[(number + step) % len(answers)] for step in range(1, len(answers)))
             wrong = next((other for other in others if other != answer), "")
-            yield {"id": text, "prompt": f"{text}?", "answer": answer, "chosen": answer, "rejected": wrong}
+            yield {
+                "id": text,
+                "prompt": f"{text}?",
+                "answer": answer,
+                "chosen": answer,
+                "rejected": wrong,
+            }
 
 
-def _demonstration(tokenizer: Tokenizer, train: list[str], noise: float, rng: random.Random) -> dict[str, object]:
+def _demonstration(
+    tokenizer: Tokenizer, train: list[str], noise: float, rng: random.Random
+) -> dict[str, object]:
     text = rng.choice(train)
     answered = rng.choice(train) if rng.random() < noise else text
     prompt = tokenizer.encode(f"{text}?")

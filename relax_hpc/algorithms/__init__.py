@@ -1,7 +1,8 @@
 """Algorithms, one file each: settings, the fields they need, advantages (numpy) and a loss (torch).
 
-`algorithm: {name: gspo}` names one of `ALGORITHMS`, or `package.module:Class` of a user's own. Nothing here imports
-torch, or `relax_hpc.config`, before a loss is asked for: the hub and the launcher have neither use.
+`algorithm: {name: gspo}` names one of `ALGORITHMS`, or `package.module:Class` of a user's own.
+Nothing here imports torch, or `relax_hpc.config`, before a loss is asked for: the hub and the
+launcher have neither use.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHI
 
 
 def record_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Properties of ``algorithm`` that the queue reads, as JSON, for processes that do not import its class."""
+    """Properties of ``algorithm`` that the queue reads, as JSON, for processes that do not import
+    its class."""
     return {
         "name": algorithm.name,
         "needs": list(algorithm.needs),
@@ -63,13 +65,20 @@ def record_of(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-RECORD_KINDS: Mapping[str, type] = {"name": str, "needs": list, "gives": list, "sequences": int, "whole_step": bool}
+RECORD_KINDS: Mapping[str, type] = {
+    "name": str,
+    "needs": list,
+    "gives": list,
+    "sequences": int,
+    "whole_step": bool,
+}
 """Types of the entries of `record_of`."""
 
 
 @contextlib.contextmanager
 def recorded(record: Mapping[str, Any]) -> Iterator[None]:
-    """Give a class that is not imported within the block the properties in ``record``, see `record_of`."""
+    """Give a class that is not imported within the block the properties in ``record``, see
+    `record_of`."""
     token = _RECORDED.set(record)
     try:
         yield
@@ -113,7 +122,8 @@ class Unavailable(Algorithm):
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class called ``name``: built in, or imported from `package.module:Class`.
 
-    ConfigError: no built-in one has this name. What is not imported is an `Unavailable`, whose findings say why.
+    ConfigError: no built-in one has this name. What is not imported is an `Unavailable`, whose
+    findings say why.
     """
     if ":" not in name:
         return named("algorithm", name, ALGORITHMS)
@@ -123,24 +133,38 @@ def algorithm_class(name: str) -> type[Algorithm]:
         attributes: dict[str, Any] = {"why": str(error).partition(": ")[2]}
         record = _RECORDED.get()
         if record.get("name") == name:
-            attributes |= {"record": record, "gives": tuple(record["gives"]), "sequences": record["sequences"]}
+            attributes |= {
+                "record": record,
+                "gives": tuple(record["gives"]),
+                "sequences": record["sequences"],
+            }
         return type("Unavailable", (Unavailable,), attributes)
 
 
 _PARTS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")
-"""Methods of which an algorithm has to have one of each: what it makes of rewards, and what it learns by."""
+"""Methods of which an algorithm has to have one of each: what it makes of rewards, and what it
+learns by."""
 
 
 def _checked(name: str, found: object) -> type[Algorithm]:
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise ConfigError(f"algorithm: {name!r}: found no class derived from relax_hpc.algorithms.base.Algorithm")
+        raise ConfigError(
+            f"algorithm: {name!r}: found no class derived from relax_hpc.algorithms.base.Algorithm"
+        )
     if "__annotations__" in vars(found) and "__dataclass_fields__" not in vars(found):
         raise ConfigError(
-            f"algorithm: {name!r}: a class with settings of its own, write @dataclass(kw_only=True) above it"
+            f"algorithm: {name!r}: a class with settings of its own, write "
+            "@dataclass(kw_only=True) above it"
         )
-    if bare := [each.name for each in fields(found) if each.default is MISSING is each.default_factory]:
-        raise ConfigError(f"algorithm: {name!r}: found no default of its setting {bare[0]}; give it one")
+    if bare := [
+        each.name for each in fields(found) if each.default is MISSING is each.default_factory
+    ]:
+        raise ConfigError(
+            f"algorithm: {name!r}: found no default of its setting {bare[0]}; give it one"
+        )
     for part in _PARTS:
         if all(getattr(found, method) is getattr(Algorithm, method) for method in part):
-            raise ConfigError(f"algorithm: {name!r}: found no {' or '.join(part)} of its own; define one of them")
+            raise ConfigError(
+                f"algorithm: {name!r}: found no {' or '.join(part)} of its own; define one of them"
+            )
     return found

@@ -1,6 +1,7 @@
 """Importance weights for tokens that another policy sampled than the one that is trained.
 
-The two differ because weights are stale, and because an engine computes probabilities otherwise than the trainer.
+The two differ because weights are stale, and because an engine computes probabilities otherwise
+than the trainer.
 """
 
 from __future__ import annotations
@@ -29,24 +30,29 @@ class Correction:
     """Ratio old / rollout of the token's probabilities, or of its whole row's."""
 
 
-def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: CorrectionConfig) -> Correction:
-    """Weights by the ratio rho = exp(old - rollout) of log-probabilities [b, s], both 0 where a token does not count.
+def correction(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, settings: CorrectionConfig
+) -> Correction:
+    """Weights by the ratio rho = exp(old - rollout) of log-probabilities [b, s], both 0 where a
+    token does not count.
 
-    Level `token`: rho of each token; low variance, but biased for what comes after it. `sequence`: the product over the
-    row, rho = exp(sum(old - rollout)), the unbiased weight of what was drawn in one context (Y. Liu, J. Li et al.,
-    "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025, section 4.2.1),
-    not GSPO's geometric mean (arXiv 2507.18071, equation 7), whose value does not correct an expectation; long
-    responses of distant policies leave the range soon. The logarithm is summed first, then cut to `kl.MAX_LOG_RATIO`.
+    Level `token`: rho of each token; low variance, but biased for what comes after it. `sequence`:
+    the product over the row, rho = exp(sum(old - rollout)), the unbiased weight of what was drawn
+    in one context (Y. Liu, J. Li et al., "When Speed Kills Stability: Demystifying RL Collapse from
+    the Training-Inference Mismatch", 2025, section 4.2.1), not GSPO's geometric mean (arXiv
+    2507.18071, equation 7), whose value does not correct an expectation; long responses of distant
+    policies leave the range soon. The logarithm is summed first, then cut to `kl.MAX_LOG_RATIO`.
 
-    `truncate`: w = min(rho, high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat.
-    17(2), 2008; for rollout engines F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training", 2025. There is no lower edge: a small weight does no harm.
-    `mask`: w = rho if low <= rho <= high, else 0; IcePop, arXiv 2510.18855, for tokens, and
-    Liu, Li et al. for responses. A rho that is NaN is masked. `off`: w = 1.
+    `truncate`: w = min(rho, high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph.
+    Stat. 17(2), 2008; for rollout engines F. Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training", 2025. There is no lower edge: a small weight does no harm.
+    `mask`: w = rho if low <= rho <= high, else 0; IcePop, arXiv 2510.18855, for tokens, and Liu, Li
+    et al. for responses. A rho that is NaN is masked. `off`: w = 1.
 
-    What is masked still counts in the mean's denominator, as in both papers' objectives: the estimate is of
-    E[w 1(inside) loss] over all that was sampled. Leaving it out, as some frameworks do, would make the other tokens'
-    steps larger the more of them are masked, and those of the KL and the entropy, which are not masked, too.
+    What is masked still counts in the mean's denominator, as in both papers' objectives: the
+    estimate is of E[w 1(inside) loss] over all that was sampled. Leaving it out, as some frameworks
+    do, would make the other tokens' steps larger the more of them are masked, and those of the KL
+    and the entropy, which are not masked, too.
     """
     log_ratio = old_logprobs.detach() - rollout_logprobs.detach()
     if settings.level == "sequence":
@@ -61,7 +67,8 @@ def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: Correct
 
 
 def effective_share(weight: float, square: float) -> float:
-    """Effective sample size as a share, (sum w)^2 / (n sum w^2), of the means of w and w^2; 0 if all weights are 0.
+    """Effective sample size as a share, (sum w)^2 / (n sum w^2), of the means of w and w^2; 0 if
+    all weights are 0.
 
     A. Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
 

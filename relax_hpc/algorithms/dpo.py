@@ -1,4 +1,5 @@
-"""Direct preference optimization: of two responses to a prompt, the preferred one becomes the more likely one."""
+"""Direct preference optimization: of two responses to a prompt, the preferred one becomes the more
+likely one."""
 
 from __future__ import annotations
 
@@ -20,17 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Dpo(FromFile):
-    """DPO, arXiv 2305.18290, equation 7: -log sigmoid(h), where h is the implicit reward of the chosen response, beta
-    log policy/reference, less that of the rejected one. The mean is over pairs.
+    """DPO, arXiv 2305.18290, equation 7: -log sigmoid(h), where h is the implicit reward of the
+    chosen response, beta log policy/reference, less that of the rejected one. The mean is over
+    pairs.
 
-    With `label_smoothing` e the loss is -(1 - e) log sigmoid(h) - e log sigmoid(-h), for labels that are wrong with
-    probability e (E. Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023).
-    `ipo`: (h / beta - 1 / (2 beta))^2, arXiv 2310.12036, equation 17, with rewards that are means over a response's
-    tokens, as TRL has it: of sums a long response would have to be as near to the reference as a short one.
+    With `label_smoothing` e the loss is -(1 - e) log sigmoid(h) - e log sigmoid(-h), for labels
+    that are wrong with probability e (E. Mitchell, "A note on DPO with noisy preferences &
+    relationship to IPO", 2023). `ipo`: (h / beta - 1 / (2 beta))^2, arXiv 2310.12036, equation 17,
+    with rewards that are means over a response's tokens, as TRL has it: of sums a long response
+    would have to be as near to the reference as a short one.
     """
 
     sequences: ClassVar[int] = 2
-    leaves_out: ClassVar[tuple[str, ...]] = (*FromFile.leaves_out, "reduction", "balance_coefficient")
+    leaves_out: ClassVar[tuple[str, ...]] = (
+        *FromFile.leaves_out,
+        "reduction",
+        "balance_coefficient",
+    )
 
     name: str = "dpo"
     beta: float = bounded(0.1, 1e-6)
@@ -65,19 +72,27 @@ class Dpo(FromFile):
             "preference/rejected": rejected.sum(),
         }
         counts = {"weight": loss.new_tensor(len(margin)), "tokens": (batch.mask > 0).sum()}
-        return loss, {name: value.detach().to(loss.dtype) for name, value in {**counts, **sums}.items()}
+        return loss, {
+            name: value.detach().to(loss.dtype) for name, value in {**counts, **sums}.items()
+        }
 
     def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-        """Mean `loss` and `margin` of pairs, and the share of them whose margin is above 0, `accuracy`."""
+        """Mean `loss` and `margin` of pairs, and the share of them whose margin is above 0,
+        `accuracy`."""
         import torch
 
         gained = [
-            (found - row["ref_logprobs"])[row["loss_mask"] > 0] for row, found in zip(rows, logprobs, strict=True)
+            (found - row["ref_logprobs"])[row["loss_mask"] > 0]
+            for row, found in zip(rows, logprobs, strict=True)
         ]
         reduce = np.mean if self.preference == "ipo" else np.sum
         rewards = [self.beta * reduce(one, dtype=np.float64) for one in gained]
         margin = torch.tensor(rewards[::2]) - torch.tensor(rewards[1::2])
-        values = {"loss": self._of_margin(margin), "accuracy": (margin > 0).double(), "margin": margin}
+        values = {
+            "loss": self._of_margin(margin),
+            "accuracy": (margin > 0).double(),
+            "margin": margin,
+        }
         return {name: float(value.mean()) for name, value in values.items()}
 
     def _of_margin(self, margin: Tensor) -> Tensor:

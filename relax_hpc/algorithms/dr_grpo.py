@@ -12,7 +12,8 @@ from relax_hpc.algorithms.grpo import Grpo
 
 @dataclass(kw_only=True)
 class DrGrpo(Grpo):
-    """A = R - mean, without the division that favours too easy and too hard prompts. arXiv 2503.20783, section 3."""
+    """A = R - mean, without the division that favours too easy and too hard prompts. arXiv
+    2503.20783, section 3."""
 
     name: str = "dr_grpo"
 

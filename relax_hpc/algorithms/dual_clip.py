@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class DualClip(Grpo):
     """Dual-clip PPO, arXiv 1912.09729, section 3.3, with GRPO's advantages.
 
-    PPO's loss of a token with A < 0 grows with the ratio without bound: one that became a thousand times likelier
-    since it was drawn is the whole step, the more so where gradients are clipped by their norm. Here it ends at
-    clip_cap |A|, and with it the gradient. Tokens with A >= 0 are as in GRPO.
+    PPO's loss of a token with A < 0 grows with the ratio without bound: one that became a thousand
+    times likelier since it was drawn is the whole step, the more so where gradients are clipped by
+    their norm. Here it ends at clip_cap |A|, and with it the gradient. Tokens with A >= 0 are as in
+    GRPO.
     """
 
     name: str = "dual_clip"
@@ -32,4 +33,9 @@ class DualClip(Grpo):
         found = super().token_losses(batch)
         cap = -batch.advantages * self.clip_cap
         capped = (batch.advantages < 0) & (found.loss > cap)
-        return TokenLosses(cap.where(capped, found.loss), found.ratio, found.clipped, {"dual_clip_fraction": capped})
+        return TokenLosses(
+            cap.where(capped, found.loss),
+            found.ratio,
+            found.clipped,
+            {"dual_clip_fraction": capped},
+        )

@@ -6,9 +6,11 @@ import numpy as np
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Advantages [t, n] of n episodes, float64, of ``rewards`` after and ``values`` before each of their t tokens.
+    """Advantages [t, n] of n episodes, float64, of ``rewards`` after and ``values`` before each of
+    their t tokens.
 
-    A_t = sum over l >= 0 of (gamma lambda)^l d_(t+l) with d_t = r_t + gamma V_(t+1) - V_t; arXiv 1506.02438, equation
+    A_t = sum over l >= 0 of (gamma lambda)^l d_(t+l) with d_t = r_t + gamma V_(t+1) - V_t; arXiv
+    1506.02438, equation
     16. An episode that is shorter has zeros in both behind its end, whose value is 0.
 
     >>> gae(np.array([[0.0], [1.0]]), np.array([[0.5], [0.25]]), gamma=1.0, gae_lambda=0.5).tolist()

@@ -19,10 +19,12 @@ EPS = 1e-6
 
 @dataclass(kw_only=True)
 class Grpo(Algorithm):
-    """Group relative policy optimization, arXiv 2402.03300: A = (R - mean) / (std + 1e-6), std unbiased, section 4.1.2.
+    """Group relative policy optimization, arXiv 2402.03300: A = (R - mean) / (std + 1e-6), std
+    unbiased, section 4.1.2.
 
-    A token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = policy / old: PPO, arXiv 1707.06347,
-    equation 7; two edges ("clip-higher") from DAPO, arXiv 2503.14476, section 3.1, and the mean over tokens too.
+    A token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = policy / old: PPO,
+    arXiv 1707.06347, equation 7; two edges ("clip-higher") from DAPO, arXiv 2503.14476, section
+    3.1, and the mean over tokens too.
     """
 
     name: str = "grpo"

@@ -25,9 +25,9 @@ class Gspo(Grpo):
     `correction`, that is the gradient of s itself. With correction.level token each token has its
     own weight w_t, and the gradient is that of mean(w_t s_t), not of w s.
 
-    A response here is a *row*, of which an episode may have several: the paper's likelihood is that of one sequence
-    given what came before it, and a row is what was drawn in one context. Rows of an episode have ratios of their own,
-    and weigh by their tokens in its mean.
+    A response here is a *row*, of which an episode may have several: the paper's likelihood is that
+    of one sequence given what came before it, and a row is what was drawn in one context. Rows of
+    an episode have ratios of their own, and weigh by their tokens in its mean.
     """
 
     name: str = "gspo"
@@ -36,7 +36,8 @@ class Gspo(Grpo):
     clip_high: float = bounded(4e-4, 0.0)
     """Upper edge of a row's ratio is 1 + clip_high."""
     reduction: Reduction = "sequence_mean"
-    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over sequences."""
+    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over
+    sequences."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp

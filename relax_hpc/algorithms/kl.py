@@ -1,7 +1,8 @@
 """Estimators of a Kullback-Leibler divergence from log-probabilities of sampled tokens.
 
-For x drawn from q and d = log p(x) - log q(x), each estimates KL(q || p). Source: J. Schulman, "Approximating KL
-Divergence" (2020), http://joschu.net/blog/kl-approx.html, where they are named k1, k2 and k3.
+For x drawn from q and d = log p(x) - log q(x), each estimates KL(q || p). Source: J. Schulman,
+"Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html, where they are named
+k1, k2 and k3.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here before exp: e^20 is beyond every clip edge and cap, and its sums stay finite in float32."""
+"""Log-ratios are cut here before exp: e^20 is beyond every clip edge and cap, and its sums stay
+finite in float32."""
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
@@ -27,12 +29,14 @@ def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """d^2 / 2: biased, low variance; its gradient through log_q is an unbiased one of KL(q || p)."""
+    """d^2 / 2: biased, low variance; its gradient through log_q is an unbiased one of KL(q ||
+    p)."""
     return 0.5 * (log_p - log_q).square()
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """e^d - 1 - d: unbiased and never negative; the estimator of GRPO (arXiv 2402.03300, equation 4).
+    """e^d - 1 - d: unbiased and never negative; the estimator of GRPO (arXiv 2402.03300, equation
+    4).
 
     Its gradient through log_q is in expectation that of KL(p || q), not of what it estimates.
     """
@@ -40,4 +44,5 @@ def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""Name in `KlConfig.estimator` -> function of (log p, log q), elementwise on tensors of one shape; nats."""
+"""Name in `KlConfig.estimator` -> function of (log p, log q), elementwise on tensors of one shape;
+nats."""

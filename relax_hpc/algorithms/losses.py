@@ -1,6 +1,8 @@
-"""Parts of losses: the surrogate's ratio and clip, off-policy correction, KL to the reference, entropy bonus.
+"""Parts of losses: the surrogate's ratio and clip, off-policy correction, KL to the reference,
+entropy bonus.
 
-Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a step.
+Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a
+step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 MAX_SUFFIX = "_max"
 """Metrics with this suffix are maxima and combine by max; all others are sums."""
 PER_WEIGHT = ("loss/", "preference/")
-"""Beginnings of the names of sums whose means are over what the loss is a mean over; of others, over tokens."""
+"""Beginnings of the names of sums whose means are over what the loss is a mean over; of others,
+over tokens."""
 OWN = "algorithm/"
 """Beginning of the names of metrics that one algorithm alone has."""
 
@@ -36,10 +39,11 @@ class TokenLosses:
     clipped: Tensor
     """True where the clip decides."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Further metrics, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
+    """Further metrics, as means over trained tokens: name -> values. They appear as
+    algorithm/<name>."""
     divergence: Tensor | None = None
-    """Further loss of each token, with gradient, by the whole distribution that it was drawn from: whoever drew it, no
-    correction weighs it."""
+    """Further loss of each token, with gradient, by the whole distribution that it was drawn from:
+    whoever drew it, no correction weighs it."""
 
 
 def ratio_to_old(batch: TokenBatch) -> Tensor:
@@ -50,16 +54,17 @@ def ratio_to_old(batch: TokenBatch) -> Tensor:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape; the
-    edges are the same for all, or of a shape that fits r's."""
+    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds,
+    both of r's shape; the edges are the same for all, or of a shape that fits r's."""
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     return free.maximum(clipped), clipped > free
 
 
 def token_shares(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weight of each token [b, s] in a loss that is summed as `algorithm.reduction` says, see `policy_loss`; and the
-    counts `tokens`, `episodes` and `weight`, by which the sum over an optimizer step is divided."""
+    """Weight of each token [b, s] in a loss that is summed as `algorithm.reduction` says, see
+    `policy_loss`; and the counts `tokens`, `episodes` and `weight`, by which the sum over an
+    optimizer step is divided."""
     share = (batch.mask > 0).to(batch.logprobs.dtype)
     tokens, episodes = share.sum(), (batch.row_tokens() / batch.of_episode()).sum()
     if algorithm.reduction == "sequence_mean":
@@ -71,14 +76,17 @@ def token_shares(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[
 
 
 def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of ``algorithm`` *summed* over ``batch`` (a scalar with gradient), and detached scalar sums to log.
+    """The loss of ``algorithm`` *summed* over ``batch`` (a scalar with gradient), and detached
+    scalar sums to log.
 
-    A token's loss is w * algorithm.token_losses + its divergence, if it has one, + kl.coefficient * KL -
-    entropy_coefficient * H with w from `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3;
-    every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first
-    divides an episode's sum by its masked tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together,
-    of which some may be in other batches; `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no
-    episode's tokens weigh less for being many). The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
+    A token's loss is w * algorithm.token_losses + its divergence, if it has one, + kl.coefficient *
+    KL - entropy_coefficient * H with w from `correction`. `token_mean` adds up tokens (DAPO, arXiv
+    2503.14476, section 3.3; every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section
+    3, asks for too); `sequence_mean` first divides an episode's sum by its masked tokens (GRPO,
+    arXiv 2402.03300, equation 3), those of all its rows together, of which some may be in other
+    batches; `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no episode's tokens
+    weigh less for being many). The mean over an optimizer step is sum(loss) /
+    sum(metrics["weight"]).
 
     Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of
     its tokens), `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and
@@ -99,7 +107,11 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     found = algorithm.token_losses(x)
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
-    kl = None if x.ref_logprobs is None else KL_ESTIMATORS[algorithm.kl.estimator](x.ref_logprobs, x.logprobs)
+    kl = (
+        None
+        if x.ref_logprobs is None
+        else KL_ESTIMATORS[algorithm.kl.estimator](x.ref_logprobs, x.logprobs)
+    )
     terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _kl_of_loss(kl, x, algorithm.kl))
     terms["loss/entropy"] = _scaled(-algorithm.entropy_coefficient, share, x.entropy)
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
@@ -124,7 +136,9 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
         "train_rollout_logprob_abs_diff": difference,
     } | {OWN + name: values for name, values in found.metrics.items()}
     metrics = counts | terms
-    metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
+    metrics |= {
+        name: (keep * value).sum() for name, value in per_token.items() if value is not None
+    }
     maxima = {
         "train_rollout_logprob": difference,
         "rollout_ratio": corrected.ratio,
@@ -135,9 +149,11 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
 
 
 def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Means of combined metrics of a loss: `PER_WEIGHT` per weight, other sums per token; counts and maxima stay.
+    """Means of combined metrics of a loss: `PER_WEIGHT` per weight, other sums per token; counts
+    and maxima stay.
 
-    >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "episodes": 2.0, "loss/policy": 3.0, "ratio": 5.0})
+    >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "episodes": 2.0, "loss/policy": 3.0, "ratio":
+    5.0})
     {'weight': 2.0, 'tokens': 4.0, 'episodes': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
     """
     result = {}
@@ -145,12 +161,15 @@ def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
         if name in ("weight", "tokens", "episodes") or name.endswith(MAX_SUFFIX):
             result[name] = value
         else:
-            result[name] = value / max(totals["weight" if name.startswith(PER_WEIGHT) else "tokens"], 1.0)
+            result[name] = value / max(
+                totals["weight" if name.startswith(PER_WEIGHT) else "tokens"], 1.0
+            )
     return result
 
 
 def _checked(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
-    """`batch` with zeros where not kept, put there before any exp so that neither values nor gradients turn NaN."""
+    """`batch` with zeros where not kept, put there before any exp so that neither values nor
+    gradients turn NaN."""
     if algorithm.kl.coefficient and batch.ref_logprobs is None:
         raise ValueError("algorithm.kl.coefficient is set but the batch has no ref_logprobs")
     if algorithm.entropy_coefficient and batch.entropy is None:
@@ -173,7 +192,8 @@ def _kl_of_loss(kl: Tensor | None, x: TokenBatch, settings: KlConfig) -> Tensor 
 
 
 def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:
-    """coefficient * sum(share * value); exactly 0 when the term is off, so that no inf of it can reach the loss."""
+    """coefficient * sum(share * value); exactly 0 when the term is off, so that no inf of it can
+    reach the loss."""
     if coefficient == 0 or value is None:
         return share.new_zeros(())
     return coefficient * (share * value).sum()

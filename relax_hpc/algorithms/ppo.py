@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Ppo(Grpo):
-    """Proximal policy optimization, arXiv 1707.06347, with generalized advantage estimation, arXiv 1506.02438.
+    """Proximal policy optimization, arXiv 1707.06347, with generalized advantage estimation, arXiv
+    1506.02438.
 
     The steps of an episode are its trained tokens, of all its rows one after the other: what others
     put between them is no action, and no step. The last step gets the episode's reward. Each step
@@ -36,16 +37,18 @@ class Ppo(Grpo):
     gamma: float = bounded(1.0, 0.0, 1.0)
     """Discount factor of each token."""
     gae_lambda: float = bounded(1.0, 0.0, 1.0)
-    """Weight of later tokens in generalized advantage estimation. 1: an advantage is the return less the value,
-    unbiased; less: more of it is what the critic thinks, and it varies less."""
+    """Weight of later tokens in generalized advantage estimation. 1: an advantage is the return
+    less the value, unbiased; less: more of it is what the critic thinks, and it varies less."""
     clip_high: float = bounded(0.2, 0.0)
     """Upper edge of the ratio is 1 + clip_high."""
     value_clip: float = bounded(0.2, 0.0)
-    """Distance that a value may move from the one that advantages were made with before its gradient ends. 0: any."""
+    """Distance that a value may move from the one that advantages were made with before its
+    gradient ends. 0: any."""
     critic_warmup_steps: int = bounded(0, 0)
     """First steps, in which the critic learns alone and the policy stays as it is."""
     whiten: bool = True
-    """Give advantages mean 0 and variance 1 over the trained tokens of the step, on whichever rank they are."""
+    """Give advantages mean 0 and variance 1 over the trained tokens of the step, on whichever rank
+    they are."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -67,12 +70,17 @@ class Ppo(Grpo):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from relax_hpc.algorithms.values import clipped_value_loss
 
-        return clipped_value_loss(predicted, known["values"], known["returns"], mask, self.value_clip)
+        return clipped_value_loss(
+            predicted, known["values"], known["returns"], mask, self.value_clip
+        )
 
     def _estimates(self, prompts: Sequence[Prompt]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Advantages and returns of all rows, [tokens] each, 0 where the mask is."""
         episodes = [episode for prompt in prompts for episode in prompt]
-        known = [np.concatenate([_trained(row, row["values"]) for row in episode]) for episode in episodes]
+        known = [
+            np.concatenate([_trained(row, row["values"]) for row in episode])
+            for episode in episodes
+        ]
         values, rewards = (np.zeros((max(map(len, known)), len(episodes))) for _ in range(2))
         for column, (episode, found, reward) in enumerate(
             zip(episodes, known, self.task_rewards(prompts).flat, strict=True)

@@ -12,7 +12,8 @@ from relax_hpc.algorithms.grpo import Grpo
 
 @dataclass(kw_only=True)
 class Rloo(Grpo):
-    """A = R - mean of the *other* episodes = n / (n - 1) * (R - mean). arXiv 2402.14740, section 3.3."""
+    """A = R - mean of the *other* episodes = n / (n - 1) * (R - mean). arXiv 2402.14740, section
+    3.3."""
 
     name: str = "rloo"
 

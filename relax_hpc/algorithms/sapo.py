@@ -22,18 +22,21 @@ OPEN = 0.9
 class Sapo(Algorithm):
     """Soft adaptive policy optimization, arXiv 2511.20347, with GRPO's advantages.
 
-    A token's loss is -A (4 / t) sigmoid(t (r - 1)), whose gradient is that of -A r times 4 p (1 - p) with
-    p = sigmoid(t (r - 1)): 1 at r = 1, and falling towards 0 on both sides, where PPO's is cut at an edge. The
-    temperature t is larger where A < 0: pushing a token down raises all others of the vocabulary.
+    A token's loss is -A (4 / t) sigmoid(t (r - 1)), whose gradient is that of -A r times 4 p (1 -
+    p) with p = sigmoid(t (r - 1)): 1 at r = 1, and falling towards 0 on both sides, where PPO's is
+    cut at an edge. The temperature t is larger where A < 0: pushing a token down raises all others
+    of the vocabulary.
     """
 
     name: str = "sapo"
     temperature_up: float = bounded(1.0, 0.0)
-    """Temperature of the gate for tokens with a positive advantage: it closes the faster, the larger this is."""
+    """Temperature of the gate for tokens with a positive advantage: it closes the faster, the
+    larger this is."""
     temperature_down: float = bounded(1.05, 0.0)
     """Temperature of the gate for tokens with a negative advantage."""
     reduction: Reduction = "sequence_mean"
-    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over sequences."""
+    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over
+    sequences."""
 
     advantages = Grpo.advantages
 

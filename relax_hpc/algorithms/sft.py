@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Sft(FromFile):
-    """Cross entropy of the tokens that the assistant says: the first step of InstructGPT, arXiv 2203.02155, section
+    """Cross entropy of the tokens that the assistant says: the first step of InstructGPT, arXiv
+    2203.02155, section
     3.5."""
 
     sequences: ClassVar[int] = 1
@@ -35,5 +36,7 @@ class Sft(FromFile):
 
     def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
         """Cross entropy `loss`, the mean over all trained tokens, in nats."""
-        known = np.concatenate([found[row["loss_mask"] > 0] for row, found in zip(rows, logprobs, strict=True)])
+        known = np.concatenate(
+            [found[row["loss_mask"] > 0] for row, found in zip(rows, logprobs, strict=True)]
+        )
         return {"loss": -float(known.mean(dtype=np.float64))}

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 def clipped_value_loss(
     predicted: Tensor, values: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of ``predicted`` values, a scalar with gradient, and detached sums to log; [b, s] all.
+    """The loss of ``predicted`` values, a scalar with gradient, and detached sums to log; [b, s]
+    all.
 
-    A token costs max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within ``clip`` (0: it is V) of the ``values`` that
-    its advantage was made with: PPO's loss with the value clipped as the policy is, as in its reference implementation.
-    Both are sums over tokens with mask 1; others may hold anything. The metrics without `value/` are as in
-    `losses.policy_loss`; `value/error_square` is that of ``values``, before this step has learned.
+    A token costs max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within ``clip`` (0: it is V) of
+    the ``values`` that its advantage was made with: PPO's loss with the value clipped as the policy
+    is, as in its reference implementation. Both are sums over tokens with mask 1; others may hold
+    anything. The metrics without `value/` are as in `losses.policy_loss`; `value/error_square` is
+    that of ``values``, before this step has learned.
     """
     keep = mask > 0
     predicted, values, returns = (one.where(keep, 0.0) for one in (predicted, values, returns))
@@ -37,11 +39,13 @@ def clipped_value_loss(
 
 
 def explained_variance(means: dict[str, float]) -> float:
-    """Share of the returns' variance that the values have said before: 1: all, 0: none, below: worse than their mean.
+    """Share of the returns' variance that the values have said before: 1: all, 0: none, below:
+    worse than their mean.
 
     ``means`` of `clipped_value_loss`'s sums.
 
-    >>> explained_variance({"value/error_square": 0.5, "value/return": 1.0, "value/return_square": 3.0})
+    >>> explained_variance({"value/error_square": 0.5, "value/return": 1.0, "value/return_square":
+    3.0})
     0.75
     """
     variance = means["value/return_square"] - means["value/return"] ** 2

@@ -26,7 +26,9 @@ def load_random_state(path: Path) -> None:
     torch.set_rng_state(states.pop("torch"))
     if "cuda" in states:
         torch.cuda.set_rng_state(states.pop("cuda"))
-    get_cuda_rng_tracker().set_states({name.removeprefix("named/"): state for name, state in states.items()})
+    get_cuda_rng_tracker().set_states(
+        {name.removeprefix("named/"): state for name, state in states.items()}
+    )
 
 
 def _states() -> dict[str, torch.Tensor]:
@@ -35,4 +37,6 @@ def _states() -> dict[str, torch.Tensor]:
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return states | {f"named/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    return states | {
+        f"named/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()
+    }

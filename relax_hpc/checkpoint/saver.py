@@ -1,4 +1,5 @@
-"""Saving beside training: a step waits until its state is copied, and a thread of each rank writes the copy."""
+"""Saving beside training: a step waits until its state is copied, and a thread of each rank writes
+the copy."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why something could not be saved; ``errno``: of a disk that may have room later, else 0."""
+    """Reason why something could not be saved; ``errno``: of a disk that may have room later, else
+    0."""
 
     why: str
     errno: int = 0
@@ -73,9 +75,9 @@ class Unsaved(CheckpointError):
 
 
 class Saver:
-    """Saver of one rank; every rank makes and calls it alike. A failed save is told of and leaves nothing behind;
-    training goes on, and resumes from an older one if it must. While the disk is full it is tried again, until the next
-    is due.
+    """Saver of one rank; every rank makes and calls it alike. A failed save is told of and leaves
+    nothing behind; training goes on, and resumes from an older one if it must. While the disk is
+    full it is tried again, until the next is due.
 
     >>> saver.save(directory, {"step": 100}, then=journal)
     >>> saver.settle()
@@ -90,14 +92,20 @@ class Saver:
         max_failures: int = 1 << 30,
         stands: Callable[[], object] = lambda: WAITS,
     ) -> None:
-        """``channel``: used by nothing else. ``timeout_s``: seconds of a save that is still being written when the next
-        one is due. ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: failures in a row, other
-        than by a full disk, after which `check` raises NoProgressError. ``stands``: whether time does not count now, as
-        a disk is full, the hub away, or it is the leader who counts it."""
+        """``channel``: used by nothing else. ``timeout_s``: seconds of a save that is still being
+        written when the next one is due. ``on_failure``: called by rank 0's thread, once a save.
+        ``max_failures``: failures in a row, other than by a full disk, after which `check` raises
+        NoProgressError. ``stands``: whether time does not count now, as a disk is full, the hub
+        away, or it is the leader who counts it."""
         # It imports megatron-core, which a trainer has prepared for its device.
         from relax_hpc.checkpoint.strategy import StateWriter
 
-        self.trainer, self.channel, self.timeout_s, self.on_failure = trainer, channel, timeout_s, on_failure
+        self.trainer, self.channel, self.timeout_s, self.on_failure = (
+            trainer,
+            channel,
+            timeout_s,
+            on_failure,
+        )
         self.max_failures, self.stands = max_failures, stands
         self.failed = 0
         """Saves in a row that failed, or have not succeeded yet."""
@@ -115,8 +123,8 @@ class Saver:
         self._work = Background("checkpoint", self._save_timed, device)
 
     def prepare(self) -> None:
-        """Have the memory of copies made beside what comes next, so that the first save takes no longer than others.
-        Collective, once the optimizer is there."""
+        """Have the memory of copies made beside what comes next, so that the first save takes no
+        longer than others. Collective, once the optimizer is there."""
         self._writer.prepare(sharded_state(self.trainer, loading=False))
 
     def ready(self) -> None:
@@ -124,23 +132,37 @@ class Saver:
         try:
             self._writer.ready()
         except OSError as error:
-            raise ConfigError(f"{error}; a rank needs as much host memory as what it saves") from error
+            raise ConfigError(
+                f"{error}; a rank needs as much host memory as what it saves"
+            ) from error
 
-    def save(self, directory: Path, meta: dict[str, Any], then: Callable[[str], None] = lambda digest: None) -> None:
-        """Copy weights, optimizer and random states; they are written, with `meta` (JSON values), to a new `directory`.
+    def save(
+        self,
+        directory: Path,
+        meta: dict[str, Any],
+        then: Callable[[str], None] = lambda digest: None,
+    ) -> None:
+        """Copy weights, optimizer and random states; they are written, with `meta` (JSON values),
+        to a new `directory`.
 
-        Collective, between optimizer steps. The name of `directory` must be this incarnation's own: a partial one of
-        the same name is replaced. All files are synced before it gets its name; then `then` is called, by rank 0's
-        thread, with the digest of the marker. Raises what `then` raised for an earlier save.
+        Collective, between optimizer steps. The name of `directory` must be this incarnation's own:
+        a partial one of the same name is replaced. All files are synced before it gets its name;
+        then `then` is called, by rank 0's thread, with the digest of the marker. Raises what `then`
+        raised for an earlier save.
         """
         self.wait()
         self._hurries = False
         state = sharded_state(self.trainer, loading=False)
-        about = {"layout": layout_of(self.trainer), "optimizer": optimizer_of(self.trainer), "meta": meta}
+        about = {
+            "layout": layout_of(self.trainer),
+            "optimizer": optimizer_of(self.trainer),
+            "meta": meta,
+        }
         self._work.put(_Job(directory, self._writer.stage(state), random_state(), about, then))
 
     def settle(self) -> None:
-        """Wait until what was to be saved is. CheckpointError: it could not be. DeadlineError: it takes too long."""
+        """Wait until what was to be saved is. CheckpointError: it could not be. DeadlineError: it
+        takes too long."""
         self._awaited = True
         self._wait()
         self._awaited = False
@@ -152,16 +174,19 @@ class Saver:
         self._work.check()
 
     def wait(self) -> None:
-        """Wait until nothing is being saved, whether it could be or not. DeadlineError: it takes too long."""
+        """Wait until nothing is being saved, whether it could be or not. DeadlineError: it takes
+        too long."""
         self._hurries = True
         self._wait()
 
     def _wait(self) -> None:
         if not self._work.wait(self.timeout_s, stands=self.stands):
             limit = f"checkpoint.timeout_s={self.timeout_s:g}"
-            raise DeadlineError(f"a checkpoint is not written within {limit}; see its file system, or raise it")
+            raise DeadlineError(
+                f"a checkpoint is not written within {limit}; see its file system, or raise it"
+            )
 
-    # -- in the thread -----------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _save_timed(self, job: _Job) -> None:
         started, full, said = time.monotonic(), Patience(job.directory), False
@@ -185,17 +210,21 @@ class Saver:
             self.on_failure(failure.why)
         if self._failed_anyway >= self.max_failures:
             raise NoProgressError(
-                f"{self._failed_anyway} checkpoints in a row were not saved, the last: {failure.why}; allowed "
+                f"{self._failed_anyway} checkpoints in a row were not saved, the last: "
+                f"{failure.why}; allowed "
                 f"checkpoint.max_failures={self.max_failures}"
             )
 
     def _gives_up(self, full: Patience, failure: Failure) -> bool:
-        """Whether the next save is due; else, after a while, it is time for the next try. The same in every rank."""
+        """Whether the next save is due; else, after a while, it is time for the next try. The same
+        in every rank."""
         full.loose = not self._awaited
         full.failed(OSError(failure.errno, failure.why))
         while not self._hurries and not full.due():
             time.sleep(_LOOK_S)
-        return self.channel.tell({"next": self._hurries} if self.channel.rank == 0 else None)["next"]
+        return self.channel.tell({"next": self._hurries} if self.channel.rank == 0 else None)[
+            "next"
+        ]
 
     def _save(self, job: _Job) -> Failure | None:
         """Reason why it could not be saved, the same in every rank; None: it is."""
@@ -224,7 +253,8 @@ class Saver:
         failure, done = ("", 0), None
         try:
             done = act()
-        # Libraries raise errors of their own for a full disk, and whoever left here would leave the others waiting.
+        # Libraries raise errors of their own for a full disk, and whoever left here would leave the
+        # others waiting.
         except (Exception, CheckpointException) as error:
             why, number = _cause(error, folder)
             failure = f"not saved: rank {self.channel.rank}: {why}", number
@@ -238,8 +268,13 @@ class Saver:
 
 
 def _cause(error: BaseException, folder: Path) -> tuple[str, int]:
-    """Cause in words, and the number of the error if it `may_pass`. torch's own is a table of all ranks' errors."""
-    errors = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    """Cause in words, and the number of the error if it `may_pass`. torch's own is a table of all
+    ranks' errors."""
+    errors = (
+        [one for one, _ in error.failures.values()]
+        if isinstance(error, CheckpointException)
+        else [error]
+    )
     for one in errors:
         if isinstance(one, OSError) and may_pass(one):
             return f"{one.filename or folder}: {os.strerror(one.errno)}", one.errno

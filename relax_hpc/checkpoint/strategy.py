@@ -1,7 +1,9 @@
-"""Writing of megatron-core's sharded state: copied by each rank at once, and put on disk in a thread.
+"""Writing of megatron-core's sharded state: copied by each rank at once, and put on disk in a
+thread.
 
-megatron-core's own writer forks processes and talks to them through a spawned manager that imports the program's main
-module again: seconds for each save of a small model. The files are the same, so its reader reads them.
+megatron-core's own writer forks processes and talks to them through a spawned manager that imports
+the program's main module again: seconds for each save of a small model. The files are the same, so
+its reader reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -61,7 +65,8 @@ class StagedState:
 
 
 class StateWriter:
-    """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas sharing the work."""
+    """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas
+    sharing the work."""
 
     def __init__(self, channel: Channel, copies: int, pinned: bool) -> None:
         """``channel``: for the thread that writes. ``copies``: ranks with the same weights.
@@ -79,12 +84,16 @@ class StateWriter:
             self._share = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Begin to make the memory for copies of such a ``state``, in a thread: a first save that had to would keep
-        training for many times the copy. Collective."""
+        """Begin to make the memory for copies of such a ``state``, in a thread: a first save that
+        had to would keep training for many times the copy. Collective."""
         shards, _ = self._mine(state)
         size = sum(map(_padded, _tensors(shards)))
         # A thread would pin for GPU 0, and take memory there, unless told.
-        own = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if self.pinned else {}
+        own = (
+            {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+            if self.pinned
+            else {}
+        )
         hand = ThreadPoolExecutor(1, "checkpoint-room", **own)
         self._coming = hand.submit(host_room, size, self.pinned, "checkpoint")
         hand.shutdown(wait=False)
@@ -95,10 +104,13 @@ class StateWriter:
             self._room, self._coming = self._coming.result(), None
 
     def stage(self, state: dict[str, Any]) -> StagedState:
-        """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites the copy."""
+        """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites
+        the copy."""
         shards, common = self._mine(state)
         self._copy(_tensors(shards))
-        return StagedState(self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common))
+        return StagedState(
+            self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common)
+        )
 
     def _mine(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shards by key that this rank saves of ``state``, and what is not sharded."""
@@ -107,7 +119,9 @@ class StateWriter:
         self._checked = True
         if self._share is not None:
             self._share.apply_saving_parallelization(sharded)
-        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded, keep_only_main_replica=True
+        )
         return shards, common
 
     def _copy(self, tensors: list[ShardedTensor]) -> None:

@@ -24,7 +24,10 @@ def check_data(data: DataConfig) -> Iterator[str]:
         if not column:
             yield f"data.columns.{field}: found nothing, allowed: the name of a column"
     if data.template_date and not _is_date(data.template_date):
-        yield f"data.template_date: found {data.template_date!r}, allowed: a date as YYYY-MM-DD, or empty"
+        yield (
+            f"data.template_date: found {data.template_date!r}, allowed: a date as YYYY-MM-DD, "
+            "or empty"
+        )
     if data.order_by and not (data.train or data.train_sets or data.task):
         yield f"data.order_by: found {data.order_by!r} without training rows; remove it"
 
@@ -32,7 +35,11 @@ def check_data(data: DataConfig) -> Iterator[str]:
 def _train_sets(data: DataConfig) -> Iterator[str]:
     if data.train and data.train_sets:
         names = ", ".join(data.train_sets)
-        yield f"data.train_sets: found {names} together with data.train {data.train!r}; remove one of the settings"
+        yield (
+            f"data.train_sets: found {names} together with data.train {data.train!r}; remove "
+            "one "
+            "of the settings"
+        )
     for name in data.train_sets:
         if not _NAME.fullmatch(name):
             yield f"data.train_sets: found the name {name!r}, allowed: letters, digits, _ and -"
@@ -44,13 +51,17 @@ def _weights(data: DataConfig) -> Iterator[str]:
         return
     if weights.keys() != data.train_sets.keys():
         names = ", ".join(data.train_sets) or "none"
-        yield f"data.train_weights: found {', '.join(weights)}, allowed: the names in data.train_sets, {names}"
+        yield (
+            f"data.train_weights: found {', '.join(weights)}, allowed: the names in "
+            f"data.train_sets, {names}"
+        )
         return
     smallest = sum(weights.values()) / CYCLE
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight <= 0 or weight < smallest:
             yield (
-                f"data.train_weights.{name}: found {weight}, allowed: a positive number, at least 1/{CYCLE} of "
+                f"data.train_weights.{name}: found {weight}, allowed: a positive number, at least "
+                f"1/{CYCLE} of "
                 "the sum of all weights; remove sets that are not to be visited"
             )
 

@@ -22,7 +22,10 @@ def check_environment(config: Config) -> Iterator[str]:
     yield from check_agents(config)
     if not (kind := environment_of(config)):
         if config.environment != EnvironmentConfig():
-            yield "environment: found settings, but no environment.kind, and none of the task; name one, or remove them"
+            yield (
+                "environment: found settings, but no environment.kind, and none of the task; "
+                "name one, or remove them"
+            )
         return
     try:
         # Made, and not looked up alone: it knows its options best.
@@ -32,12 +35,14 @@ def check_environment(config: Config) -> Iterator[str]:
         yield from error.mistakes
     if task.makes("episode"):
         yield (
-            f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its episodes itself; "
+            f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its "
+            "episodes itself; "
             "leave out one of both"
         )
     most = config.rollout.max_new_tokens
     if (found := config.environment.turn_tokens) > most:
         yield (
-            f"environment.turn_tokens: found {found}, allowed: at most rollout.max_new_tokens, {most}, which bounds "
+            f"environment.turn_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
+            f"{most}, which bounds "
             "all that a row has behind its prompt"
         )

@@ -28,14 +28,18 @@ from relax_hpc.tasks import tools_of
 READ_S = 5.0
 """Seconds of reading a prompt file, after which the rest is left to the start of the run."""
 BLOCK, BLOCK_WITH_MEDIA = 1000, 20
-"""Rows that are read in any case, and rows between two looks at the clock, of text and of what may have media."""
+"""Rows that are read in any case, and rows between two looks at the clock, of text and of what may
+have media."""
 
 
 def check_files(config: Config) -> Iterator[str]:
     """Mistakes in the model, the layouts it is cut into, and the prompts."""
     model, policy = config.model, Model()
     if not model.path and not config.data.task:
-        yield "model.path: found nothing, and no data.task; name a Hugging Face directory (only tasks get a tiny model)"
+        yield (
+            "model.path: found nothing, and no data.task; name a Hugging Face directory (only "
+            "tasks get a tiny model)"
+        )
     else:
         policy = find_model(model)
         yield from policy.problems
@@ -48,7 +52,9 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _turned(config, policy)
             for group, parallel in _parallels(config):
                 own = f"{group}_path"
-                yield from _split(group, parallel, find_model(model, own) if getattr(model, own, "") else policy)
+                yield from _split(
+                    group, parallel, find_model(model, own) if getattr(model, own, "") else policy
+                )
     yield from _other_models(config, policy)
     yield from _teacher(config, policy)
     yield from _critic(config, policy)
@@ -56,7 +62,8 @@ def check_files(config: Config) -> Iterator[str]:
     for rows in data_sets(config.data):
         if not is_there(rows.path):
             yield (
-                f"{rows.setting}: found {rows.path!r}, which is not a file; name a jsonl or parquet file, or a "
+                f"{rows.setting}: found {rows.path!r}, which is not a file; name a jsonl or "
+                "parquet file, or a "
                 "folder of them"
             )
         else:
@@ -65,18 +72,31 @@ def check_files(config: Config) -> Iterator[str]:
 
 def _teacher(config: Config, policy: Model) -> Iterator[str]:
     """Whether there is a teacher who reads what the policy writes."""
-    path, role = config.model.teacher_path, any("teacher" in group.roles for group in config.groups.values())
+    path, role = (
+        config.model.teacher_path,
+        any("teacher" in group.roles for group in config.groups.values()),
+    )
     if role != bool(path):
-        found = "a role teacher and no directory; name one" if role else f"{path!r}, and no algorithm that needs it"
+        found = (
+            "a role teacher and no directory; name one"
+            if role
+            else f"{path!r}, and no algorithm that needs it"
+        )
         yield f"model.teacher_path: found {found}"
     if policy.spec and (found := config.algorithm.teacher_top_k) > policy.spec.vocab:
-        yield f"algorithm.teacher_top_k: found {found}, allowed: at most {policy.spec.vocab}, the policy's vocabulary"
+        yield (
+            f"algorithm.teacher_top_k: found {found}, allowed: at most {policy.spec.vocab}, the "
+            "policy's vocabulary"
+        )
 
 
 def _critic(config: Config, policy: Model) -> Iterator[str]:
     """Whether a critic of its own is wanted, and reads what the policy writes."""
     if (path := config.model.critic_path) and not group_with(config, "critic"):
-        yield f"model.critic_path: found {path!r}, and no algorithm that has a critic; name ppo, or leave it out"
+        yield (
+            f"model.critic_path: found {path!r}, and no algorithm that has a critic; name ppo, "
+            "or leave it out"
+        )
 
 
 def _other_models(config: Config, policy: Model) -> Iterator[str]:
@@ -87,24 +107,42 @@ def _other_models(config: Config, policy: Model) -> Iterator[str]:
             continue
         model = find_model(config.model, field.name)
         yield from model.problems
-        if model.tokenizer and policy.tokenizer and not model.tokenizer.has_ids_of(policy.tokenizer):
+        if (
+            model.tokenizer
+            and policy.tokenizer
+            and not model.tokenizer.has_ids_of(policy.tokenizer)
+        ):
             yield (
-                f"model.{field.name}: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a "
+                f"model.{field.name}: found {path!r}, whose tokenizer gives other ids than the "
+                "policy's; allowed: a "
                 "model with the policy's tokenizer, as it is asked of the policy's tokens"
             )
 
 
 def _judge(config: Config) -> Iterator[str]:
-    """Whether a generative reward model is where a role genrm looks for it: SGLang says more when it reads it."""
+    """Whether a generative reward model is where a role genrm looks for it: SGLang says more when
+    it reads it."""
     path, group = config.genrm.path, group_with(config, "genrm")
     if path and not group:
-        yield f"genrm.path: found {path!r}, and no group with role genrm; add groups: {{genrm: {{}}}}, or leave it out"
+        yield (
+            f"genrm.path: found {path!r}, and no group with role genrm; add groups: {{genrm: "
+            f"{{}}}}, or leave it out"
+        )
     elif group and not path:
-        yield f"genrm.path: found nothing with role genrm in group {group}; name the directory of its model"
+        yield (
+            f"genrm.path: found nothing with role genrm in group {group}; name the directory of "
+            "its model"
+        )
     elif path and (lacking := [name for name in _JUDGES if not any(Path(path).glob(name))]):
-        yield f"genrm.path: found no {' and no '.join(lacking)} in {path}; name a Hugging Face directory"
+        yield (
+            f"genrm.path: found no {' and no '.join(lacking)} in {path}; name a Hugging Face "
+            "directory"
+        )
     elif path and "chat_template" not in config.genrm.flags and not _has_template(path):
-        yield f"genrm.path: found no chat template in {path}; name a model for chats, or set genrm.flags.chat_template"
+        yield (
+            f"genrm.path: found no chat template in {path}; name a model for chats, or set "
+            "genrm.flags.chat_template"
+        )
 
 
 _JUDGES = ("config.json", "tokenizer*", "*.safetensors")
@@ -139,7 +177,9 @@ def notes(config: Config) -> Iterator[str]:
         # A set that cannot be read is a mistake, which `check_files` reports.
         with suppress(ConfigError, OSError):
             if is_there(rows.path):
-                yield from _prompt_notes(rows.setting, read_prompts(rows, tokenizer, config), config.data)
+                yield from _prompt_notes(
+                    rows.setting, read_prompts(rows, tokenizer, config), config.data
+                )
 
 
 def _stale_denominator(config: Config) -> Iterator[str]:
@@ -151,25 +191,33 @@ def _stale_denominator(config: Config) -> Iterator[str]:
     if config.algorithm.updates > 1:
         instead = "groups: {actor_fwd: null} and actor: {forward: [actor_fwd]}"
     else:
-        instead = "groups: {actor_fwd: null}, as with one update in a step the policy itself is the newest"
+        instead = (
+            "groups: {actor_fwd: null}, as with one update in a step the policy itself is "
+            "the newest"
+        )
     yield (
-        f"groups.{group}.roles: found actor_fwd with max_staleness {config.max_staleness}; its log-probabilities "
-        f"are older than the policy before the step, and the clip around them costs reward; better: {instead}"
+        f"groups.{group}.roles: found actor_fwd with max_staleness {config.max_staleness}; its "
+        "log-probabilities "
+        "are older than the policy before the step, and the clip around them costs reward; "
+        f"better: {instead}"
     )
 
 
 def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
     if not found.is_whole:
         yield (
-            f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, {found.tally.bad} of them bad; "
+            f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, "
+            f"{found.tally.bad} of them bad; "
             "all of them are read when the run begins"
         )
     elif found.tally.bad and not found.problem(data):
         yield f"{key}: {found.tally.bad} of {found.total} rows are left out: {found.tally.reasons}"
     if found.named and "prompt" not in data.special_tokens and not data.chat_template:
         yield (
-            f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, such as "
-            f"{found.example}, which are text here; if a chat template made them, set data.special_tokens: [prompt]"
+            f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, "
+            "such as "
+            f"{found.example}, which are text here; if a chat template made them, set "
+            "data.special_tokens: [prompt]"
         )
 
 
@@ -189,15 +237,16 @@ class Reading:
         return self.tally.rows == self.total
 
     def problem(self, data: DataConfig) -> str:
-        """Reason why a run could not take it, whatever is in the rows that were not read; empty if it may."""
+        """Reason why a run could not take it, whatever is in the rows that were not read; empty if
+        it may."""
         if not self.is_whole and self.tally.bad <= data.max_bad_share * self.total:
             return ""
         return self.tally.problem(data.max_bad_share, self.total)
 
 
 def read_prompts(rows: DataSet, tokenizer: Tokenizer | None, config: Config) -> Reading:
-    """All rows of a set, or those of the first READ_S seconds; once, as long as its files do not change.
-    ConfigError: one cannot be read."""
+    """All rows of a set, or those of the first READ_S seconds; once, as long as its files do not
+    change. ConfigError: one cannot be read."""
     files = rows.files()
     how = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
     return _read(files, tuple(map(stamp, files.paths)), tokenizer, how, READ_S)
@@ -205,11 +254,21 @@ def read_prompts(rows: DataSet, tokenizer: Tokenizer | None, config: Config) -> 
 
 @functools.lru_cache(maxsize=16)
 def _read(
-    files: RowFiles, _: tuple[tuple[int, ...], ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float
+    files: RowFiles,
+    _: tuple[tuple[int, ...], ...],
+    tokenizer: Tokenizer | None,
+    how: PromptRules,
+    read_s: float,
 ) -> Reading:
-    names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
+    names = (
+        re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)")
+        if tokenizer
+        else None
+    )
     found, until = Reading(tally=Tally()), time.monotonic() + read_s
-    rows = prompts_of(files.rows(found.tally.places, how.media is not None), tokenizer, how, tokens=False)
+    rows = prompts_of(
+        files.rows(found.tally.places, how.media is not None), tokenizer, how, tokens=False
+    )
     with how.rendering():
         while block := list(islice(rows, BLOCK_WITH_MEDIA if how.media else BLOCK)):
             for one in block:
@@ -228,15 +287,21 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
     if config.algorithm.from_file:
         if positions and (found := config.data.max_row_tokens) > positions:
             yield (
-                f"data.max_row_tokens: found {found}, allowed: max_position_embeddings of the model, {positions}; "
+                f"data.max_row_tokens: found {found}, allowed: max_position_embeddings of the "
+                f"model, {positions}; "
                 "lower it"
             )
         return
-    for key, response in (("rollout", config.rollout.max_new_tokens), ("eval", config.eval.max_new_tokens)):
+    for key, response in (
+        ("rollout", config.rollout.max_new_tokens),
+        ("eval", config.eval.max_new_tokens),
+    ):
         if positions and response and prompt + response > positions:
             yield (
-                f"{key}.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
-                f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; lower one of them"
+                f"{key}.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} "
+                "together "
+                f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; "
+                "lower one of them"
             )
 
 
@@ -244,12 +309,14 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
     found = config.model.routing_replay
     if found != "off" and model.spec and not model.spec.route_shape:
         yield (
-            f"model.routing_replay: found {found} with a {model.spec.model_type} model, allowed: off; a model without "
+            f"model.routing_replay: found {found} with a {model.spec.model_type} model, allowed: "
+            "off; a model without "
             "experts has no routes"
         )
     if found != "off" and config.actor.megatron.get("moe_router_fusion"):
         yield (
-            f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, allowed: false; "
+            f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, "
+            "allowed: false; "
             "Transformer Engine's fused router takes no routes"
         )
 
@@ -266,7 +333,8 @@ def _stops(config: Config, model: Model) -> Iterator[str]:
         name = next((name for name in names if name in text and name != text), "")
         if name:
             yield (
-                f"rollout.stop: found {text!r}, allowed: texts without special tokens, or one special token alone, "
+                f"rollout.stop: found {text!r}, allowed: texts without special tokens, or one "
+                "special token alone, "
                 f"such as {name!r}"
             )
 
@@ -276,8 +344,10 @@ def _tied(config: Config, model: Model) -> Iterator[str]:
     if spec and spec.tied and not spec.sglang_ties and config.rollout.engine.kind == "sglang":
         key = "model.path" if config.model.path else "model.tiny"
         yield (
-            f"{key}: found tie_word_embeddings true in a {spec.model_type}, with engine sglang allowed: false, as its "
-            "output layer would not be the embedding; store lm_head.weight, a copy, and set it false"
+            f"{key}: found tie_word_embeddings true in a {spec.model_type}, with engine sglang "
+            "allowed: false, as its "
+            "output layer would not be the embedding; store lm_head.weight, a copy, and set it "
+            "false"
         )
 
 
@@ -286,10 +356,15 @@ def _turned(config: Config, model: Model) -> Iterator[str]:
     if not spec or config.rollout.engine.kind != "sglang":
         return
     packed = (name for name, form in published_forms(spec).items() if form.turned)
-    if name := next((name for name in packed if model.shapes.get(name) == stored_forms(spec)[name][-1].shape), ""):
+    if name := next(
+        (name for name in packed if model.shapes.get(name) == stored_forms(spec)[name][-1].shape),
+        "",
+    ):
         yield (
-            f"model.path: found {name} as transformers 5 saves it, with engine sglang allowed: each expert turned "
-            "around, as published; relax-hpc convert makes a megatron-core checkpoint of it, and with --shard-size 5GB "
+            f"model.path: found {name} as transformers 5 saves it, with engine sglang allowed: "
+            "each expert turned "
+            "around, as published; relax-hpc convert makes a megatron-core checkpoint of it, and "
+            "with --shard-size 5GB "
             "of that a directory as published"
         )
 
@@ -303,6 +378,11 @@ def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
 
 def _split(group: str, parallel: ParallelConfig, model: Model) -> Iterator[str]:
     key, tensor = f"{group}.parallel", parallel.tensor
-    yield from (f"{key}.{misfit}" for misfit in (model.spec.misfits(parallel) if model.spec else ()))
+    yield from (
+        f"{key}.{misfit}" for misfit in (model.spec.misfits(parallel) if model.spec else ())
+    )
     if parallel.sequence_parallel and tensor == 1:
-        yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"
+        yield (
+            f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a "
+            "larger tensor"
+        )

@@ -13,7 +13,8 @@ from relax_hpc.plan.plan import plan
 
 
 def check_memory(config: Config) -> Iterator[str]:
-    """Findings on what cannot fit, a line for each place; none for a model that is not in order, which others say."""
+    """Findings on what cannot fit, a line for each place; none for a model that is not in order,
+    which others say."""
     if config.model.device != "cuda" or not config.site.gpu_memory_gib:
         return
     try:
@@ -23,9 +24,14 @@ def check_memory(config: Config) -> Iterator[str]:
         return
     for place in places:
         for lack in place.lacks:
-            mend = f"it would fit with {', '.join(place.remedies)}" if place.remedies else "give it more GPUs"
+            mend = (
+                f"it would fit with {', '.join(place.remedies)}"
+                if place.remedies
+                else "give it more GPUs"
+            )
             yield (
-                f"groups.{place.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; {mend}; "
+                f"groups.{place.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; "
+                f"{mend}; "
                 "`relax-hpc plan` tells more"
             )
 
@@ -36,4 +42,6 @@ def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
     # What is of another size was looked at where its files were.
     others = {role for role in RANKED if getattr(config.model, f"{role}_path", "")}
     for role in placed.intersection(RANKED) - others:
-        yield from (f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel))
+        yield from (
+            f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel)
+        )

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 _HUB_NAME = r"[\w.-]+/[\w.-]+"
 """Name of a model on Hugging Face's hub: an owner and a model."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "config.json",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +83,8 @@ def _remedy(name: str) -> str:
 
 
 def _of_a_run(path: Path) -> str:
-    """Error that says what to name in the place of a run, or of a checkpoint of one; empty: it is neither."""
+    """Error that says what to name in the place of a run, or of a checkpoint of one; empty: it is
+    neither."""
     run = path.parent.parent
     if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
         made = run / f"{path.name}-hf"
@@ -86,13 +92,17 @@ def _of_a_run(path: Path) -> str:
     if not (path / "config.yaml").is_file() or (path / "config.json").is_file():
         return ""
     versions = sorted(path.glob("weights/i*-v*/model/config.json"))
-    newest = f"{versions[-1].parent}, its newest weights" if versions else "a checkpoint of it, once it is converted"
+    newest = (
+        f"{versions[-1].parent}, its newest weights"
+        if versions
+        else "a checkpoint of it, once it is converted"
+    )
     return f"found a run, which is no model; name {newest}"
 
 
 def spec_at(config: ModelConfig) -> ModelSpec:
-    """Spec in config.json of `config.path`, all that need be there, or of the tiny model. ConfigError: it is not in
-    order."""
+    """Spec in config.json of `config.path`, all that need be there, or of the tiny model.
+    ConfigError: it is not in order."""
     if not config.path:
         from relax_hpc.models.tiny_model import model_config
 
@@ -120,7 +130,11 @@ def _look(path: Path, config: ModelConfig) -> Model:
         model.tokenizer = _tokenizer(path, spec.vocab if spec else 0)
     except ConfigError as error:
         # End tokens are looked for in config.json too.
-        wrong += [] if any(str(about) in one for one in wrong) and str(about) in str(error) else [str(error)]
+        wrong += (
+            []
+            if any(str(about) in one for one in wrong) and str(about) in str(error)
+            else [str(error)]
+        )
     # Keys and names of tensors are foreign text.
     model.problems = list(map(one_line, wrong))
     return model
@@ -136,7 +150,8 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     found = _load_tokenizer(path, tuple(stamp(path / name) for name in _TOKENIZER_FILES))
     if vocab and found.vocab_size > vocab:
         raise ConfigError(
-            f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json is {vocab}; they are "
+            f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json "
+            f"is {vocab}; they are "
             "of different models"
         )
     return found
@@ -160,7 +175,8 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def _weights(path: Path, model: Model) -> Iterator[str]:
-    """Mistakes in the weights, by their names and headers; with the tensors if the model is known."""
+    """Mistakes in the weights, by their names and headers; with the tensors if the model is
+    known."""
     try:
         files = weight_files(path)
         tensors = _stored_tensors(path, tuple(map(stamp, files)))
@@ -180,6 +196,8 @@ def _stored_tensors(path: Path, _: tuple[tuple[int, ...], ...]) -> dict[str, tup
 
 
 @functools.lru_cache(maxsize=8)
-def _check_tied(path: Path, stamps: tuple[tuple[int, ...], ...], output: str, embedding: str) -> None:
+def _check_tied(
+    path: Path, stamps: tuple[tuple[int, ...], ...], output: str, embedding: str
+) -> None:
     """See `check_tied`, which reads two large tensors; repeated if the files change."""
     check_tied(_stored_tensors(path, stamps), output, embedding)

@@ -22,14 +22,20 @@ SETTLED_HERE = ("format", "remote", "judge")
 
 
 def check_rewards(config: Config) -> Iterator[str]:
-    """Check rollout.reward and eval.reward, the rewards that they are made of, and rollout.filter."""
+    """Check rollout.reward and eval.reward, the rewards that they are made of, and
+    rollout.filter."""
     yield from _unnamed(config)
     leaves = set[str]()
     # A task's own is there with the task.
-    for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):
+    for key, name in (
+        ("rollout.reward", config.rollout.reward),
+        ("eval.reward", config.eval.reward),
+    ):
         for inner, leaf in parts_of(name, config.reward) if name else ():
             if not leaf:
-                yield f"{inner}: found nothing, or itself within it, allowed: names of other rewards"
+                yield (
+                    f"{inner}: found nothing, or itself within it, allowed: names of other rewards"
+                )
             elif leaf not in leaves:
                 leaves.add(leaf)
                 yield from _of(inner or key, leaf, config)
@@ -54,10 +60,16 @@ def _unnamed(config: Config) -> Iterator[str]:
         return  # Another check names the mistake in the task.
     if task.makes("reward"):
         return
-    source = f"data.task {config.data.task!r}, which has no reward" if config.data.task else "prompts of files"
+    source = (
+        f"data.task {config.data.task!r}, which has no reward"
+        if config.data.task
+        else "prompts of files"
+    )
     yield (
-        f"rollout.reward: found nothing with {source}, allowed: the reward to learn from, such as math, math_answer, "
-        "exact, f1, multiple_choice, environment, or a function of yours as my_package.rewards:score"
+        f"rollout.reward: found nothing with {source}, allowed: the reward to learn from, such as "
+        "math, math_answer, "
+        "exact, f1, multiple_choice, environment, or a function of yours as "
+        "my_package.rewards:score"
     )
 
 
@@ -68,12 +80,16 @@ def _servers(config: Config, asked: bool) -> Iterator[str]:
     yield from check_flags(config, "genrm.flags", config.genrm.flags)
     if not asked:
         yield (
-            f"groups.{group}.roles: found genrm, and judge neither in rollout.reward nor in eval.reward; name it, or "
+            f"groups.{group}.roles: found genrm, and judge neither in rollout.reward nor in "
+            "eval.reward; name it, or "
             "remove the role"
         )
     for key in ("url", "endpoints"):
         if found := getattr(config.reward.judge, key):
-            yield f"reward.judge.{key}: found {found!r} beside role genrm in group {group}, allowed: one of both"
+            yield (
+                f"reward.judge.{key}: found {found!r} beside role genrm in group {group}, "
+                "allowed: one of both"
+            )
 
 
 def _of(key: str, name: str, config: Config) -> Iterator[str]:
@@ -99,8 +115,10 @@ def _time(config: Config) -> Iterator[str]:
     limit, count = config.rollout.reward_timeout_s, config.samples_per_prompt
     if (found := config.reward.code.timeout_s) * count > limit:
         yield (
-            f"reward.code.timeout_s: found {found:g}, allowed: at most {limit / count:.3g}, rollout.reward_timeout_s, "
-            f"{limit:g}, divided by samples_per_prompt, {count}; else programs that never end would fail their group"
+            f"reward.code.timeout_s: found {found:g}, allowed: at most {limit / count:.3g}, "
+            "rollout.reward_timeout_s, "
+            f"{limit:g}, divided by samples_per_prompt, {count}; else programs that never end "
+            "would fail their group"
         )
 
 
@@ -108,6 +126,7 @@ def _math_time(config: Config) -> Iterator[str]:
     limit_s, needed_s = config.rollout.reward_timeout_s, MATH_GROUP_LIMIT_S + 2 * MATH_LIMIT_S
     if limit_s < needed_s:
         yield (
-            f"rollout.reward_timeout_s: found {limit_s:g}, allowed with reward math: at least {needed_s:g}; else "
+            f"rollout.reward_timeout_s: found {limit_s:g}, allowed with reward math: at least "
+            f"{needed_s:g}; else "
             "expressions that take too long would fail their prompt group"
         )

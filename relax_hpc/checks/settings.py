@@ -1,6 +1,7 @@
 """Mistakes that show only when several fields, or the machine, are looked at together.
 
-Every finding is one line: key, what was found, what is allowed or how to mend it. Nothing is changed or started.
+Every finding is one line: key, what was found, what is allowed or how to mend it. Nothing is
+changed or started.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Findings = Iterator[str]
 
 
 def always_needed(config: Config) -> tuple[str, ...]:
-    """Roles that such a run always has; `reference` is needed when the loss looks at it, `actor_fwd` when a step has
-    more than one update."""
+    """Roles that such a run always has; `reference` is needed when the loss looks at it,
+    `actor_fwd` when a step has more than one update."""
     return ("data", "actor") if config.algorithm.from_file else ("rollout", "actor", "advantages")
 
 
@@ -94,22 +95,29 @@ def _unreadable(config: Config, error: OSError) -> str:
 
 
 def check_request(config: Config) -> list[str]:
-    """Mistakes as of `check`, and requests that Slurm cannot meet: of a run that is not in its job yet. A script by
-    hand may have asked otherwise. Layout `local` may run without Slurm."""
+    """Mistakes as of `check`, and requests that Slurm cannot meet: of a run that is not in its job
+    yet. A script by hand may have asked otherwise. Layout `local` may run without Slurm."""
     found = check(config)
     said = {finding.partition(":")[0] for finding in found}
-    return found + [finding for finding in _request(config) if finding.partition(":")[0] not in said]
+    return found + [
+        finding for finding in _request(config) if finding.partition(":")[0] not in said
+    ]
 
 
 def _run(config: Config) -> Findings:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
-        yield f"name: found {config.name!r}, allowed: letters, digits, ., _ and - (it may name a directory)"
+        yield (
+            f"name: found {config.name!r}, allowed: letters, digits, ., _ and - (it may name a "
+            "directory)"
+        )
     path = Path(config.run_dir or f"runs/{config.name}").absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         yield f"run_dir: found {path}, but {existing} is a file; name a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run_dir: found {path}, but {existing} is not writable for you; name another directory"
+        yield (
+            f"run_dir: found {path}, but {existing} is not writable for you; name another directory"
+        )
     if config.liveness.lease_s <= 2 * config.liveness.beat_s:
         yield (
             f"liveness.lease_s: found {config.liveness.lease_s}, allowed: more than two beats "
@@ -127,23 +135,32 @@ def _weights(config: Config) -> Findings:
     weights, every = config.weights, config.weights.publish_every
     if every > config.max_staleness + 1:
         yield (
-            f"weights.publish_every: found {every}, allowed: at most max_staleness + 1, {config.max_staleness + 1}; "
+            f"weights.publish_every: found {every}, allowed: at most max_staleness + 1, "
+            f"{config.max_staleness + 1}; "
             "samples by the version before would be too old"
         )
     if weights.publish_lag < every - 1:
         yield (
-            f"weights.publish_lag: found {weights.publish_lag}, allowed: at least weights.publish_every - 1, "
+            f"weights.publish_lag: found {weights.publish_lag}, allowed: at least "
+            "weights.publish_every - 1, "
             f"{every - 1}; an engine can have no newer version"
         )
     if weights.slabs == 1:
-        yield "weights.slabs: found 1, allowed: 0, or at least 2; one is written while another is read"
+        yield (
+            "weights.slabs: found 1, allowed: 0, or at least 2; one is written while another is "
+            "read"
+        )
     for name in ("file_every", "keep_every"):
         found = getattr(weights, name)
         if found and found % every and every % found:
-            yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"
+            yield (
+                f"weights.{name}: found {found}, allowed: 0, or multiples of "
+                f"weights.publish_every, {every}"
+            )
     if (found := config.algorithm.kl.refresh_every) % every:
         yield (
-            f"algorithm.kl.refresh_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
+            f"algorithm.kl.refresh_every: found {found}, allowed: 0, or multiples of "
+            "weights.publish_every, "
             f"{every}; other versions are not published"
         )
 
@@ -158,15 +175,20 @@ def _data(config: Config) -> Findings:
     yield from (f"data.task: {data.task}.{finding}" for finding in misfits(task))
     has_files = bool(data.train or data.train_sets)
     if task.makes("rows") and has_files:
-        key, named = ("data.train", data.train) if data.train else ("data.train_sets", data.train_sets)
-        yield f"{key}: found {named!r} with data.task {data.task!r}, which makes its own; remove one"
+        key, named = (
+            ("data.train", data.train) if data.train else ("data.train_sets", data.train_sets)
+        )
+        yield (
+            f"{key}: found {named!r} with data.task {data.task!r}, which makes its own; remove one"
+        )
     if not task.makes("rows") and not has_files:
         found = f"data.task {data.task!r} without `rows`" if data.task else "no data.task"
         yield f"data.train: found nothing, and {found}; name a jsonl file, or a task in data.task"
     yield from check_data(data)
     if data.system and not data.chat_template:
         yield (
-            f"data.system: found {data.system[:40]!r} without data.chat_template, which would place it; set "
+            f"data.system: found {data.system[:40]!r} without data.chat_template, which would "
+            "place it; set "
             "data.chat_template: model"
         )
     for kind in data.multimodal_keys.keys() - set(Kind):
@@ -179,7 +201,8 @@ def _data(config: Config) -> Findings:
             yield f"data.multimodal.{most}: found {high}, allowed: at least {least}={low}, or 0"
     if config.warm_start.steps and not task.makes("demonstrations"):
         yield (
-            f"warm_start.steps: found {config.warm_start.steps} without a task that has demonstrations, allowed: 0; "
+            f"warm_start.steps: found {config.warm_start.steps} without a task that has "
+            "demonstrations, allowed: 0; "
             "give the task some, as relax_hpc.examples.tasks.sort_digits:SortDigits does"
         )
 
@@ -199,16 +222,28 @@ def _memory(config: Config) -> Findings:
 
 def _groups(config: Config) -> Findings:
     if "hub" not in config.groups:
-        yield f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: [advantages]}}"
+        yield (
+            f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: "
+            f"[advantages]}}"
+        )
     places: Counter[str] = Counter(role for group in config.groups.values() for role in group.roles)
     for role, count in places.items():
         if count > 1:
             groups = [name for name, group in config.groups.items() if role in group.roles]
-            yield f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: once; remove the others"
+            yield (
+                f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: "
+                "once; remove the others"
+            )
     for needed in always_needed(config):
         if needed not in places:
-            yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
-    if (found := config.algorithm.kl.coefficient) and "reference" not in {*places, *config.actor.forward}:
+            yield (
+                f"groups: found role {needed} in no group; every run needs it, add it to the "
+                "roles of one"
+            )
+    if (found := config.algorithm.kl.coefficient) and "reference" not in {
+        *places,
+        *config.actor.forward,
+    }:
         yield (
             f"algorithm.kl.coefficient: found {found}, but role reference is in no group; "
             "set it to 0, or add reference to the roles of a group, or to actor.forward"
@@ -216,7 +251,10 @@ def _groups(config: Config) -> Findings:
     yield from _forward(config, places)
     for name, group in config.groups.items():
         if not group.roles and name != "hub":
-            yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
+            yield (
+                f"groups.{name}.roles: found none; give it a role, or remove the group (groups: "
+                f"{{{name}: null}})"
+            )
 
 
 def _request(config: Config) -> Findings:
@@ -236,32 +274,42 @@ def _colocate(config: Config) -> Findings:
         return
     if config.max_staleness:
         yield (
-            f"colocate: found true with max_staleness {config.max_staleness}, allowed: 0; engines generate what is "
+            f"colocate: found true with max_staleness {config.max_staleness}, allowed: 0; engines "
+            "generate what is "
             "stale while the actor trains, for which they need devices of their own"
         )
     roles = next((group.roles for group in config.groups.values() if "actor" in group.roles), [])
     if "rollout" not in roles:
         yield (
-            "colocate: found true with rollout and actor in different groups, which have devices of their own; put "
+            "colocate: found true with rollout and actor in different groups, which have devices "
+            "of their own; put "
             "both into one (groups: {rollout: null, actor: {roles: [rollout, actor]}})"
         )
 
 
 def _forward(config: Config, places: Collection[str]) -> Findings:
-    """Mistakes in who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
+    """Mistakes in who scores: roles in groups, ``places``, in the actor, or, for want of an
+    actor_fwd, nobody."""
     for role in sorted({*places}.intersection(config.actor.forward)):
-        yield f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove it here or there"
+        yield (
+            f"actor.forward: found {role}, which is in a group too, allowed: one of them; "
+            "remove "
+            "it here or there"
+        )
     if config.algorithm.uses_old and "actor_fwd" not in {*places, *config.actor.forward}:
         for name in ("passes", "mini_batches"):
             if (found := getattr(config.algorithm, name)) > 1:
                 yield (
-                    f"algorithm.{name}: found {found} without role actor_fwd, allowed: 1; the ratio to the policy "
-                    "before the step would be taken for 1, so that nothing is clipped; add actor_fwd to the roles of a "
+                    f"algorithm.{name}: found {found} without role actor_fwd, allowed: 1; the "
+                    "ratio to the policy "
+                    "before the step would be taken for 1, so that nothing is clipped; add "
+                    "actor_fwd to the roles of a "
                     "group, or to actor.forward"
                 )
     if "reference" in config.actor.forward and (every := config.algorithm.kl.refresh_every):
         yield (
-            f"algorithm.kl.refresh_every: found {every} with reference in actor.forward, allowed: 0; "
+            f"algorithm.kl.refresh_every: found {every} with reference in actor.forward, "
+            "allowed: 0; "
             "checkpoints do not hold the weights it would have after a restart; give it a group"
         )
 
@@ -273,20 +321,25 @@ def _algorithm(config: Config) -> Findings:
     warmup = getattr(config.algorithm, "critic_warmup_steps", 0)
     if warmup >= config.steps:
         yield (
-            f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, {config.steps}; the policy "
+            f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, "
+            f"{config.steps}; the policy "
             "would never be trained"
         )
     groups, parts = config.prompts_per_step, config.algorithm.mini_batches
     # Episodes that are compared are on one rank.
     rows = groups // parts * (1 if config.algorithm.sequences > 1 else config.samples_per_prompt)
     if groups % parts:
-        yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of prompts_per_step, {groups}"
+        yield (
+            f"algorithm.mini_batches: found {parts}, allowed: a divisor of prompts_per_step, "
+            f"{groups}"
+        )
         return
     for section, data in ((name, settings.parallel.data) for name, settings in _trainers(config)):
         if rows >= data:
             continue
         yield (
-            f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
+            f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step "
+            f"{groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
 
@@ -306,7 +359,8 @@ def _overlong(config: Config) -> Findings:
     most_punished = config.algorithm.overlong.max_tokens
     if limit and most_punished > limit:
         yield (
-            f"algorithm.overlong.max_tokens: found {most_punished}, allowed: at most {key}, {limit}; no episode draws "
+            f"algorithm.overlong.max_tokens: found {most_punished}, allowed: at most {key}, "
+            f"{limit}; no episode draws "
             "more"
         )
 
@@ -327,39 +381,60 @@ def _megatron(config: Config) -> Findings:
 def _kernels(config: Config) -> Findings:
     for section, settings in _trainers(config):
         if (found := settings.kernels) != "plain" and config.model.device == "cpu":
-            yield f"{section}.kernels: found {found} with model.device cpu, allowed: plain; it is compiled for GPUs"
+            yield (
+                f"{section}.kernels: found {found} with model.device cpu, allowed: plain; it is "
+                "compiled for GPUs"
+            )
 
 
 def _trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
-    """Sections of the configuration that say how a model is trained, of the roles that are placed."""
+    """Sections of the configuration that say how a model is trained, of the roles that are
+    placed."""
     placed = {"actor"}.union(trainers_of(config.groups))
     yield from ((name, getattr(config, name)) for name in ("actor", "critic") if name in placed)
 
 
 def _fields(config: Config) -> Findings:
-    """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of what losses mostly need."""
+    """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of what
+    losses mostly need."""
     for name in trainers_of(config.groups):
         if (gives := fields_by(name)) and not ROLES[name].scores:
             yield (
-                f"groups: found role {name}, which trains and gives {', '.join(gives)}, allowed: one of both, as what "
-                "it claims is settled when the step is trained; have a role that does not train give them"
+                f"groups: found role {name}, which trains and gives {', '.join(gives)}, allowed: "
+                "one of both, as what "
+                "it claims is settled when the step is trained; have a role that does not train "
+                "give them"
             )
     algorithm, usual = config.algorithm, {"old_logprobs", "ref_logprobs"}
     if "critic" in trainers_of(config.groups) and "returns" not in algorithm.gives:
-        yield f"groups: found role critic with algorithm {algorithm.name}, which has none; remove it, or name ppo"
-    groups = {role for group in config.groups.values() for role in group.roles}.union(always_needed(config))
-    late = [(name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual]
-    early = [(name, groups, "; inside of the actor it would come too late") for name in algorithm.needs]
+        yield (
+            f"groups: found role critic with algorithm {algorithm.name}, which has none; remove "
+            "it, or name ppo"
+        )
+    groups = {role for group in config.groups.values() for role in group.roles}.union(
+        always_needed(config)
+    )
+    late = [
+        (name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual
+    ]
+    early = [
+        (name, groups, "; inside of the actor it would come too late") for name in algorithm.needs
+    ]
     for name, places, why in (*early, *late):
         if (giver := FIELDS[name].by if name in FIELDS else "") not in places:
-            who = f"role {giver}, which is in no group{why}" if giver else "nobody, see relax_hpc.fields"
+            who = (
+                f"role {giver}, which is in no group{why}"
+                if giver
+                else "nobody, see relax_hpc.fields"
+            )
             yield f"algorithm.name: found {algorithm.name}, which needs field {name} of {who}"
 
 
 def _rollout(config: Config) -> Findings:
     if config.rollout.replicas % config.rollout.processes:
         yield (
-            f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} replicas, allowed: "
+            f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} "
+            "replicas, allowed: "
             "what divides them; each process has as many"
         )
 
@@ -369,21 +444,30 @@ def _without(config: Config) -> Findings:
     bases = [name for name, group in config.groups.items() if "rollout" in group.roles]
     if config.colocate and shape.without:
         yield (
-            f"rollout.without: found {', '.join(shape.without)} with colocate, allowed: none; the actor takes turns "
+            f"rollout.without: found {', '.join(shape.without)} with colocate, allowed: none; the "
+            "actor takes turns "
             "with all of rollout.replicas engines"
         )
     for name in shape.without:
         group, _, number = name.rpartition("/")
         if not base_name(group, bases) or not number.isdecimal() or int(number) >= shape.replicas:
-            allowed = f"{bases[0] if bases else 'rollout'}/0 to {shape.replicas - 1} (rollout.replicas)"
-            yield f"rollout.without: found {name!r}, allowed: {allowed}, or of its members such as rollout-2"
+            allowed = (
+                f"{bases[0] if bases else 'rollout'}/0 to {shape.replicas - 1} (rollout.replicas)"
+            )
+            yield (
+                f"rollout.without: found {name!r}, allowed: {allowed}, or of its members "
+                "such as "
+                "rollout-2"
+            )
             continue
         each = max(1, shape.replicas // ranks_of(config, group, "rollout"))
         aside[group, int(number) // each].add(number)
         if len(aside[group, int(number) // each]) == each:
             yield (
-                f"rollout.without: found {', '.join(shape.without)}, which leaves process {int(number) // each} of "
-                f"{group} none of its engines, allowed: at least one; relax-hpc scale --replicas ends whole jobs"
+                f"rollout.without: found {', '.join(shape.without)}, which leaves process "
+                f"{int(number) // each} of "
+                f"{group} none of its engines, allowed: at least one; relax-hpc scale --replicas "
+                "ends whole jobs"
             )
 
 
@@ -398,14 +482,24 @@ def _devices(config: Config) -> Findings:
         yield from _unused_gpus(config)
         return
     if config.layout == "local":
-        # With a site, `local` is the layout of one job: what counts is its node, and not the one that submits.
-        if not config.site.name and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-            yield "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
+        # With a site, `local` is the layout of one job: what counts is its node, and not the one
+        # that submits.
+        if (
+            not config.site.name
+            and not any(Path("/dev").glob("nvidia[0-9]*"))
+            and not Path("/dev/dxg").exists()
+        ):
+            yield (
+                "model.device: found cuda, but this machine has no NVIDIA device "
+                "(/dev/nvidia0); "
+                "set cpu"
+            )
         return
     for name, group in config.groups.items():
         if {*group.roles} - {*ON_CPUS} and not group.resources.gpus_per_node:
             yield (
-                f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
+                f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for "
+                "GPUs, or add its "
                 "roles to a group that has some"
             )
 
@@ -416,12 +510,15 @@ def _unused_gpus(config: Config) -> Findings:
     for name, group in config.groups.items():
         requests[f"groups.{name}.resources.gpus_per_node"] = group.resources.gpus_per_node
         requests[f"groups.{name}.resources.options.gres"] = _gpus_of(group.resources.options)
-        requests[f"groups.{name}.env.CUDA_VISIBLE_DEVICES"] = group.env.get("CUDA_VISIBLE_DEVICES", "")
+        requests[f"groups.{name}.env.CUDA_VISIBLE_DEVICES"] = group.env.get(
+            "CUDA_VISIBLE_DEVICES", ""
+        )
     for key, value in requests.items():
         # CUDA_VISIBLE_DEVICES=-1 hides all GPUs.
         if value and value != "-1":
             yield (
-                f"{key}: found {value!r} with model.device cpu, which uses no GPU; set model.device: cuda, or leave it "
+                f"{key}: found {value!r} with model.device cpu, which uses no GPU; set "
+                "model.device: cuda, or leave it "
                 "out"
             )
 
@@ -436,16 +533,22 @@ def _queue(config: Config) -> Findings:
     most, step = config.queue.max_rows, config.prompts_per_step * config.samples_per_prompt
     if most < step * (config.max_staleness + 1):
         yield (
-            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets rollout be "
-            f"{step * (config.max_staleness + 1)} rows ahead (prompts_per_step * samples_per_prompt * "
-            f"(max_staleness + 1)); allowed: at least that, or a max_staleness of at most {max(0, most // step - 1)}"
+            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets "
+            "rollout be "
+            f"{step * (config.max_staleness + 1)} rows ahead (prompts_per_step * "
+            "samples_per_prompt * "
+            "(max_staleness + 1)); allowed: at least that, or a max_staleness of at most "
+            f"{max(0, most // step - 1)}"
         )
 
 
 def _engine(config: Config) -> Findings:
     engine = config.rollout.engine
     if engine.simulated != SimulatedConfig() and engine.kind != "simulated":
-        yield f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them out, or set the kind"
+        yield (
+            f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them "
+            "out, or set the kind"
+        )
     try:
         yield from findings_of(engine.kind, config)
     except ConfigError as error:
@@ -460,7 +563,11 @@ def _rewards(config: Config) -> Findings:
 
 def _trackers(config: Config) -> Findings:
     names = config.metrics.trackers
-    yield from (f"{KEY}: found {name!r} twice, allowed: once" for name, count in Counter(names).items() if count > 1)
+    yield from (
+        f"{KEY}: found {name!r} twice, allowed: once"
+        for name, count in Counter(names).items()
+        if count > 1
+    )
     for name in names:
         try:
             tracker = tracker_class(name)
@@ -482,7 +589,8 @@ def _programs(config: Config) -> Findings:
 
 
 def _planes(config: Config) -> Findings:
-    # The nodes of a cluster may have another environment: there each process looks for itself, and `doctor --deep`.
+    # The nodes of a cluster may have another environment: there each process looks for itself, and
+    # `doctor --deep`.
     if config.layout != "local" or config.queue.planes.rdma != "required":
         return
     from relax_hpc.transport.choice import missing_plane

@@ -26,9 +26,11 @@ class Command:
     is_whole: bool = False
     """Whether the options make the configuration of a run, and no layer for a living one."""
     only_reads: bool = False
-    """Whether it only reads a run, of anybody: then it imports no module that the run's configuration names."""
+    """Whether it only reads a run, of anybody: then it imports no module that the run's
+    configuration names."""
     for_others: bool = False
-    """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
+    """Whether it writes what its user may want to share, by the user's own umask, and nothing into
+    a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,12 @@ CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
 def config_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of commands that are given a whole configuration."""
     # jsonargparse hands its own option of this name over as `--print_config=`.
-    parser.add_argument("--print_config", nargs="?", metavar="", help="Print the configuration and where it came from")
+    parser.add_argument(
+        "--print_config",
+        nargs="?",
+        metavar="",
+        help="Print the configuration and where it came from",
+    )
     layer_arguments(parser)
 
 
@@ -55,7 +62,8 @@ def layer_arguments(parser: ArgumentParser) -> None:
         "--config",
         action="append",
         metavar="F",
-        help="YAML file, or short name of a packaged one, such as quickstart; several compose from left to right",
+        help="YAML file, or short name of a packaged one, such as quickstart; several compose from "
+        "left to right",
     )
     add_options(parser)
 

@@ -25,21 +25,37 @@ _JOB = ("partition", "account", "time", "mem", "cpus", "wait")
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="Hugging Face model, torch_dist checkpoint, or a run's")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="Hugging Face model, torch_dist checkpoint, or a run's"
+    )
     parser.add_argument("target", metavar="TARGET", help="Directory to make")
     parser.add_argument("--dtype", metavar="T", help=f"Change the type: {', '.join(_DTYPES)}")
-    parser.add_argument("--shard-size", metavar="SIZE", help="Largest file, as 5GB; else as the model's files were")
-    parser.add_argument("--model", metavar="DIR", help="Where config.json and tokenizer are; else <run>/model")
     parser.add_argument(
-        "--verify", nargs="?", const="all", metavar="WHAT", help="Read all tensors again; all: compare logits too"
+        "--shard-size", metavar="SIZE", help="Largest file, as 5GB; else as the model's files were"
     )
-    parser.add_argument("--prompt", metavar="P", help="For logits: a text, or token ids with commas between")
-    parser.add_argument("--ignore-keys", nargs="+", metavar="KEY", help="Of config.json, as model.ignore_keys")
+    parser.add_argument(
+        "--model", metavar="DIR", help="Where config.json and tokenizer are; else <run>/model"
+    )
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        const="all",
+        metavar="WHAT",
+        help="Read all tensors again; all: compare logits too",
+    )
+    parser.add_argument(
+        "--prompt", metavar="P", help="For logits: a text, or token ids with commas between"
+    )
+    parser.add_argument(
+        "--ignore-keys", nargs="+", metavar="KEY", help="Of config.json, as model.ignore_keys"
+    )
     parser.add_argument("--json", action="store_true", help="For programs")
     parser.add_argument("--slurm", action="store_true", help="As a job, by submitit")
     parser.add_argument("--partition", metavar="P", help="Of the job")
     parser.add_argument("--account", metavar="A", help="Of the job")
-    parser.add_argument("--time", type=int, metavar="MINUTES", help="Of the job; it goes on after its limit")
+    parser.add_argument(
+        "--time", type=int, metavar="MINUTES", help="Of the job; it goes on after its limit"
+    )
     parser.add_argument("--mem", type=int, metavar="GB", help="Of the job")
     parser.add_argument("--cpus", type=int, metavar="N", help="Of the job")
     parser.add_argument("--wait", action="store_true", help="Until the job has ended")
@@ -49,7 +65,9 @@ def _convert(given: dict[str, Any]) -> int:
     as_json, slurm = given.pop("json", False), given.pop("slurm", False)
     job = {name: given.pop(name) for name in _JOB if name in given}
     if job and not slurm:
-        raise ConfigError(f"{COMMAND_LINE}: --{next(iter(job))}: found without --slurm, give both or none")
+        raise ConfigError(
+            f"{COMMAND_LINE}: --{next(iter(job))}: found without --slurm, give both or none"
+        )
     request = _request(given)
     if not slurm:
         from relax_hpc.convert.conversion import convert
@@ -74,7 +92,9 @@ def _request(given: dict[str, Any]) -> Request:
 
     for name, allowed in (("dtype", _DTYPES), ("verify", _CHECKS)):
         if given.get(name) is not None and given[name] not in allowed:
-            raise ConfigError(f"{COMMAND_LINE}: --{name}: found {given[name]!r}, allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{COMMAND_LINE}: --{name}: found {given[name]!r}, allowed: {', '.join(allowed)}"
+            )
     if "prompt" in given and given.get("verify") != "all":
         raise ConfigError(f"{COMMAND_LINE}: --prompt: found without --verify, give both or none")
     return Request(
@@ -96,7 +116,10 @@ def _bytes(text: str) -> int:
     """
     found = re.fullmatch(r"([0-9]+)(KB|MB|GB)", text)
     if not found or int(found[1]) == 0:
-        raise ConfigError(f"{COMMAND_LINE}: --shard-size: found {text!r}, allowed: a number with KB, MB or GB, as 5GB")
+        raise ConfigError(
+            f"{COMMAND_LINE}: --shard-size: found {text!r}, allowed: a number with KB, MB or GB, "
+            "as 5GB"
+        )
     return int(found[1]) * _UNITS[found[2]]
 
 
@@ -116,7 +139,9 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
     elif "job" in answer:
         print(f"job {answer['job']}, its log: {answer['log']}")
     else:
-        kind = {"hf": "a Hugging Face model", "megatron": "a megatron-core checkpoint"}[answer["direction"]]
+        kind = {"hf": "a Hugging Face model", "megatron": "a megatron-core checkpoint"}[
+            answer["direction"]
+        ]
         print(f"{answer['target']}: {kind}, in {answer['seconds']:.1f} s")
         if answer["files_kept"]:
             print(f"{answer['files_kept']} files were finished before")
@@ -124,15 +149,19 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
             print(f"verified: {answer['tensors']} tensors are the same on both sides")
         if logits := answer.get("logits"):
             print(
-                f"verified: logits of {logits['tokens']} tokens differ by {logits['largest_difference']:.3g} at most "
+                f"verified: logits of {logits['tokens']} tokens differ by "
+                f"{logits['largest_difference']:.3g} at most "
                 f"(the largest is {logits['largest']:.3g})"
             )
 
 
 CONVERT = Command(
-    "Convert a model between Hugging Face and megatron-core, or a run's checkpoint to Hugging Face.",
-    "SOURCE TARGET [--dtype T] [--shard-size SIZE] [--model DIR] [--verify [digests|all]] [--prompt P] "
-    "[--ignore-keys KEY ...] [--json] [--slurm [--partition P] [--account A] [--time MINUTES] [--mem GB] [--cpus N] "
+    "Convert a model between Hugging Face and megatron-core, or a run's checkpoint to Hugging "
+    "Face.",
+    "SOURCE TARGET [--dtype T] [--shard-size SIZE] [--model DIR] [--verify [digests|all]] "
+    "[--prompt P] "
+    "[--ignore-keys KEY ...] [--json] [--slurm [--partition P] [--account A] [--time MINUTES] "
+    "[--mem GB] [--cpus N] "
     "[--wait]]",
     _arguments,
     _convert,

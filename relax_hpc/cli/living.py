@@ -17,7 +17,12 @@ def _status_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--json", action="store_true", help="For programs")
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help="Again and again until the run ends"
+        "--watch",
+        nargs="?",
+        type=float,
+        const=WATCH_S,
+        metavar="SECONDS",
+        help="Again and again until the run ends",
     )
 
 
@@ -30,8 +35,12 @@ def _status(given: dict[str, Any]) -> int:
 def _report_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--json", action="store_true", help="For programs")
-    parser.add_argument("--first-step", type=int, metavar="N", help="From this step on; else from the start")
-    parser.add_argument("--last-step", type=int, metavar="N", help="Up to this step; else up to now, or the end")
+    parser.add_argument(
+        "--first-step", type=int, metavar="N", help="From this step on; else from the start"
+    )
+    parser.add_argument(
+        "--last-step", type=int, metavar="N", help="Up to this step; else up to now, or the end"
+    )
 
 
 def _report(given: dict[str, Any]) -> int:
@@ -46,11 +55,23 @@ def _resubmit_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--group", metavar="G", help="Group to replace, the others go on")
     parser.add_argument("--nodes", type=int, metavar="N", help="Its new number of nodes")
     parser.add_argument(
-        "--code", metavar="DIR", help="Upgrade it to the package relax_hpc in DIR, of the same protocol"
+        "--code",
+        metavar="DIR",
+        help="Upgrade it to the package relax_hpc in DIR, of the same protocol",
     )
-    parser.add_argument("--new-job", action="store_true", help="A job of its own (layout het: the rule with --nodes)")
-    parser.add_argument("--in-place", action="store_true", help="On the nodes that it has (the rule in local and het)")
-    parser.add_argument("--parsable", action="store_true", help="The job's id alone, as sbatch does")
+    parser.add_argument(
+        "--new-job",
+        action="store_true",
+        help="A job of its own (layout het: the rule with --nodes)",
+    )
+    parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="On the nodes that it has (the rule in local and het)",
+    )
+    parser.add_argument(
+        "--parsable", action="store_true", help="The job's id alone, as sbatch does"
+    )
     layer_arguments(parser)
 
 
@@ -65,7 +86,9 @@ def _resubmit(given: dict[str, Any]) -> int:
 
 def _scale_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
-    parser.add_argument("--group", default="rollout", metavar="G", help="Group whose only role is rollout")
+    parser.add_argument(
+        "--group", default="rollout", metavar="G", help="Group whose only role is rollout"
+    )
     parser.add_argument("--replicas", type=int, metavar="N", help="Jobs that it shall have")
     parser.add_argument(
         "--without",
@@ -73,8 +96,12 @@ def _scale_arguments(parser: ArgumentParser) -> None:
         help="Instead of --replicas: its engines that leave, the others serve; '': none",
     )
     parser.add_argument("--time", metavar="T", help="Time limit of new jobs, as sbatch takes it")
-    parser.add_argument("--time-min", metavar="T", help="They may be given less time, down to this, to fill a hole")
-    parser.add_argument("--parsable", action="store_true", help="Ids of new jobs alone, as sbatch does")
+    parser.add_argument(
+        "--time-min", metavar="T", help="They may be given less time, down to this, to fill a hole"
+    )
+    parser.add_argument(
+        "--parsable", action="store_true", help="Ids of new jobs alone, as sbatch does"
+    )
 
 
 def _scale(given: dict[str, Any]) -> int:
@@ -82,12 +109,17 @@ def _scale(given: dict[str, Any]) -> int:
 
     if "without" in given:
         if beside := sorted(given.keys() & {"replicas", "time", "time_min"}):
-            raise ConfigError(f"--without: found with --{beside[0].replace('_', '-')}, which is of jobs; leave out one")
+            raise ConfigError(
+                f"--without: found with --{beside[0].replace('_', '-')}, which is of jobs; leave "
+                "out one"
+            )
         return without.main(given["run"], given.get("group", "rollout"), given["without"])
     replicas = _required(given, "replicas", "the number of jobs")
     names = {"time": "time", "time_min": "time-min"}
     options = [f"--{option}={given[name]}" for name, option in names.items() if given.get(name)]
-    return scale.main(given["run"], given.get("group", "rollout"), replicas, options, given.get("parsable", False))
+    return scale.main(
+        given["run"], given.get("group", "rollout"), replicas, options, given.get("parsable", False)
+    )
 
 
 def _stop_arguments(parser: ArgumentParser) -> None:
@@ -106,8 +138,12 @@ def _logs_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--group", metavar="G", help="Of this group")
     parser.add_argument("--role", metavar="R", help="Of this role: controller, rollout, actor, ...")
     parser.add_argument("--rank", type=int, metavar="K", help="Of this rank")
-    parser.add_argument("--incarnation", type=int, metavar="E", help="Of this incarnation; else the newest")
-    parser.add_argument("-n", "--lines", type=int, default=20, metavar="LINES", help="Last lines of each file")
+    parser.add_argument(
+        "--incarnation", type=int, metavar="E", help="Of this incarnation; else the newest"
+    )
+    parser.add_argument(
+        "-n", "--lines", type=int, default=20, metavar="LINES", help="Last lines of each file"
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="Go on until the run ends")
 
 
@@ -119,7 +155,9 @@ def _logs(given: dict[str, Any]) -> int:
 
 
 def _list_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help="Folder of run directories")
+    parser.add_argument(
+        "folder", nargs="?", default="runs", metavar="DIR", help="Folder of run directories"
+    )
     parser.add_argument("--json", action="store_true", help="For programs")
 
 
@@ -144,7 +182,8 @@ LIVING = {
         only_reads=True,
     ),
     "report": Command(
-        "Say where the time, the tokens and the nodes of a run went, and how to divide them better.",
+        "Say where the time, the tokens and the nodes of a run went, and how to divide them "
+        "better.",
         "RUN [--json] [--first-step N] [--last-step N]",
         _report_arguments,
         _report,
@@ -159,7 +198,8 @@ LIVING = {
     ),
     "resubmit": Command(
         "Replace one group of a run, also with another size or setting, while the others go on.",
-        "RUN --group G [--nodes N] [--code DIR] [--new-job | --in-place] [--parsable] [--config F]... [--KEY VALUE]...",
+        "RUN --group G [--nodes N] [--code DIR] [--new-job | --in-place] [--parsable] [--config "
+        "F]... [--KEY VALUE]...",
         _resubmit_arguments,
         _resubmit,
         takes_config=True,
@@ -170,7 +210,9 @@ LIVING = {
         _scale_arguments,
         _scale,
     ),
-    "stop": Command("End a run in good order, and everything of it.", "RUN [--now]", _stop_arguments, _stop),
+    "stop": Command(
+        "End a run in good order, and everything of it.", "RUN [--now]", _stop_arguments, _stop
+    ),
     "list": Command(
         "List the runs below a folder; the exit code is that of the gravest.",
         "[DIR] [--json]",

@@ -1,4 +1,5 @@
-"""`relax-hpc`: start, check, watch and plot runs. Each parser is made when asked for, heavy parts load in handlers."""
+"""`relax-hpc`: start, check, watch and plot runs. Each parser is made when asked for, heavy parts
+load in handlers."""
 
 from __future__ import annotations
 
@@ -22,11 +23,27 @@ from relax_hpc.cli.samples import SAMPLES
 from relax_hpc.cli.sandbox import SANDBOX
 from relax_hpc.config.changes import change_files
 from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
-from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
+from relax_hpc.config.load import (
+    Layers,
+    build,
+    compose,
+    gather,
+    load_resolved,
+    print_config,
+    resolve,
+)
 from relax_hpc.config.options import OptionError, explain, options, split_free, without
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import may_pass, with_cure
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
+from relax_hpc.errors import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_RETRY,
+    ConfigError,
+    Mistakes,
+    RelaxError,
+)
 from relax_hpc.foreign_files import ForeignFileError
 from relax_hpc.named import no_imports
 from relax_hpc.path_errors import exit_code_of, explain_path_error
@@ -34,10 +51,14 @@ from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir, check_owner
 from relax_hpc.terminal_text import harmless_output, log_entry
 
-_TITLE = "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
+_TITLE = (
+    "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
+)
 _SETTINGS = (
-    "Every setting of the configuration is an option too, such as --rollout.replicas 2: `relax-hpc {name} --help "
-    "rollout` explains those of a section, `--help model.tiny` those of a part, `--help all` all of them. "
+    "Every setting of the configuration is an option too, such as --rollout.replicas 2: `relax-hpc "
+    "{name} --help "
+    "rollout` explains those of a section, `--help model.tiny` those of a part, `--help all` all "
+    "of them. "
     "docs/configuration.md has them in one page."
 )
 
@@ -50,7 +71,8 @@ class _Parser(ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no progress.
+    """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no
+    progress.
 
     What it prints is neutralised: names and texts of runs, models and services may be of anybody.
     """
@@ -96,7 +118,9 @@ def parser_of(name: str) -> ArgumentParser:
     """The parser of the subcommand `name`, such as `run` or `queue audit`."""
     command = commands()[name]
     prog = f"relax-hpc {name}"
-    parser = _Parser(prog=prog, usage=f"{prog} {command.usage}", description=command.help, allow_abbrev=False)
+    parser = _Parser(
+        prog=prog, usage=f"{prog} {command.usage}", description=command.help, allow_abbrev=False
+    )
     command.add_arguments(parser)
     return parser
 
@@ -105,7 +129,11 @@ def commands() -> dict[str, Command]:
     """Every subcommand by its words."""
     found = {}
     for name, entry in COMMANDS.items():
-        found |= {f"{name} {v}": c for v, c in entry.commands.items()} if isinstance(entry, Verbs) else {name: entry}
+        found |= (
+            {f"{name} {v}": c for v, c in entry.commands.items()}
+            if isinstance(entry, Verbs)
+            else {name: entry}
+        )
     return found
 
 
@@ -138,7 +166,8 @@ def _explain_verbs(argv: list[str]) -> int:
     word, entry = argv[0], COMMANDS.get(argv[0])
     if not isinstance(entry, Verbs):
         raise ConfigError(
-            f"{COMMAND_LINE}: {word}: unknown command, allowed: {', '.join(COMMANDS)}{near(word, list(COMMANDS))}"
+            f"{COMMAND_LINE}: {word}: unknown command, allowed: "
+            f"{', '.join(COMMANDS)}{near(word, list(COMMANDS))}"
         )
     if len(argv) > 1 and argv[1] not in ("-h", "--help"):
         allowed = f"allowed: {', '.join(entry.commands)}{near(argv[1], list(entry.commands))}"
@@ -162,9 +191,7 @@ def _help(name: str, topics: Sequence[str]) -> str:
             top = dict.fromkeys(section.partition(".")[0] for section in sections)
             allowed = f"all, {', '.join(top)}, or a part such as model.tiny"
             hint = near(topic, [*sections, *section_of])
-            raise ConfigError(
-                f"{COMMAND_LINE}: --help: found {topic!r}, allowed: {allowed}{hint}"
-            )
+            raise ConfigError(f"{COMMAND_LINE}: --help: found {topic!r}, allowed: {allowed}{hint}")
         shown.update(sections if topic == "all" else inside)
     parser._action_groups = [
         group
@@ -190,21 +217,30 @@ def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError
             wrong.append(error)
 
 
-def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], command: Command) -> list[str]:
+def _with_other_mistakes(
+    wrong: list[OptionError], given: dict[str, Any], command: Command
+) -> list[str]:
     """Mistakes in options, and in the configuration that all others make."""
     found = [text for error in wrong for text in error.mistakes]
     if not command.is_whole:
         return found
-    settings = {key: value for key, value in given.items() if key in Config.__dataclass_fields__ or "." in key}
+    settings = {
+        key: value
+        for key, value in given.items()
+        if key in Config.__dataclass_fields__ or "." in key
+    }
     layers = gather(given.get("config") or [], settings)
     layers.mistakes += [Mistake(error.option.lstrip("-"), "") for error in wrong]
     return found + findings_of(resolve(build(Config, layers.tree)), layers)
 
 
 def findings_of(config: Config, layers: Layers) -> list[str]:
-    """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds about the rest."""
+    """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds
+    about the rest."""
     texts = [mistake.text for mistake in layers.mistakes if mistake.text]
-    rest = [] if layers.lack_one else [one for one in check_request(config) if not layers.explain(one)]
+    rest = (
+        [] if layers.lack_one else [one for one in check_request(config) if not layers.explain(one)]
+    )
     return texts + [layers.placed(finding) for finding in rest]
 
 
@@ -222,22 +258,30 @@ def _handle(command: Command, given: dict[str, Any]) -> int:
 def _top_parser(prog: str, about: str, entries: Mapping[str, Command | Verbs]) -> ArgumentParser:
     """Parser of a command line that goes on with one of ``entries``."""
     version = {"version": __version__} if entries is COMMANDS else {}
-    parser = _Parser(prog=prog, usage=f"{prog} COMMAND ...", description=about, allow_abbrev=False, **version)
+    parser = _Parser(
+        prog=prog, usage=f"{prog} COMMAND ...", description=about, allow_abbrev=False, **version
+    )
     shown = parser.add_argument_group(f"commands ({prog} COMMAND --help tells more)")
     for name, entry in entries.items():
-        shown.add_argument(f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=entry.help)
+        shown.add_argument(
+            f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=entry.help
+        )
     return parser
 
 
 def _run_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="Go on with the run that lies in run_dir"
+    )
     config_arguments(parser)
 
 
 def _plot_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directories")
     parser.add_argument("--output", default="rewards.png", metavar="F.png", help="Image to write")
-    parser.add_argument("--tags", nargs="+", default=[], metavar="TAG", help="Metrics to draw; none: the usual ones")
+    parser.add_argument(
+        "--tags", nargs="+", default=[], metavar="TAG", help="Metrics to draw; none: the usual ones"
+    )
 
 
 def _run(given: dict[str, Any]) -> int:
@@ -254,14 +298,19 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _from_files(algorithm: str, given: dict[str, Any]) -> int:
-    """Start a run whose rows are those of files, by ``algorithm``. ConfigError: the command line names another."""
+    """Start a run whose rows are those of files, by ``algorithm``. ConfigError: the command line
+    names another."""
     if (named := given.get("algorithm", {}).get("name", algorithm)) != algorithm:
-        raise ConfigError(f"{COMMAND_LINE}: algorithm.name: found {named!r} with relax-hpc {algorithm}; use run")
+        raise ConfigError(
+            f"{COMMAND_LINE}: algorithm.name: found {named!r} with relax-hpc {algorithm}; use run"
+        )
     return _run(given | {"algorithm.name": algorithm})
 
 
 def _submit_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="Go on with the run that lies in run_dir"
+    )
     parser.add_argument("--dry-run", action="store_true", help="Write every file, contact nothing")
     parser.add_argument("--json", action="store_true", help="For programs")
     parser.add_argument("--parsable", action="store_true", help="Job ids only, as sbatch does")
@@ -270,7 +319,9 @@ def _submit_arguments(parser: ArgumentParser) -> None:
 
 def _submit(given: dict[str, Any]) -> int:
     resume, dry_run = given.pop("resume", False), given.pop("dry_run", False)
-    form = "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
+    form = (
+        "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
+    )
     if resume and not given.get("config"):
         given["config"] = _files_of(_run_dir(given))
     layers = _layers(given)
@@ -278,7 +329,9 @@ def _submit(given: dict[str, Any]) -> int:
         return EXIT_DONE
     asked, wrong = build(Config, layers.tree), list[str]()
     if asked.layout == "local" and asked.site.name == "":
-        wrong.append("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
+        wrong.append(
+            "layout: found 'local', allowed with submit: het or jobs, or local with a site; see run"
+        )
     config = _sound(layers, resume, wrong)
     from relax_hpc.lifecycle.submit import submit
     from relax_hpc.slurm.commands import Slurm
@@ -323,7 +376,9 @@ def _plot(given: dict[str, Any]) -> int:
 
 
 def _doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--deep", action="store_true", help="Also look from the nodes, by a job of a minute")
+    parser.add_argument(
+        "--deep", action="store_true", help="Also look from the nodes, by a job of a minute"
+    )
     parser.add_argument("--json", action="store_true", help="For programs")
     config_arguments(parser)
 
@@ -362,7 +417,8 @@ def _plan(given: dict[str, Any]) -> int:
 
 
 def _layers(given: dict[str, Any]) -> Layers | None:
-    """The configuration asked for, with what is wrong with it; None if it was only to be printed."""
+    """The configuration asked for, with what is wrong with it; None if it was only to be
+    printed."""
     files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
     if not only_print:
         return gather(files, given)
@@ -378,8 +434,8 @@ def notes_of(config: Config) -> list[str]:
 
 
 def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
-    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is wrong with it,
-    ``wrong`` among it."""
+    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is
+    wrong with it, ``wrong`` among it."""
     config, mistakes = resolve(build(Config, layers.tree)), Mistakes()
     mistakes.add(*wrong)
     with mistakes:
@@ -395,7 +451,9 @@ def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
 def _run_dir(given: dict[str, Any]) -> RunDir:
     """Run directory in which a resume without files finds its configuration."""
     if not (given.get("run_dir") or given.get("name")):
-        raise ConfigError(f"{COMMAND_LINE}: --resume: found neither --run_dir nor --config, give one of them")
+        raise ConfigError(
+            f"{COMMAND_LINE}: --resume: found neither --run_dir nor --config, give one of them"
+        )
     run = RunDir(Path(given.get("run_dir") or f"runs/{given['name']}"))
     # A run directory that was moved counts from where it is now.
     given["run_dir"] = str(run.root)
@@ -406,17 +464,23 @@ def _run_dir(given: dict[str, Any]) -> RunDir:
 def _files_of(run: RunDir) -> list[str]:
     """A run's own configuration, with what was changed for whole groups since."""
     names = load_resolved(run.root).groups
-    return [str(path) for path in (run.config, *(f for f in change_files(run) if f.stem[7:] in names))]
+    return [
+        str(path) for path in (run.config, *(f for f in change_files(run) if f.stem[7:] in names))
+    ]
 
 
 def _check_run_dir(run: RunDir, resume: bool) -> None:
     if not resume:
         # A path that cannot be looked at is a finding of `check`.
         if os.path.exists(run.config):  # noqa: PTH110 - Path.exists raises then
-            raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
+            raise ConfigError(
+                f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir"
+            )
         return
     if not run.config.is_file():
-        raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run")
+        raise ConfigError(
+            f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run"
+        )
     check_owner(run.root, "resume")
 
 
@@ -430,7 +494,8 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "sft": Command(
-        "Learn from demonstrations: run with algorithm sft, data.train with rows {id, prompt or messages, answer}.",
+        "Learn from demonstrations: run with algorithm sft, data.train with rows {id, prompt or "
+        "messages, answer}.",
         f"[--run_dir D] {CONFIG_USAGE}",
         config_arguments,
         partial(_from_files, "sft"),
@@ -438,7 +503,8 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "dpo": Command(
-        "Learn from preferences: run with algorithm dpo, data.train with rows {id, prompt, chosen, rejected}.",
+        "Learn from preferences: run with algorithm dpo, data.train with rows {id, prompt, chosen, "
+        "rejected}.",
         f"[--run_dir D] {CONFIG_USAGE}",
         config_arguments,
         partial(_from_files, "dpo"),
@@ -461,7 +527,12 @@ COMMANDS: dict[str, Command | Verbs] = {
         is_whole=True,
     ),
     "check": Command(
-        "Look for mistakes without starting anything.", CONFIG_USAGE, config_arguments, _check, True, True
+        "Look for mistakes without starting anything.",
+        CONFIG_USAGE,
+        config_arguments,
+        _check,
+        True,
+        True,
     ),
     "doctor": Command(
         "Look for what would go wrong on this cluster, before anything is submitted.",

@@ -68,8 +68,13 @@ def _audit(run: RunDir, given: dict[str, Any]) -> int:
     if not live:
         found.problems += ledger.events.problems(ended_well=finished)
     if finished and trained < steps:
-        found.problems.append(f"the run is marked finished, its journal has {trained} of {steps} steps trained")
-    about = {"run_dir": str(run.root), "state": "finished" if finished else "live" if live else "not running"}
+        found.problems.append(
+            f"the run is marked finished, its journal has {trained} of {steps} steps trained"
+        )
+    about = {
+        "run_dir": str(run.root),
+        "state": "finished" if finished else "live" if live else "not running",
+    }
     about |= {"trained_steps": trained, "steps": steps, "journal_records": ledger.records}
     about |= _figures(found, len(ledger.plan.undeclared))
     print(json.dumps(about) if given.get("json") else "\n".join(_lines(about)))
@@ -97,20 +102,31 @@ def _figures(found: Audit, rows: int) -> dict[str, Any]:
 
 def _lines(about: dict[str, Any]) -> Iterator[str]:
     """The audit as text."""
-    done = f"{about['trained_steps']} of {about['steps']} steps trained, {about['journal_records']} journal records"
+    done = (
+        f"{about['trained_steps']} of {about['steps']} steps trained, "
+        f"{about['journal_records']} journal records"
+    )
     yield f"{about['run_dir']}: {about['state']}, {done}"
     if about["state"] == "live":
         yield "the run goes on: this is its journal as it was a moment ago"
-    yield _row("accepted", about["accepted"], "rows; each acceptance of one that was dropped before counts")
+    yield _row(
+        "accepted", about["accepted"], "rows; each acceptance of one that was dropped before counts"
+    )
     yield _row("trained", about["trained"], "once, by steps that were not rolled back")
     yield _row("dropped", sum(about["dropped"].values()), _list(about["dropped"]))
     waiting = _list(about["waiting_for"])
     yield _row("in flight", about["in_flight"], waiting and f"to be consumed by: {waiting}")
     if about["never_accepted"]:
-        yield _row("not accepted", sum(about["never_accepted"].values()), _list(about["never_accepted"]))
+        yield _row(
+            "not accepted", sum(about["never_accepted"].values()), _list(about["never_accepted"])
+        )
     if tokens := about["segment_tokens"]:
         fates = {fate: count for fate, count in tokens.items() if fate != "appended"}
-        yield _row("in segments", tokens["appended"], f"tokens, of attempts under way and spares: {_list(fates)}")
+        yield _row(
+            "in segments",
+            tokens["appended"],
+            f"tokens, of attempts under way and spares: {_list(fates)}",
+        )
     yield _row("torn bytes", sum(about["torn_bytes"].values()), _list(about["torn_bytes"]))
     yield f"consumed by: {_list(about['consumed_by']) or 'no task yet'}"
     problems = about["problems"]
@@ -140,7 +156,8 @@ def _answers(run: RunDir) -> bool:
     if (card := latest_card(run, "hub")) is None:
         return False
     try:
-        # Where nothing listens any more this fails at once; the question would wait for its deadline.
+        # Where nothing listens any more this fails at once; the question would wait for its
+        # deadline.
         dial(card.endpoint, _ANSWER_S).close()
         with QueueClient(run, load_resolved(run.root), "observer", OBSERVER_INCARNATION) as client:
             client.status.get(timeout=_ANSWER_S).result()
@@ -161,14 +178,20 @@ def _export(run: RunDir, given: dict[str, Any]) -> int:
     there = kept.steps()
     if (gone := next((step for step in wanted if step not in there), None)) is not None:
         found = f"kept are steps {_ranges(there)}" if there else "none are kept"
-        raise ConfigError(f"queue export: no rows of step {gone}; {found} (queue.keep_steps says how long they stay)")
+        raise ConfigError(
+            f"queue export: no rows of step {gone}; {found} (queue.keep_steps says how long they "
+            "stay)"
+        )
     kept.spell, textless = _speller(run)
     count = export(kept, wanted, given.get("format", "jsonl"), output)
     print(f"{output}: {count} rows of step {_ranges(list(wanted))}")
     if textless:
         complain(f"the rows have no text: {textless}")
     if kept.absent:
-        complain(f"{len(kept.absent)} prompt groups left out: their shards are not, or no longer, in {kept.folder}")
+        complain(
+            f"{len(kept.absent)} prompt groups left out: their shards are not, or no longer, in "
+            f"{kept.folder}"
+        )
     return EXIT_DONE
 
 
@@ -191,7 +214,9 @@ def _wanted(given: dict[str, Any]) -> range:
         return range(step, step + 1)
     ends = re.fullmatch(r"(\d+)-(\d+)", steps)
     if not ends or int(ends[1]) > int(ends[2]):
-        raise ConfigError(f"{COMMAND_LINE}: --steps: found {steps!r}, allowed: A-B with A at most B, as in 3-7")
+        raise ConfigError(
+            f"{COMMAND_LINE}: --steps: found {steps!r}, allowed: A-B with A at most B, as in 3-7"
+        )
     return range(int(ends[1]), int(ends[2]) + 1)
 
 
@@ -214,7 +239,8 @@ QUEUE = Verbs(
     "What became of every row of a run, and the rows themselves.",
     {
         "audit": Command(
-            "Prove from the journal that each accepted row was consumed once by every task, or dropped.",
+            "Prove from the journal that each accepted row was consumed once by every task, or "
+            "dropped.",
             "RUN [--json]",
             _audit_arguments,
             partial(_of_run, "audit", _audit),

@@ -14,16 +14,30 @@ from relax_hpc.named import no_imports
 
 def _arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
-    parser.add_argument("--step", type=int, metavar="N", help="Of this step; of an evaluation, of this version")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="Of this step; of an evaluation, of this version"
+    )
     parser.add_argument("--eval", metavar="SET", help="Of this evaluation set, instead of training")
     parser.add_argument("--best", action="store_true", help="Those with the highest rewards first")
     parser.add_argument("--worst", action="store_true", help="Those with the lowest rewards first")
-    parser.add_argument("--reason", default="", metavar="R", help="With this finish reason: stop, length, ...")
-    parser.add_argument("--limit", type=int, metavar="K", help="So many; 0: all. Else the newest 10, on a page 5000")
-    parser.add_argument("--dropped", action="store_true", help="Those too that were dropped, or never accepted")
+    parser.add_argument(
+        "--reason", default="", metavar="R", help="With this finish reason: stop, length, ..."
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="K", help="So many; 0: all. Else the newest 10, on a page 5000"
+    )
+    parser.add_argument(
+        "--dropped", action="store_true", help="Those too that were dropped, or never accepted"
+    )
     parser.add_argument("--json", action="store_true", help="For programs")
-    parser.add_argument("--replay", metavar="ID", help="Play this episode again, against its environment, and compare")
-    parser.add_argument("--html", default="", metavar="FILE", help="Write a page to look through in a browser")
+    parser.add_argument(
+        "--replay",
+        metavar="ID",
+        help="Play this episode again, against its environment, and compare",
+    )
+    parser.add_argument(
+        "--html", default="", metavar="FILE", help="Write a page to look through in a browser"
+    )
 
 
 def _samples(given: dict[str, Any]) -> int:

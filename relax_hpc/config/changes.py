@@ -1,7 +1,7 @@
 """Settings changed for one group of a living run: numbered layers over the run's configuration.
 
-The group takes them when it starts next; the others keep what they have. A resume of the whole run writes them into
-its config.yaml and retires them.
+The group takes them when it starts next; the others keep what they have. A resume of the whole run
+writes them into its config.yaml and retires them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def change_files(run: RunDir, group: str = "") -> list[Path]:
 
     A member of an elastic group has those of the whole group too.
     """
-    found = [(match, path) for path in _folder(run).glob("*.yaml") if (match := _FILE.fullmatch(path.name))]
+    found = [
+        (match, path)
+        for path in _folder(run).glob("*.yaml")
+        if (match := _FILE.fullmatch(path.name))
+    ]
     ordered = sorted(found, key=lambda item: item[0][1])
     return [path for match, path in ordered if not group or base_name(group, {match[2]})]
 
@@ -45,8 +49,9 @@ def add_change(
 ) -> Path | None:
     """Keep ``files`` and ``overrides`` as a layer for ``group``; None if they say nothing.
 
-    ``config`` is what the group has now; ``judge`` raises ConfigError if it does not like what the group would have.
-    ConfigError, too, if the schema does not allow it or it concerns more than this group; then nothing is kept.
+    ``config`` is what the group has now; ``judge`` raises ConfigError if it does not like what the
+    group would have. ConfigError, too, if the schema does not allow it or it concerns more than
+    this group; then nothing is kept.
     """
     sources = compose(files, overrides).sources
     for key, source in sources.items():
@@ -54,7 +59,10 @@ def add_change(
     if not sources:
         return None
     layer: dict[str, Any] = {}
-    for raw, source in [*(read_yaml(Path(path)) for path in files), (_nested(overrides), COMMAND_LINE)]:
+    for raw, source in [
+        *(read_yaml(Path(path)) for path in files),
+        (_nested(overrides), COMMAND_LINE),
+    ]:
         layer = _overlay(layer, clean(Config, raw, source))
     judge(build(Config, merge(Config, dataclasses.asdict(config), layer)))
     return write_numbered(_folder(run), f"-{group}.yaml", dump_yaml(layer).encode())
@@ -70,8 +78,13 @@ def _check_own(key: str, place: str, config: Config, group: str) -> None:
     base = base_name(group, config.groups)
     entry = f"groups.{base}"
     if key in (entry, f"{entry}.roles"):
-        raise ConfigError(f"{place}: {key}: the roles of a group are for the run's life; start a new run")
-    allowed = [entry, *(section for role in config.groups[base].roles for section in ROLES[role].sections)]
+        raise ConfigError(
+            f"{place}: {key}: the roles of a group are for the run's life; start a new run"
+        )
+    allowed = [
+        entry,
+        *(section for role in config.groups[base].roles for section in ROLES[role].sections),
+    ]
     if not any(key == section or key.startswith(f"{section}.") for section in allowed):
         raise ConfigError(
             f"{place}: {key}: not of group {group} alone, allowed: {', '.join(sorted(allowed))}; "
@@ -80,8 +93,13 @@ def _check_own(key: str, place: str, config: Config, group: str) -> None:
 
 
 def _overlay(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """``layer`` over ``base``; unlike `merge` it keeps a null, which takes something out of the run's configuration."""
-    both = {k: _overlay(base[k], v) for k, v in layer.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    """``layer`` over ``base``; unlike `merge` it keeps a null, which takes something out of the
+    run's configuration."""
+    both = {
+        k: _overlay(base[k], v)
+        for k, v in layer.items()
+        if isinstance(v, dict) and isinstance(base.get(k), dict)
+    }
     return {**base, **layer, **both}
 
 

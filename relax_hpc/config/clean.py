@@ -1,4 +1,5 @@
-"""One layer of configuration against the schema: types, ranges and names, each mistake one line that teaches."""
+"""One layer of configuration against the schema: types, ranges and names, each mistake one line
+that teaches."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_DEPTH = 16
 """Nesting allowed inside a free-form value of `flags`."""
 
 REMOVED = {
-    "rollout.max_attempts": "rollout.max_failed_share says when failing prompt groups end a run; delete the line",
+    "rollout.max_attempts": "rollout.max_failed_share says when failing prompt groups end a run; "
+    "delete the line",
     "groups_per_step": "it is prompts_per_step now",
     "samples_per_group": "it is samples_per_prompt now",
     "algorithm.tis_cap": "it is algorithm.correction.high now",
@@ -60,33 +62,46 @@ class Cleaner:
     """Checks layers against the schema: what is not allowed is left out and kept in `mistakes`."""
 
     def __init__(self, source: Source, below: Mapping[str, Any] = _NO_BOUNDS) -> None:
-        """``below``: what the layers before have come to, by which sections are understood that say no name."""
+        """``below``: what the layers before have come to, by which sections are understood that say
+        no name."""
         self.source, self.below = source, below
         self.mistakes: list[Mistake] = []
 
-    def clean(self, hint: Any, value: Any, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
-        """`value` of the type `hint` within the bounds of `metadata`, without what is wrong in it; or `DROPPED`."""
+    def clean(
+        self, hint: Any, value: Any, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS
+    ) -> Any:
+        """`value` of the type `hint` within the bounds of `metadata`, without what is wrong in it;
+        or `DROPPED`."""
         if dataclasses.is_dataclass(hint):
             return self._section(hint, value, key)
         if type(None) in get_args(hint) and get_origin(hint) is not Literal:
             hint = next(choice for choice in get_args(hint) if choice is not type(None))
             if hint in _KINDS:
-                return None if value is None else self._scalar(hint, value, key, metadata, " or null")
+                return (
+                    None if value is None else self._scalar(hint, value, key, metadata, " or null")
+                )
         origin = get_origin(hint)
         if origin is dict:
             return self._map(get_args(hint)[1], value, key)
         if origin is list:
             if not isinstance(value, list):
                 return self._wrong(key, value, "a list")
-            items = [self.clean(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value)]
+            items = [
+                self.clean(get_args(hint)[0], item, f"{key}[{index}]")
+                for index, item in enumerate(value)
+            ]
             return DROPPED if any(item is DROPPED for item in items) else items
         if origin is Literal:
             if type(value) is not str or value not in get_args(hint):
                 allowed = get_args(hint)
-                return self._wrong(key, value, ", ".join(map(repr, allowed)), near(str(value), allowed))
+                return self._wrong(
+                    key, value, ", ".join(map(repr, allowed)), near(str(value), allowed)
+                )
             return value
         # Of a user's own class types may be others than the schema has.
-        return self._scalar(hint, value, key, metadata) if hint in _KINDS else self._plain(value, key)
+        return (
+            self._scalar(hint, value, key, metadata) if hint in _KINDS else self._plain(value, key)
+        )
 
     def mistake(self, key: str, text: str) -> Any:
         """Keep what is wrong with the value of ``key``; `DROPPED`."""
@@ -117,21 +132,30 @@ class Cleaner:
         return _kept(found)
 
     def _chosen(self, hint: Any, value: Mapping[str, Any], key: str) -> Any:
-        """The dataclass that a section of a family is to be, by its name or, if it says none, that of layers before."""
+        """The dataclass that a section of a family is to be, by its name or, if it says none, that
+        of layers before."""
         if hint not in FAMILIES:
             return hint
         name = value.get("name", "")
         if type(name) is not str:
             # Nothing else of the section can be judged, nor what is found in its place.
             self.mistakes.append(
-                Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {found_and_allowed(name, 'text')}")
+                Mistake(
+                    key,
+                    f"{self.source.at(f'{key}.name')}: {key}.name: "
+                    f"{found_and_allowed(name, 'text')}",
+                )
             )
             return DROPPED
         try:
-            return chosen(hint, value, self.below.get(key, {}), {"name": next(iter(FAMILIES[hint].known))})
+            return chosen(
+                hint, value, self.below.get(key, {}), {"name": next(iter(FAMILIES[hint].known))}
+            )
         except ConfigError as error:
             text = str(error).partition(": ")[2]
-            self.mistakes.append(Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {text}"))
+            self.mistakes.append(
+                Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {text}")
+            )
             return DROPPED
 
     def _unknown(
@@ -146,7 +170,11 @@ class Cleaner:
             self.mistake(key, f"unknown key; {text}")
         if explained:
             return
-        hint = f"; {', '.join(others)} has it" if others else near(name, siblings) or near(dotted, list(keys()))
+        hint = (
+            f"; {', '.join(others)} has it"
+            if others
+            else near(name, siblings) or near(dotted, list(keys()))
+        )
         self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
 
     def _map(self, item: Any, value: Any, key: str) -> Any:
@@ -172,7 +200,11 @@ class Cleaner:
         if hint is float and type(value) is int:
             value = float(value) if abs(value) < 2**1023 else math.inf
         if type(value) is not hint:
-            quote = f"; quote it: '{value}'" if hint is str and isinstance(value, bool | int | float) else ""
+            quote = (
+                f"; quote it: '{value}'"
+                if hint is str and isinstance(value, bool | int | float)
+                else ""
+            )
             allowed = " ".join([_KINDS[hint], bounds(metadata)]).strip()
             return self._wrong(key, value, allowed + also_allowed, quote)
         low, high = metadata.get("low"), metadata.get("high")
@@ -189,19 +221,37 @@ class Cleaner:
         if depth > MAX_DEPTH:
             return self.mistake(key, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, list):
-            items = [self._plain(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
+            items = [
+                self._plain(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)
+            ]
             return DROPPED if any(item is DROPPED for item in items) else items
         if isinstance(value, Mapping):
             if bad := [name for name in value if type(name) is not str]:
                 return self._wrong(key, bad[0], "names that are text (quote it)")
-            return _kept({name: self._plain(item, f"{key}.{name}", depth + 1) for name, item in value.items()})
-        if not (value is None or type(value) in _KINDS) or (type(value) is float and not math.isfinite(value)):
-            return self._wrong(key, value, "text, finite numbers, true, false, null, lists and mappings")
+            return _kept(
+                {
+                    name: self._plain(item, f"{key}.{name}", depth + 1)
+                    for name, item in value.items()
+                }
+            )
+        if not (value is None or type(value) in _KINDS) or (
+            type(value) is float and not math.isfinite(value)
+        ):
+            return self._wrong(
+                key, value, "text, finite numbers, true, false, null, lists and mappings"
+            )
         return value
 
 
-def clean(hint: Any, value: Any, source: Source | str, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
-    """`value` checked against the type `hint` and the bounds in `metadata`; ConfigError with every mistake."""
+def clean(
+    hint: Any,
+    value: Any,
+    source: Source | str,
+    key: str = "",
+    metadata: Mapping[str, Any] = _NO_BOUNDS,
+) -> Any:
+    """`value` checked against the type `hint` and the bounds in `metadata`; ConfigError with every
+    mistake."""
     cleaner = Cleaner(Source(source) if isinstance(source, str) else source)
     found = cleaner.clean(hint, value, key, metadata)
     if cleaner.mistakes:
@@ -221,8 +271,8 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def near(word: str, allowed: Sequence[str]) -> str:
-    """A suggestion for `word`, by the last part of dotted keys or, where none has it, by its spelling; empty if nothing
-    is close."""
+    """A suggestion for `word`, by the last part of dotted keys or, where none has it, by its
+    spelling; empty if nothing is close."""
     last = word.rpartition(".")[2]
     matches = [key for key in allowed if key.rpartition(".")[2] == last]
     matches = matches or difflib.get_close_matches(word, allowed, n=1)

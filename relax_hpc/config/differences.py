@@ -11,7 +11,8 @@ _NOTHING = object()
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each setting in ``tree``, nested mappings. An empty mapping is a value.
+    """(dotted key, value) of each setting in ``tree``, nested mappings. An empty mapping is a
+    value.
 
     >>> list(leaves({"steps": 1, "model": {"path": "/m"}, "groups": {}}))
     [('steps', 1), ('model.path', '/m'), ('groups', {})]

@@ -1,6 +1,7 @@
 """The groups of a run by name, elastic members of a rollout group included.
 
-A group whose only role is rollout may have further members, `rollout-2`, `rollout-3`, ...: groups with its settings.
+A group whose only role is rollout may have further members, `rollout-2`, `rollout-3`, ...: groups
+with its settings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def group_of(config: Config, name: str) -> GroupConfig:
     """Settings of a group or of an elastic member; ConfigError if the run has no such group."""
     base = base_name(name, config.groups)
     if not base or (base != name and config.groups[base].roles != ["rollout"]):
-        raise ConfigError(f"groups: found {name!r}, allowed: {', '.join(config.groups)}, or members like rollout-2")
+        raise ConfigError(
+            f"groups: found {name!r}, allowed: {', '.join(config.groups)}, or members like "
+            "rollout-2"
+        )
     return config.groups[base]
 
 
@@ -52,7 +56,8 @@ def roles_of(config: Config, name: str) -> list[str]:
 def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
     """Roles that train, in the order of `ROLES`, and the group that each is in.
 
-    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]), "training": GroupConfig(roles=["actor"])})
+    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]), "training":
+    GroupConfig(roles=["actor"])})
     {'actor': 'training'}
     """
     placed = {role: name for name, group in groups.items() for role in group.roles}

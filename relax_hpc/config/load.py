@@ -1,7 +1,9 @@
-"""Loading of a `Config` from files and overrides: every layer is checked by itself, so that errors name its file.
+"""Loading of a `Config` from files and overrides: every layer is checked by itself, so that errors
+name its file.
 
-Layers compose from left to right. Sections merge; lists are replaced whole; `groups`, `env`, `flags` and `eval` sets
-merge by key, and null takes a key out (of `flags` it is a value like any other).
+Layers compose from left to right. Sections merge; lists are replaced whole; `groups`, `env`,
+`flags` and `eval` sets merge by key, and null takes a key out (of `flags` it is a value like any
+other).
 
 jsonargparse parses the options of the command line (`config/options.py`), and no files. Its own
 action for configuration files, as of 4.53, was tried with the cases of this loader:
@@ -64,7 +66,8 @@ class Layers:
     """Mistakes in the layers, whose values were left out."""
 
     def placed(self, finding: str) -> str:
-        """``finding``, which begins with its key, after the file and line that set it, if one did."""
+        """``finding``, which begins with its key, after the file and line that set it, if one
+        did."""
         key = finding.partition(":")[0]
         while key and key not in self.sources:
             key = key.rpartition(".")[0]
@@ -72,20 +75,23 @@ class Layers:
 
     @property
     def lack_one(self) -> bool:
-        """Whether a whole layer could not be read: most that is found is then about what stands in it."""
+        """Whether a whole layer could not be read: most that is found is then about what stands in
+        it."""
         return not all(mistake.key for mistake in self.mistakes)
 
     def explain(self, finding: str) -> bool:
-        """Whether ``finding`` may follow from a mistake: it speaks of a key that has its default for that reason."""
+        """Whether ``finding`` may follow from a mistake: it speaks of a key that has its default
+        for that reason."""
         wrong = "|".join(re.escape(mistake.key) for mistake in self.mistakes)
         return self.lack_one or bool(wrong and re.search(rf"(?<![\w.])({wrong})(?!\w)", finding))
 
 
 def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Compose defaults, `files` from left to right and `overrides` (nested, or by dotted key) into a `Config`.
+    """Compose defaults, `files` from left to right and `overrides` (nested, or by dotted key) into
+    a `Config`.
 
-    ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and values out of range.
-    What concerns several fields is found by `relax_hpc.checks.settings`.
+    ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and
+    values out of range. What concerns several fields is found by `relax_hpc.checks.settings`.
     """
     config = build(Config, compose(files, overrides).tree)
     if are_imported():
@@ -98,8 +104,8 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
 def load_resolved(run_dir: Path | str, group: str = "") -> Config:
     """The configuration of an existing run, with what was changed since for `group`.
 
-    Its `run_dir` is the directory given, even if it was moved. A change that is none is left out, and said: those that
-    commands keep were judged before, so nobody of ours wrote it.
+    Its `run_dir` is the directory given, even if it was moved. A change that is none is left out,
+    and said: those that commands keep were judged before, so nobody of ours wrote it.
     """
     from relax_hpc.config.changes import change_files
 
@@ -130,7 +136,8 @@ def _algorithm_record(run: RunDir) -> dict[str, Any]:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write `config` as YAML in the order of the schema; readers see the whole file or the one before."""
+    """Write `config` as YAML in the order of the schema; readers see the whole file or the one
+    before."""
     write_atomic(path, dump_yaml(_complete(to_dict(config))).encode(), sync=True)
 
 
@@ -140,7 +147,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def print_config(layers: Layers) -> str:
-    """`layers` as YAML in which every value that a layer set names that layer in a comment; `load` reads it back."""
+    """`layers` as YAML in which every value that a layer set names that layer in a comment; `load`
+    reads it back."""
     text = dump_yaml(_complete(layers.tree))
     lines = text.splitlines()
     for key, line in key_lines(text).items():
@@ -150,7 +158,8 @@ def print_config(layers: Layers) -> str:
 
 
 def resolve(config: Config) -> Config:
-    """`config` with `run_dir` filled in and every path made absolute, so that a resume may start elsewhere."""
+    """`config` with `run_dir` filled in and every path made absolute, so that a resume may start
+    elsewhere."""
     tree = to_dict(config)
     tree["run_dir"] = tree["run_dir"] or f"runs/{config.name}"
     for *sections, field in _PATHS:
@@ -173,7 +182,8 @@ def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = N
 
 
 def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
-    """Layers of `compose` with all their mistakes: these are kept, and the values that they are about are not."""
+    """Layers of `compose` with all their mistakes: these are kept, and the values that they are
+    about are not."""
     found = Layers(to_dict(Config()), {})
     for file in files:
         try:
@@ -210,8 +220,9 @@ def _lay(found: Layers, raw: Any, source: Source) -> None:
 
 
 def _begin_anew(found: Layers, layer: Mapping[str, Any], source: Source) -> None:
-    """A section that ``layer`` gives another name has the defaults of that one, and what was set before of fields that
-    all of its family have. What was set of others is a mistake: the same word may mean something else now."""
+    """A section that ``layer`` gives another name has the defaults of that one, and what was set
+    before of fields that all of its family have. What was set of others is a mistake: the same word
+    may mean something else now."""
     for key, hint in get_type_hints(Config).items():
         before, now = found.tree[key], layer.get(key, {})
         if hint not in FAMILIES or now.get("name", before["name"]) == before["name"]:
@@ -220,9 +231,12 @@ def _begin_anew(found: Layers, layer: Mapping[str, Any], source: Source) -> None
         for name in own_fields(hint, said.difference(now)):
             place = found.sources.pop(f"{key}.{name}").at(f"{key}.{name}")
             text = (
-                f"{place}: {key}.{name}: set for {before['name']}, but {source.at(f'{key}.name')} names {now['name']}"
+                f"{place}: {key}.{name}: set for {before['name']}, but "
+                f"{source.at(f'{key}.name')} names {now['name']}"
             )
-            found.mistakes.append(Mistake(f"{key}.{name}", f"{text}; set it there too, or remove it here"))
+            found.mistakes.append(
+                Mistake(f"{key}.{name}", f"{text}; set it there too, or remove it here")
+            )
         shared = said.intersection(field.name for field in dataclasses.fields(hint))
         fresh = dataclasses.asdict(chosen(hint, now)())
         found.tree = found.tree | {key: fresh | {name: before[name] for name in shared}}
@@ -232,16 +246,22 @@ def merge(hint: Any, base: Any, layer: Any) -> Any:
     """`layer` laid over `base`, both clean values of type `hint`; neither is changed."""
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(chosen(hint, layer, base))
-        return base | {key: merge(hints[key], base.get(key, {}), value) for key, value in layer.items()}
+        return base | {
+            key: merge(hints[key], base.get(key, {}), value) for key, value in layer.items()
+        }
     if get_origin(hint) is not dict:
         return layer
     item = get_args(hint)[1]
     merged = base | {
-        key: merge(item, base.get(key, {}), value) if dataclasses.is_dataclass(item) and value is not None else value
+        key: merge(item, base.get(key, {}), value)
+        if dataclasses.is_dataclass(item) and value is not None
+        else value
         for key, value in layer.items()
     }
     keeps_null = item is Any or type(None) in get_args(item)
-    return merged if keeps_null else {key: value for key, value in merged.items() if value is not None}
+    return (
+        merged if keeps_null else {key: value for key, value in merged.items() if value is not None}
+    )
 
 
 def build(hint: Any, tree: Any) -> Any:
@@ -266,10 +286,16 @@ def _with_optional(tree: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, 
 
 
 def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
-    """Optional groups whose roles give what the algorithm needs, and which nobody else is there to give."""
+    """Optional groups whose roles give what the algorithm needs, and which nobody else is there to
+    give."""
     algorithm: Algorithm = build(Algorithm, tree["algorithm"])
-    placed = [*(group.get("roles", ()) for group in tree["groups"].values()), tree["actor"]["forward"]]
-    missing = roles_for((*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))).difference(*placed)
+    placed = [
+        *(group.get("roles", ()) for group in tree["groups"].values()),
+        tree["actor"]["forward"],
+    ]
+    missing = roles_for(
+        (*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))
+    ).difference(*placed)
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
 
 
@@ -294,8 +320,9 @@ def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
-    """The tree of a run whose rows are those of files, ``sequences`` in each: without the roles that draw, whatever
-    layers say of their groups, as those of a cluster do, and with role `data`, in the hub unless one says otherwise."""
+    """The tree of a run whose rows are those of files, ``sequences`` in each: without the roles
+    that draw, whatever layers say of their groups, as those of a cluster do, and with role `data`,
+    in the hub unless one says otherwise."""
     tree, usual = found.tree, {"samples_per_prompt": sequences, "weights.file_every": 0}
     groups = {
         name: group | {"roles": [role for role in group["roles"] if role not in OF_DRAWN_ROWS]}
@@ -306,7 +333,9 @@ def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
     left = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
     said = _nest({key: value for key, value in usual.items() if key not in found.sources})
     inside = [role for role in tree["actor"]["forward"] if role not in OF_DRAWN_ROWS]
-    return merge(Config, tree | {"groups": left, "actor": tree["actor"] | {"forward": inside}}, said)
+    return merge(
+        Config, tree | {"groups": left, "actor": tree["actor"] | {"forward": inside}}, said
+    )
 
 
 def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:
@@ -314,7 +343,8 @@ def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: 
         if value is None and name not in known:
             cleaner.mistake(
                 f"groups.{name}",
-                f"null removes a group, but there is none of that name, allowed: {', '.join(sorted(known))}"
+                "null removes a group, but there is none of that name, allowed: "
+                f"{', '.join(sorted(known))}"
                 f"{near(name, sorted(known))}",
             )
 
@@ -329,7 +359,10 @@ def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
         for part in sections:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"{COMMAND_LINE}: {dotted}: given beside a value for {part}, keep one of the two")
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {dotted}: given beside a value for {part}, keep one of "
+                    "the two"
+                )
         section[name] = copy.deepcopy(value)
     return nested
 
@@ -337,12 +370,15 @@ def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with null for every group that it lacks and that reading it would bring back."""
     back = [*default_groups(), *_needed_groups(tree)]
-    return tree | {"groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}}
+    return tree | {
+        "groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}
+    }
 
 
 def _absolute(path: str) -> str:
     if not path:
         return ""
     whole = Path(path).expanduser().absolute()
-    # Links stay as they were named, unless `..` stands behind one: only the filesystem knows where that leads.
+    # Links stay as they were named, unless `..` stands behind one: only the filesystem knows where
+    # that leads.
     return str(whole.resolve() if ".." in whole.parts else whole)

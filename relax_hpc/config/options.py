@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 
-from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, bounds, found_and_allowed, keys, near
+from relax_hpc.config.clean import (
+    COMMAND_LINE,
+    DROPPED,
+    Cleaner,
+    bounds,
+    found_and_allowed,
+    keys,
+    near,
+)
 from relax_hpc.config.other_trainers import explain_other_name, suggest_other_name
 from relax_hpc.config.read import Source, parse_yaml
 from relax_hpc.config.schema import Config
@@ -47,7 +55,9 @@ def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Op
             continue
         default = getattr(defaults, field.name)
         span = bounds(field.metadata)
-        text = " ".join(part for part in (texts.get(field.name), f"[{span}]" if span else "") if part)
+        text = " ".join(
+            part for part in (texts.get(field.name), f"[{span}]" if span else "") if part
+        )
         yield Option(key, hint, default, field.metadata, text, section)
 
 
@@ -76,10 +86,17 @@ def _texts(cls: Any) -> dict[str, str | None]:
     from docstring_parser import parse_from_object
 
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    return {param.arg_name: param.description for base in bases for param in parse_from_object(base).params}
+    return {
+        param.arg_name: param.description
+        for base in bases
+        for param in parse_from_object(base).params
+    }
 
 
-FREE = ("--groups.", *(f"--{name}." for name, hint in get_type_hints(Config).items() if hint in FAMILIES))
+FREE = (
+    "--groups.",
+    *(f"--{name}." for name, hint in get_type_hints(Config).items() if hint in FAMILIES),
+)
 """Beginnings of options whose names depend on the configuration."""
 
 
@@ -101,8 +118,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def split_free(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """`argv` without options that no parser can know, and these as overrides: `--groups.NAME...`, of which jsonargparse
-    keeps one item below a name only, and fields of a user's own algorithm.
+    """`argv` without options that no parser can know, and these as overrides: `--groups.NAME...`,
+    of which jsonargparse keeps one item below a name only, and fields of a user's own algorithm.
 
     >>> split_free(["--steps", "5", "--groups.actor.roles", "[actor]", "--groups.hub=null"])
     (['--steps', '5'], {'groups.actor.roles': ['actor'], 'groups.hub': None})
@@ -119,7 +136,9 @@ def split_free(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             raise ConfigError(f"{COMMAND_LINE}: --{key}: expected one argument") from None
         # Environment variables are text whatever they look like.
         found[key] = (
-            text if re.fullmatch(r"groups\.[^.]+\.env\..+", key) else parse_yaml(text, f"{COMMAND_LINE}: --{key}")
+            text
+            if re.fullmatch(r"groups\.[^.]+\.env\..+", key)
+            else parse_yaml(text, f"{COMMAND_LINE}: --{key}")
         )
     return rest, found
 
@@ -135,10 +154,14 @@ class OptionError(ConfigError):
 
 def explain(message: str) -> NoReturn:
     """Raise the parser's complaint as a ConfigError of one line like those about files."""
-    if bad_value := re.search(r'Parser key "([^"]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL):
+    if bad_value := re.search(
+        r'Parser key "([^"]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL
+    ):
         raise OptionError(f"--{bad_value[1]}", _bad_value(bad_value[1], bad_value[2].strip()))
     if unknown := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
-        word = next((part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0])
+        word = next(
+            (part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0]
+        )
         option = word.partition("=")[0]
         raise OptionError(option, _unknown(word, option.lstrip("-")))
     raise ConfigError(f"{COMMAND_LINE}: {' '.join(message.split())}")

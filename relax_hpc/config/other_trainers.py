@@ -23,10 +23,11 @@ class OtherName:
     """A setting of ours, or one that there is not, with its names elsewhere."""
 
     ours: str
-    """Dotted key, also `--resume`; empty: there is no such setting, and ``note`` says what to do."""
+    """Dotted key, also `--resume`; empty: there is no such setting, and ``note`` says what to
+    do."""
     names: tuple[str, str, str]
-    """Names in TRL, verl and OpenRLHF, separated by blanks; empty: none. Of a dotted name the end is
-    enough, as `optim.lr`."""
+    """Names in TRL, verl and OpenRLHF, separated by blanks; empty: none. Of a dotted name the end
+    is enough, as `optim.lr`."""
     note: str = ""
 
 

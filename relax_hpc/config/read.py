@@ -1,4 +1,5 @@
-"""YAML files, read strictly: plain data only, no duplicate keys, no aliases, YAML 1.2 numbers (1e-3 is one)."""
+"""YAML files, read strictly: plain data only, no duplicate keys, no aliases, YAML 1.2 numbers (1e-3
+is one)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class Source:
-    """Source of a layer, for messages about it: a file, whose keys have lines, or the command line."""
+    """Source of a layer, for messages about it: a file, whose keys have lines, or the command
+    line."""
 
     def __init__(self, name: str, text: str | bytes = b"") -> None:
         self.name = name
@@ -51,7 +53,8 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2: `yes`, `1:30` and `2024-01-01` are text, `010` is ten."""
+    """SafeLoader with the scalars of YAML 1.2: `yes`, `1:30` and `2024-01-01` are text, `010` is
+    ten."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
     yaml_constructors: ClassVar[dict[str, Any]] = {
@@ -61,10 +64,13 @@ class _Loader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Aliases are refused: a few nested ones grow without bound, and files compose without them."""
+        """Aliases are refused: a few nested ones grow without bound, and files compose without
+        them."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are refused, write the value out", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are refused, write the value out", mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -73,7 +79,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key, line = (key_node.tag, str(key_node.value)), key_node.start_mark.line + 1
             if key in lines:
-                problem = f"key {key_node.value!r} appears twice (first on line {lines[key]}), keep one"
+                problem = (
+                    f"key {key_node.value!r} appears twice (first on line {lines[key]}), keep one"
+                )
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             lines[key] = line
         return super().construct_mapping(node, deep)
@@ -88,7 +96,8 @@ _Loader.add_constructor(_TAG + "int", _Loader._integer)
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which only `_Loader` takes for a number, and never folds lines."""
+    """SafeDumper that also quotes text which only `_Loader` takes for a number, and never folds
+    lines."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -108,12 +117,15 @@ def dump_yaml(tree: Any) -> str:
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
-    """The document in `text`. ConfigError with the line of `source` if it is not plain, unambiguous YAML."""
+    """The document in `text`. ConfigError with the line of `source` if it is not plain, unambiguous
+    YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}") from error
+        raise ConfigError(
+            f"{source}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}"
+        ) from error
     except (yaml.YAMLError, ValueError, KeyError) as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
@@ -134,17 +146,25 @@ def key_lines(text: str | bytes) -> dict[str, int]:
 
 
 def read_yaml(path: Path) -> tuple[Any, Source]:
-    """The document in the file `path`. ConfigError if it cannot be read, is too large or is not plain YAML."""
+    """The document in the file `path`. ConfigError if it cannot be read, is too large or is not
+    plain YAML."""
     try:
-        # A pipe of this process, as of `--config <(program)`, is its user's; any other could be waited for without end.
-        with path.open("rb") if str(path).startswith(_OWN_DESCRIPTORS) else open_regular(path) as file:
+        # A pipe of this process, as of `--config <(program)`, is its user's; any other could be
+        # waited for without end.
+        with (
+            path.open("rb")
+            if str(path).startswith(_OWN_DESCRIPTORS)
+            else open_regular(path) as file
+        ):
             data = file.read(MAX_BYTES + 1)
     except PermissionError as error:
         raise ConfigError(explain_path_error(error)) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{_near_file(path)}") from error
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, allowed at most that; is it a configuration?")
+        raise ConfigError(
+            f"{path}: larger than {MAX_BYTES} bytes, allowed at most that; is it a configuration?"
+        )
     return parse_yaml(data, str(path)), Source(str(path), data)
 
 

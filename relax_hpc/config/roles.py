@@ -1,5 +1,5 @@
-"""The roles, in the order in which people read of them. A new one is an entry here, a section of the configuration if
-it has settings, and its module."""
+"""The roles, in the order in which people read of them. A new one is an entry here, a section of
+the configuration if it has settings, and its module."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ class Role:
     ranked: bool = False
     """Whether its processes split one model, as section <role>.parallel says."""
     sections: tuple[str, ...] = ()
-    """Sections of the configuration that concern it alone: a group of it may change them while the others go on."""
+    """Sections of the configuration that concern it alone: a group of it may change them while the
+    others go on."""
     finishes_first: bool = False
     """Whether it completes what it is doing when it is asked to stop."""
     needs: tuple[str, ...] = ()
-    """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
+    """Fields of rows without which it cannot work. What it gives is declared in
+    `relax_hpc.fields`."""
     trains: bool = False
-    """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run have trained it."""
+    """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run
+    have trained it."""
     scores: str = ""
-    """Task of the queue under which a role that trains gives fields too, before it trains; empty: it gives none."""
+    """Task of the queue under which a role that trains gives fields too, before it trains; empty:
+    it gives none."""
     serves: bool = False
-    """Whether it starts servers, in processes on each of its nodes that know nothing of each other."""
+    """Whether it starts servers, in processes on each of its nodes that know nothing of each
+    other."""
 
 
 ROLES = {
@@ -77,6 +82,7 @@ OF_DRAWN_ROWS = ("rollout", "actor_fwd", "advantages")
 ON_CPUS = ("data", "gateway", "advantages")
 """Roles that compute no model."""
 POLICY = "actor"
-"""The role that trains what engines generate with: versions and their lineage are of its incarnations."""
+"""The role that trains what engines generate with: versions and their lineage are of its
+incarnations."""
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
 """Roles whose ranks split one model."""

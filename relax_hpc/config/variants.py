@@ -24,14 +24,16 @@ FAMILIES: dict[Any, Family] = {Algorithm: Family(algorithm_class, ALGORITHMS)}
 
 
 def chosen(hint: Any, *trees: Mapping[str, Any]) -> Any:
-    """The dataclass that the first of ``trees`` with a name asks for; ``hint`` itself if it is of no family."""
+    """The dataclass that the first of ``trees`` with a name asks for; ``hint`` itself if it is of
+    no family."""
     if hint not in FAMILIES:
         return hint
     return FAMILIES[hint].chosen(next(tree["name"] for tree in trees if "name" in tree))
 
 
 def fields_of(hint: Any) -> dict[str, list[type]]:
-    """Every field that one of the family ``hint`` has -> those that have it; of any other dataclass its own."""
+    """Every field that one of the family ``hint`` has -> those that have it; of any other dataclass
+    its own."""
     members = FAMILIES[hint].known.values() if hint in FAMILIES else [hint]
     found: dict[str, list[type]] = {}
     for member in members:

@@ -1,4 +1,5 @@
-"""Conversion between Hugging Face models and megatron-core's distributed checkpoints; which way, the source decides."""
+"""Conversion between Hugging Face models and megatron-core's distributed checkpoints; which way,
+the source decides."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1
 """Version of what is written; with another, a conversion that was interrupted starts again."""
 _OF_A_RUN = re.compile(r"(\w+-)?[ei]\d{6}-step-\d{6}|\..*")
-"""Names of checkpoints that count by their marker alone, and of those that never came to their end."""
+"""Names of checkpoints that count by their marker alone, and of those that never came to their
+end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,8 @@ class Request:
     shard_bytes: int = 0
     """Bytes of a file at most; 0: as the model's files were, else 5 GB."""
     model: Path | None = None
-    """Hugging Face directory of the model that a megatron checkpoint is of; None: what lies with it or its run."""
+    """Hugging Face directory of the model that a megatron checkpoint is of; None: what lies with it
+    or its run."""
     verify: str = ""
     """Comparison afterwards: "digests", "all" (logits too) or empty."""
     prompt: str = ""
@@ -54,30 +57,36 @@ class Request:
     """Keys of config.json to ignore, as `model.ignore_keys`."""
 
 
-def convert(request: Request, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def convert(
+    request: Request, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Convert, or go on with a conversion that was interrupted; a report in JSON values.
 
-    In memory at a time: one parameter of one layer (or expert, or the embedding) and copies of it, at most six times
-    the size of the largest; for logits a whole model in float32.
+    In memory at a time: one parameter of one layer (or expert, or the embedding) and copies of it,
+    at most six times the size of the largest; for logits a whole model in float32.
 
-    ConfigError: the source is not whole, or not what its config.json says, or the target is there. RelaxError: the
-    target cannot be written.
+    ConfigError: the source is not whole, or not what its config.json says, or the target is there.
+    RelaxError: the target cannot be written.
     """
     started = time.monotonic()
     check_paths(request)
     try:
         report = (_to_megatron if is_hf(request.source) else _to_hf)(request, progress)
     except OSError as error:
-        raise RelaxError(f"convert: {error}; run the same again, what is finished is kept") from error
+        raise RelaxError(
+            f"convert: {error}; run the same again, what is finished is kept"
+        ) from error
     about = {"source": str(request.source), "target": str(request.target)}
     return about | report | {"seconds": round(time.monotonic() - started, 3)}
 
 
 def check_paths(request: Request) -> None:
-    """ConfigError unless the source looks like something that can be converted, and the target is free."""
+    """ConfigError unless the source looks like something that can be converted, and the target is
+    free."""
     if not is_hf(request.source) and not is_megatron(request.source):
         raise ConfigError(
-            f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} (a megatron-core "
+            f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} "
+            "(a megatron-core "
             "torch_dist checkpoint); name a directory of one of the two"
         )
     check_free(request.target)
@@ -85,12 +94,16 @@ def check_paths(request: Request) -> None:
 
 def is_hf(directory: Path) -> bool:
     """Whether a directory looks like a Hugging Face model."""
-    return (directory / "config.json").exists() or (any(directory.glob("*.safetensors")) and not is_megatron(directory))
+    return (directory / "config.json").exists() or (
+        any(directory.glob("*.safetensors")) and not is_megatron(directory)
+    )
 
 
 def is_megatron(directory: Path) -> bool:
     """Whether a directory looks like a distributed checkpoint."""
-    return any((directory / name).exists() for name in (METADATA, CONFIG, MARKER)) or any(directory.glob("*.distcp"))
+    return any((directory / name).exists() for name in (METADATA, CONFIG, MARKER)) or any(
+        directory.glob("*.distcp")
+    )
 
 
 def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -136,24 +149,34 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
 
 def _check_ended(directory: Path) -> None:
     if _OF_A_RUN.fullmatch(directory.name) and not (directory / MARKER).exists():
-        raise ConfigError(f"{directory / MARKER}: missing, so saving did not come to its end; take an older checkpoint")
+        raise ConfigError(
+            f"{directory / MARKER}: missing, so saving did not come to its end; take an older "
+            "checkpoint"
+        )
 
 
 def _refuse_critic(state: StoredState) -> None:
     head = state.tensors.get("output_layer.weight")
     if head and len(head.size) == 1:
         raise ConfigError(
-            f"{state.directory}: found a critic, which says a value of a text and is no language model; allowed: the "
+            f"{state.directory}: found a critic, which says a value of a text and is no language "
+            "model; allowed: the "
             "policy's part of the checkpoint, the folder whose name begins with i"
         )
 
 
 def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
-    """The folder of config.json and tokenizer, and the headers of the files that the model came from."""
+    """The folder of config.json and tokenizer, and the headers of the files that the model came
+    from."""
     kept = request.source / HUGGINGFACE
-    model = request.model or (kept if kept.is_dir() else request.source.absolute().parent.parent / "model")
+    model = request.model or (
+        kept if kept.is_dir() else request.source.absolute().parent.parent / "model"
+    )
     if not (model / "config.json").exists():
-        raise ConfigError(f"--model: found no config.json in {model}; name the Hugging Face directory of this model")
+        raise ConfigError(
+            f"--model: found no config.json in {model}; name the Hugging Face directory of this "
+            "model"
+        )
     if request.model is None and model != kept:
         check_unchanged(model.parent / "weights", model)
     if request.shard_bytes:
@@ -174,15 +197,23 @@ def _dtype(request: Request) -> torch.dtype | None:
 
 
 def _plan(request: Request, *folders: Path) -> dict[str, Any]:
-    """Plan of all that decides the bytes that are written, with the state of all files that are read."""
+    """Plan of all that decides the bytes that are written, with the state of all files that are
+    read."""
     files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     about = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return {"version": PLAN_VERSION, "dtype": request.dtype, "shard_bytes": request.shard_bytes, "files": about}
+    return {
+        "version": PLAN_VERSION,
+        "dtype": request.dtype,
+        "shard_bytes": request.shard_bytes,
+        "files": about,
+    }
 
 
 def _prompt(request: Request, tokenizer: Path, spec: ModelSpec) -> list[int]:
     """Token ids for logits; none if they are not asked for."""
-    return verify.prompt_ids(request.prompt, tokenizer, spec.vocab) if request.verify == "all" else []
+    return (
+        verify.prompt_ids(request.prompt, tokenizer, spec.vocab) if request.verify == "all" else []
+    )
 
 
 def _verify(

@@ -1,4 +1,5 @@
-"""Safetensors files read and written piece by piece: strict about headers, and never more in memory than one tensor.
+"""Safetensors files read and written piece by piece: strict about headers, and never more in memory
+than one tensor.
 
 The reasons not to use the safetensors library are in `relax_hpc.weight_files` (reading) and
 `relax_hpc.weights.tensors.header_text` (writing).
@@ -50,9 +51,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class HfTensors:
-    """The pieces of a model that lie in a Hugging Face directory, whichever form they are stored in.
+    """The pieces of a model that lie in a Hugging Face directory, whichever form they are stored
+    in.
 
-    ConfigError names the file that is broken, or the tensor that is unknown, missing, mis-shaped or there twice.
+    ConfigError names the file that is broken, or the tensor that is unknown, missing, mis-shaped or
+    there twice.
     """
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
@@ -72,17 +75,23 @@ class HfTensors:
 
     def _add(self, path: Path, name: str, stored: Stored, forms: Forms, spec: ModelSpec) -> None:
         if not forms:
-            raise ConfigError(f"{path}: unknown tensor {name}; this is not the model that config.json describes")
+            raise ConfigError(
+                f"{path}: unknown tensor {name}; this is not the model that config.json describes"
+            )
         form = form_of(forms, stored.shape)
         if form is None:
             expected = " or ".join(str([*one.shape]) for one in forms)
-            raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {expected}")
+            raise ConfigError(
+                f"{path}: tensor {name} has shape {list(stored.shape)}, expected {expected}"
+            )
         if spec.tied and name == spec.output:
             self._place[name] = Place(path, stored)
             return
         for piece, place in _places(path, stored, form):
             if piece.name in self._place:
-                raise ConfigError(f"{path}: tensor {name}: {piece.name} lies in another file or tensor too")
+                raise ConfigError(
+                    f"{path}: tensor {name}: {piece.name} lies in another file or tensor too"
+                )
             self._place[piece.name] = place
 
     def _check_complete(self, spec: ModelSpec) -> None:

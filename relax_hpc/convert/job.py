@@ -1,4 +1,5 @@
-"""A conversion as a Slurm job, through submitit: it goes on where it was when the job is preempted or out of time."""
+"""A conversion as a Slurm job, through submitit: it goes on where it was when the job is preempted
+or out of time."""
 
 from __future__ import annotations
 
@@ -57,15 +58,19 @@ class ConversionJob:
 
 
 def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[str, Any]:
-    """Hand `request`, a `convert.Request`, to Slurm: {"job", "log"}, and what the job returned if it is waited for.
+    """Hand `request`, a `convert.Request`, to Slurm: {"job", "log"}, and what the job returned if
+    it is waited for.
 
-    The job's files lie beside the target, in a folder for this user alone. `cluster` "local" runs it as a process.
-    ConfigError: submitit or Slurm is missing, or refuses the options. RelaxError: the job was lost.
+    The job's files lie beside the target, in a folder for this user alone. `cluster` "local" runs
+    it as a process. ConfigError: submitit or Slurm is missing, or refuses the options. RelaxError:
+    the job was lost.
     """
     try:
         import submitit
     except ImportError as error:
-        raise ConfigError("--slurm: submitit is not installed; pip install 'relax_hpc[slurm]'") from error
+        raise ConfigError(
+            "--slurm: submitit is not installed; pip install 'relax_hpc[slurm]'"
+        ) from error
     target = Path(request.target).absolute()
     folder = private_folder(target.with_name(f".{target.name}.jobs"))
     absolute = {"source": Path(request.source).absolute(), "target": target}
@@ -75,7 +80,8 @@ def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[st
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         executor.update_parameters(**_parameters(options, cluster))
         job = executor.submit(ConversionJob(asdict(request) | absolute))
-    # submitit has no errors of its own here: sbatch's answer comes as FailedJobError, a missing srun as RuntimeError.
+    # submitit has no errors of its own here: sbatch's answer comes as FailedJobError, a missing
+    # srun as RuntimeError.
     except Exception as error:
         raise ConfigError(f"--slurm: {error}") from error
     about = {"job": job.job_id, "log": str(job.paths.stdout)}
@@ -87,7 +93,11 @@ def submit(request: Any, options: JobOptions, cluster: str = "slurm") -> dict[st
 
 
 def _parameters(options: JobOptions, cluster: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": "relax-convert", "timeout_min": options.time, "cpus_per_task": options.cpus}
+    found: dict[str, Any] = {
+        "name": "relax-convert",
+        "timeout_min": options.time,
+        "cpus_per_task": options.cpus,
+    }
     if options.mem:
         found["mem_gb"] = options.mem
     if cluster == "slurm":
@@ -100,9 +110,9 @@ def _parameters(options: JobOptions, cluster: str) -> dict[str, Any]:
 def _await_result(job: Any, slurm: Slurm) -> None:
     """Wait until a Slurm job has left a result, or submitit knows that it has ended.
 
-    submitit 1.5.4 learns of ended jobs from sacct alone. Where Slurm has no accounting, it would wait
-    without end for a job that was killed. RelaxError: squeue does not know the job, and there is
-    still no result `_LATE_S` seconds later.
+    submitit 1.5.4 learns of ended jobs from sacct alone. Where Slurm has no accounting, it would
+    wait without end for a job that was killed. RelaxError: squeue does not know the job, and there
+    is still no result `_LATE_S` seconds later.
     """
     asked_at, last_seen_at = time.monotonic(), time.monotonic()
     while not job.done():
@@ -133,4 +143,6 @@ def _result(job: Any) -> dict[str, Any]:
 
 
 def _lost_job_error(job: Any) -> RelaxError:
-    return RelaxError(f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on")
+    return RelaxError(
+        f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on"
+    )

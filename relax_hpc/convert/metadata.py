@@ -1,4 +1,5 @@
-"""Reads `.metadata`, the pickle that describes a torch_dist checkpoint, as what it is: bytes of somebody else."""
+"""Reads `.metadata`, the pickle that describes a torch_dist checkpoint, as what it is: bytes of
+somebody else."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class UnknownEntryError(Exception):
 
 
 class _Sealed(type):
-    """A class that stays as it is: pickle can set attributes of whatever it finds, of classes for the whole process."""
+    """A class that stays as it is: pickle can set attributes of whatever it finds, of classes for
+    the whole process."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise UnknownEntryError(f"an assignment to {cls.__name__}.{name}")
@@ -50,14 +52,22 @@ def _memory_format(value: int) -> _MEM_FORMAT_ENCODING:
 
 
 def _enum_member(of: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """An enum's member as Python 3.11.2 stores it, `getattr(enum, name)`; others (3.11.7, 3.12) store `enum(value)`."""
+    """An enum's member as Python 3.11.2 stores it, `getattr(enum, name)`; others (3.11.7, 3.12)
+    store `enum(value)`."""
     if of is not _memory_format:
         raise UnknownEntryError("builtins.getattr of something that is no enum")
     return _MEM_FORMAT_ENCODING[name]
 
 
 _DESCRIPTIONS = (
-    *(Metadata, StorageMeta, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, BytesStorageMetadata),
+    *(
+        Metadata,
+        StorageMeta,
+        TensorStorageMetadata,
+        TensorProperties,
+        ChunkStorageMetadata,
+        BytesStorageMetadata,
+    ),
     *(MetadataIndex, _StorageInfo),
 )
 _KNOWN: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
@@ -70,7 +80,8 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
     **{(one.__module__, one.__name__): _sealed(one) for one in _DESCRIPTIONS},
     **{("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
 }
-"""All that a `.metadata` may name. What could be changed from inside the pickle has a stand-in that cannot."""
+"""All that a `.metadata` may name. What could be changed from inside the pickle has a stand-in that
+cannot."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,9 +94,11 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(
     file: BinaryIO,
 ) -> tuple[dict[str, TensorStorageMetadata], dict[tuple[str, tuple[int, ...]], _StorageInfo]]:
-    """The tensors by key, and where the bytes of each block lie, by (key, offsets). No code of the file runs.
+    """The tensors by key, and where the bytes of each block lie, by (key, offsets). No code of the
+    file runs.
 
-    UnknownEntryError: it names something else than descriptions of tensors. Any other error: it is damaged.
+    UnknownEntryError: it names something else than descriptions of tensors. Any other error: it is
+    damaged.
     """
     found = _Unpickler(file).load()
     entries = found.state_dict_metadata.items()
@@ -93,7 +106,9 @@ def read_metadata(
     for key, about in tensors.items():
         _check(key, about)
     stored = found.storage_data.items()
-    return tensors, {(index.fqn, tuple(index.offset)): info for index, info in stored if index.offset is not None}
+    return tensors, {
+        (index.fqn, tuple(index.offset)): info for index, info in stored if index.offset is not None
+    }
 
 
 def _check(key: str, about: TensorStorageMetadata) -> None:

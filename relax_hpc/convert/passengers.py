@@ -1,4 +1,5 @@
-"""Tensors of a Hugging Face directory that are no part of what is trained: they go through a conversion as they are."""
+"""Tensors of a Hugging Face directory that are no part of what is trained: they go through a
+conversion as they are."""
 
 from __future__ import annotations
 
@@ -27,11 +28,20 @@ class Passengers:
 
     @classmethod
     def of(cls, directory: Path, spec: ModelSpec) -> Passengers:
-        """Find those of ``directory``; there may be none. ConfigError names a file that is broken."""
-        # A converted checkpoint keeps the model's index, and of its files those of these tensors alone.
+        """Find those of ``directory``; there may be none. ConfigError names a file that is
+        broken."""
+        # A converted checkpoint keeps the model's index, and of its files those of these tensors
+        # alone.
         paths = sorted(directory.glob("*.safetensors")) if spec.passengers else []
         found = ((path, read_header(path).tensors.items()) for path in paths)
-        return cls({name: Place(path, one) for path, tensors in found for name, one in tensors if spec.carries(name)})
+        return cls(
+            {
+                name: Place(path, one)
+                for path, tensors in found
+                for name, one in tensors
+                if spec.carries(name)
+            }
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -1,4 +1,5 @@
-"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along leading axes.
+"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along
+leading axes.
 
 The names and shapes of single parameters come from `relax_hpc.models.hf_mapping.Entry`.
 """
@@ -40,11 +41,16 @@ class Parameter:
     @property
     def own_key(self) -> str:
         """The key that older checkpoints, which stack nothing, have instead."""
-        return self.key.replace("decoder.layers.", f"decoder.layers.{self.index[0]}.") if self.index else self.key
+        return (
+            self.key.replace("decoder.layers.", f"decoder.layers.{self.index[0]}.")
+            if self.index
+            else self.key
+        )
 
     @property
     def extra_state(self) -> str | None:
-        """The key of the (empty) extra state that megatron-core keeps for each linear layer; None: not its weight."""
+        """The key of the (empty) extra state that megatron-core keeps for each linear layer; None:
+        not its weight."""
         if not self.index or ".linear_" not in self.key or not self.key.endswith(".weight"):
             return None
         index, stack = (".".join(map(str, numbers)) for numbers in (self.index, self.stack))

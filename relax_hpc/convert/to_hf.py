@@ -1,4 +1,5 @@
-"""A megatron-core distributed checkpoint, a run's or a converted one, as a Hugging Face model, file after file."""
+"""A megatron-core distributed checkpoint, a run's or a converted one, as a Hugging Face model, file
+after file."""
 
 from __future__ import annotations
 
@@ -37,14 +38,18 @@ from relax_hpc.weight_files import INDEX
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
 
-_NORM_BESIDE_EXPERTS = ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight")
+_NORM_BESIDE_EXPERTS = (
+    "decoder.layers.pre_mlp_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+)
 """Names of a norm: megatron-core's own layers store it under the second one."""
 
 
 class MegatronTensors:
     """The pieces of a model that lie in a distributed checkpoint, saved under any split.
 
-    ConfigError names the tensor that is unknown, missing or mis-shaped. Rows that pad the vocabulary are left out.
+    ConfigError names the tensor that is unknown, missing or mis-shaped. Rows that pad the
+    vocabulary are left out.
     """
 
     def __init__(self, state: StoredState, spec: ModelSpec) -> None:
@@ -55,11 +60,17 @@ class MegatronTensors:
             key = self._key(one)
             self._check_shape(one, key)
             found.add(key)
-            self._place |= {piece.name: (one, key, key != one.own_key or not one.index) for piece in one.entry.pieces}
+            self._place |= {
+                piece.name: (one, key, key != one.own_key or not one.index)
+                for piece in one.entry.pieces
+            }
         for key in state.tensors:
             if key not in found and "optimizer." not in key:
                 where = state.directory / METADATA
-                raise ConfigError(f"{where}: unknown tensor {key}; this is not the model that config.json describes")
+                raise ConfigError(
+                    f"{where}: unknown tensor {key}; this is not the model that config.json "
+                    "describes"
+                )
         self._fused: tuple[Parameter, list[Tensor]] | None = None
 
     def _key(self, one: Parameter) -> str:
@@ -75,10 +86,15 @@ class MegatronTensors:
     def _check_shape(self, one: Parameter, key: str) -> None:
         found = tuple(self.state.tensors[key].size)
         expected = one.whole if key != one.own_key or not one.index else one.stack[1:] + one.shape
-        padded = one.entry.pieces[0].name in (self.spec.embedding, self.spec.output) and found[0] >= expected[0]
+        padded = (
+            one.entry.pieces[0].name in (self.spec.embedding, self.spec.output)
+            and found[0] >= expected[0]
+        )
         if found[padded:] != expected[padded:]:
             where = self.state.directory / METADATA
-            raise ConfigError(f"{where}: tensor {key} has shape {list(found)}, expected {list(expected)}")
+            raise ConfigError(
+                f"{where}: tensor {key} has shape {list(found)}, expected {list(expected)}"
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""
@@ -130,7 +146,11 @@ class ToHf:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Type that a piece is stored in."""
-        return self.passengers.dtype(name) if name in self.passengers else self.dtype or self.source.dtype(name)
+        return (
+            self.passengers.dtype(name)
+            if name in self.passengers
+            else self.dtype or self.source.dtype(name)
+        )
 
     def _read(self, name: str) -> Tensor:
         read = self.passengers.read if name in self.passengers else self.source.read
@@ -151,27 +171,45 @@ class ToHf:
         about = json.loads(text)
         metadata = about.pop("__metadata__", None)
         order = sorted(about, key=lambda tensor: about[tensor]["data_offsets"])
-        forms = {tensor: form_of(known.get(tensor, ()), tuple(about[tensor]["shape"])) for tensor in order}
+        forms = {
+            tensor: form_of(known.get(tensor, ()), tuple(about[tensor]["shape"]))
+            for tensor in order
+        }
         if unknown := [tensor for tensor, form in forms.items() if form is None]:
-            raise ConfigError(f"{self.small_files}: unknown tensor {unknown[0]} in the headers of {name}")
-        types = {tensor: TYPE_NAMES[self.dtype_of(forms[tensor].pieces[0].name)] for tensor in order}
+            raise ConfigError(
+                f"{self.small_files}: unknown tensor {unknown[0]} in the headers of {name}"
+            )
+        types = {
+            tensor: TYPE_NAMES[self.dtype_of(forms[tensor].pieces[0].name)] for tensor in order
+        }
         if any(about[tensor]["dtype"] != types[tensor] for tensor in order):
-            text = header_text([(tensor, types[tensor], forms[tensor].shape) for tensor in order], metadata)
+            text = header_text(
+                [(tensor, types[tensor], forms[tensor].shape) for tensor in order], metadata
+            )
         return FilePlan(name, text, tuple(forms.values()))
 
     def _new_files(self) -> list[FilePlan]:
         forms, plans = published_forms(self.spec) | self._alone(), []
         types = {name: self.dtype_of(form.pieces[0].name) for name, form in forms.items()}
-        sizes = ((name, math.prod(form.shape) * types[name].itemsize) for name, form in forms.items())
+        sizes = (
+            (name, math.prod(form.shape) * types[name].itemsize) for name, form in forms.items()
+        )
         groups = in_files(sizes, self.shard_bytes)
         for number, names in enumerate(groups):
             about = [(name, TYPE_NAMES[types[name]], forms[name].shape) for name in names]
             file = file_name(number, len(groups))
-            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(forms[name] for name in names)))
+            plans.append(
+                FilePlan(
+                    file, header_text(about, {"format": "pt"}), tuple(forms[name] for name in names)
+                )
+            )
         return plans
 
-    def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
-        """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
+    def write(
+        self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]
+    ) -> None:
+        """All files, those that are finished left as they are; if it passes the ``check``, the
+        directory appears."""
         plans = self.files()
         for number, plan in enumerate(plans, start=1):
             tensors = (tensor for form in plan.forms for tensor in self._parts(form))
@@ -203,10 +241,16 @@ class ToHf:
             if there.exists():
                 copy_regular(there, path / INDEX)
         elif len(plans) > 1:
-            names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
+            names = {
+                plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"]
+                for plan in plans
+            }
             where = {name: file for file, found in names.items() for name in found}
             forms = (form for plan in plans for form in plan.forms)
-            total = sum(math.prod(form.shape) * self.dtype_of(form.pieces[0].name).itemsize for form in forms)
+            total = sum(
+                math.prod(form.shape) * self.dtype_of(form.pieces[0].name).itemsize
+                for form in forms
+            )
             about = {"metadata": {"total_size": total}, "weight_map": where}
             (path / INDEX).write_text(json.dumps(about, indent=2) + "\n")
 
@@ -216,4 +260,7 @@ def check_types(source: MegatronTensors) -> None:
     for name in all_pieces(source.spec):
         if source.dtype(name) not in TYPE_NAMES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-            raise ConfigError(f"{source.state.directory}: tensor {name} is {source.dtype(name)}, allowed: {allowed}")
+            raise ConfigError(
+                f"{source.state.directory}: tensor {name} is {source.dtype(name)}, allowed: "
+                f"{allowed}"
+            )

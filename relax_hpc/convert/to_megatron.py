@@ -1,4 +1,5 @@
-"""A Hugging Face model as a megatron-core distributed checkpoint, one part (file) after the other."""
+"""A Hugging Face model as a megatron-core distributed checkpoint, one part (file) after the
+other."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from relax_hpc.checkpoint.store import FORMAT_VERSION, MARKER, checksum
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.passengers import FILE, Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
-from relax_hpc.convert.torch_dist import Shard, shards_from_json, shards_to_json, write_description, write_shards
+from relax_hpc.convert.torch_dist import (
+    Shard,
+    shards_from_json,
+    shards_to_json,
+    write_description,
+    write_shards,
+)
 from relax_hpc.convert.workspace import HashedFile, Workspace, in_files
 from relax_hpc.errors import ConfigError
 from relax_hpc.foreign_files import copy_regular
@@ -26,7 +33,8 @@ from relax_hpc.models.spec import ModelSpec
 from relax_hpc.rundir import write_json
 
 HUGGINGFACE = "huggingface"
-"""Folder of a converted checkpoint with the source's small files, and the headers of its weights."""
+"""Folder of a converted checkpoint with the source's small files, and the headers of its
+weights."""
 HEADERS = "headers.json"
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.md", "LICENSE*")
 """Files of the model's directory that are copied along."""
@@ -46,7 +54,10 @@ class ToMegatron:
     def parts(self) -> list[list[Parameter]]:
         """Parameters of each file. ConfigError: a type differs between layers or fused tensors."""
         self._check_types()
-        sizes = ((one, math.prod(one.shape) * self.dtype_of(one).itemsize) for one in parameters(self.spec))
+        sizes = (
+            (one, math.prod(one.shape) * self.dtype_of(one).itemsize)
+            for one in parameters(self.spec)
+        )
         return in_files(sizes, self.shard_bytes)
 
     def _check_types(self) -> None:
@@ -56,7 +67,8 @@ class ToMegatron:
                 found = self.dtype or self.source.dtype(piece.name)
                 if types.setdefault(one.key, found) != found:
                     raise ConfigError(
-                        f"{self.source.directory}: tensor {piece.name} is {found}, others that are stored with it are "
+                        f"{self.source.directory}: tensor {piece.name} is {found}, others that are "
+                        "stored with it are "
                         f"{types[one.key]}; give all one type with --dtype"
                     )
 
@@ -69,15 +81,20 @@ class ToMegatron:
         pieces = [self.source.read(piece.name) for piece in one.entry.pieces]
         return fuse(one.entry, pieces, self.spec).to(self.dtype_of(one))
 
-    def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
-        """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
+    def write(
+        self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]
+    ) -> None:
+        """All files, those that are finished left as they are; if it passes the ``check``, the
+        directory appears."""
         parts = self.parts()
         records = {}
         for number, part in enumerate(parts):
             name = f"__{number}_0.distcp"
             records[name] = work.file(name, partial(self._write_part, part))
             size = records[name]["bytes"] / 1e6
-            progress(f"part {number + 1} of {len(parts)}, {size:.1f} MB: up to {part[-1].entry.name}")
+            progress(
+                f"part {number + 1} of {len(parts)}, {size:.1f} MB: up to {part[-1].entry.name}"
+            )
         work.finish(lambda path: self._describe(path, records), check)
 
     def _write_part(self, part: list[Parameter], file: HashedFile) -> list[dict[str, Any]]:
@@ -93,7 +110,9 @@ class ToMegatron:
     def _describe(self, path: Path, records: dict[str, dict[str, Any]]) -> None:
         """Write the metadata, what the way back needs, and the marker last."""
         whole = {one.key: (one.whole, self.dtype_of(one)) for one in parameters(self.spec)}
-        shards: dict[str, list[Shard]] = {name: shards_from_json(one["about"]) for name, one in records.items()}
+        shards: dict[str, list[Shard]] = {
+            name: shards_from_json(one["about"]) for name, one in records.items()
+        }
         write_description(path, whole, shards)
         self._take_along(path / HUGGINGFACE)
         checksums = {name: one["checksum"] for name, one in records.items()}

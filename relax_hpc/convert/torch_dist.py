@@ -1,8 +1,10 @@
-"""The files of megatron-core's torch_dist format, read and written one shard at a time and without a process group.
+"""The files of megatron-core's torch_dist format, read and written one shard at a time and without
+a process group.
 
 Runs save and load with megatron-core 0.16.1 itself (`checkpoint/strategy.py`, `convert/verify.py`).
 Conversions do not, because its `dist_checkpointing`
-- unpickles the checkpoint's `.metadata` with `pickle.load` (torch 2.13, `FileSystemReader.read_metadata`),
+- unpickles the checkpoint's `.metadata` with `pickle.load` (torch 2.13,
+  `FileSystemReader.read_metadata`),
   so that a checkpoint of somebody else can run code;
 - saves a whole state dict, of which all tensors exist before the first byte is written;
 - always starts from the beginning: an interrupted `save` leaves nothing that the next one uses;
@@ -43,8 +45,10 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 _DAMAGED = "damaged; take another checkpoint, or copy it again"
 _UNKNOWN = (
-    f"is not among what torch {torch.__version__} and megatron-core write there; nothing of it was run. If you know "
-    "who wrote the checkpoint, save it again with this environment's versions; if you do not, leave it alone"
+    f"is not among what torch {torch.__version__} and megatron-core write there; nothing of it was "
+    "run. If you know "
+    "who wrote the checkpoint, save it again with this environment's versions; if you do not, "
+    "leave it alone"
 )
 
 
@@ -60,7 +64,8 @@ class Shard:
 
 
 class StoredState:
-    """The tensors of a checkpoint directory by key. ConfigError names the file that is missing or damaged."""
+    """The tensors of a checkpoint directory by key. ConfigError names the file that is missing or
+    damaged."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -71,7 +76,9 @@ class StoredState:
             with open_regular(path) as file:
                 self.tensors, self._stored = read_metadata(file)
         except FileNotFoundError as error:
-            raise ConfigError(f"{path}: missing, so saving did not come to its end; take another checkpoint") from error
+            raise ConfigError(
+                f"{path}: missing, so saving did not come to its end; take another checkpoint"
+            ) from error
         except UnknownEntryError as error:
             raise ConfigError(f"{path}: unknown entry: {_brief(error)} {_UNKNOWN}") from error
         # A damaged pickle can fail in any way.
@@ -91,7 +98,9 @@ class StoredState:
                 room[_block(low, high, start)] = part
                 filled += part.numel()
         if filled != room.numel():
-            raise ConfigError(f"{self.directory / METADATA}: {key} has no shards for all of it; {_DAMAGED}")
+            raise ConfigError(
+                f"{self.directory / METADATA}: {key} has no shards for all of it; {_DAMAGED}"
+            )
         return room
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -114,7 +123,9 @@ class StoredState:
             raise ConfigError(f"{path}: missing; take another checkpoint") from error
         # A damaged archive can fail in any way.
         except Exception as error:
-            raise ConfigError(f"{path}: shard {list(chunk.offsets)} of {key}: {_DAMAGED} ({_brief(error)})") from error
+            raise ConfigError(
+                f"{path}: shard {list(chunk.offsets)} of {key}: {_DAMAGED} ({_brief(error)})"
+            ) from error
 
 
 def _recorded(marker: Path) -> dict[str, str]:
@@ -137,7 +148,9 @@ def _block(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tu
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
-def write_shards(file: BinaryIO, shards: Iterator[tuple[str, tuple[int, ...] | None, Any]]) -> list[Shard]:
+def write_shards(
+    file: BinaryIO, shards: Iterator[tuple[str, tuple[int, ...] | None, Any]]
+) -> list[Shard]:
     """Append (key, offsets, tensor or object), each taken when the one before it is written."""
     found, at = [], 0
     for key, offsets, value in shards:
@@ -149,7 +162,9 @@ def write_shards(file: BinaryIO, shards: Iterator[tuple[str, tuple[int, ...] | N
 
 
 def write_description(
-    directory: Path, whole: dict[str, tuple[tuple[int, ...], torch.dtype]], files: dict[str, list[Shard]]
+    directory: Path,
+    whole: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    files: dict[str, list[Shard]],
 ) -> None:
     """Describe a checkpoint made of files of shards: `whole` has shape and type of each tensor."""
     described: dict[str, Any] = {
@@ -163,7 +178,9 @@ def write_description(
             if offsets is None:
                 described[one.key] = BytesStorageMetadata()
             else:
-                described[one.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(one.sizes)))
+                described[one.key].chunks.append(
+                    ChunkStorageMetadata(offsets, torch.Size(one.sizes))
+                )
             info = _StorageInfo(name, one.start, one.length)
             results.append(WriteResult(MetadataIndex(one.key, offsets), one.length, info))
     writer = FileSystemWriter(directory)
@@ -174,7 +191,9 @@ def write_description(
     torch.save({}, common)
     (directory / COMMON).write_bytes(common.getvalue())
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (directory / CONFIG).write_text(json.dumps(config | {"common_backend": "torch", "common_backend_version": 1}))
+    (directory / CONFIG).write_text(
+        json.dumps(config | {"common_backend": "torch", "common_backend_version": 1})
+    )
 
 
 def shards_to_json(shards: Sequence[Shard]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Whether a conversion is right: digests of all tensors on both sides, and the logits of both models on a prompt."""
+"""Whether a conversion is right: digests of all tensors on both sides, and the logits of both
+models on a prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from relax_hpc.training.batches import collate
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
 TOLERANCE = 1e-2
-"""Tolerance of logits, as a share of the largest: float32 stays far below, a wrong mapping far above."""
+"""Tolerance of logits, as a share of the largest: float32 stays far below, a wrong mapping far
+above."""
 
 
 class Pieces(Protocol):
@@ -55,7 +57,9 @@ def compare(source: Pieces, target: Pieces, spec: ModelSpec) -> dict[str, str]:
         if digest(source.read(name).to(target.dtype(name))) != found[name]:
             differing.append(name)
     if differing:
-        raise ConfigError(f"verify: {len(differing)} of {len(found)} tensors differ: {', '.join(differing[:3])}")
+        raise ConfigError(
+            f"verify: {len(differing)} of {len(found)} tensors differ: {', '.join(differing[:3])}"
+        )
     return found
 
 
@@ -64,12 +68,15 @@ def compare_logits(hf: Path, megatron: Path, spec: ModelSpec, ids: list[int]) ->
     theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, spec, ids)
     largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
     if not difference <= TOLERANCE * largest:
-        raise ConfigError(f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}")
+        raise ConfigError(
+            f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}"
+        )
     return {"tokens": len(ids), "largest": largest, "largest_difference": difference}
 
 
 def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:
-    """Token ids of a prompt: numbers with commas between, or a text for the tokenizer of ``directory``; empty: any."""
+    """Token ids of a prompt: numbers with commas between, or a text for the tokenizer of
+    ``directory``; empty: any."""
     if not prompt:
         return [(7 * position + 3) % vocab for position in range(DEFAULT_PROMPT_TOKENS)]
     if re.fullmatch(r"\d+(,\d+)*", prompt):
@@ -77,7 +84,9 @@ def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:
     else:
         ids = _tokenize(prompt, directory)
     if not ids or max(ids) >= vocab:
-        raise ConfigError(f"--prompt: found token ids {ids[:8]}, allowed: at least one, each below {vocab}")
+        raise ConfigError(
+            f"--prompt: found token ids {ids[:8]}, allowed: at least one, each below {vocab}"
+        )
     return ids
 
 
@@ -109,7 +118,8 @@ def hf_logits(directory: Path, ids: list[int]) -> Tensor:
 
 @torch.no_grad()
 def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
-    """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core loads."""
+    """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core
+    loads."""
     ours = not dist.is_initialized()
     if ours:
         parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
@@ -127,7 +137,8 @@ def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
 
 
 def load_module(module: torch.nn.Module, directory: Path) -> None:
-    """Fill this rank's part of a megatron-core model from a checkpoint that was saved under any split. Collective."""
+    """Fill this rank's part of a megatron-core model from a checkpoint that was saved under any
+    split. Collective."""
     from megatron.core import dist_checkpointing
 
     state = {"model": module.sharded_state_dict(prefix="")}

@@ -1,4 +1,5 @@
-"""A directory in the making: files that are finished are kept over an interruption, and it appears by rename."""
+"""A directory in the making: files that are finished are kept over an interruption, and it appears
+by rename."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class HashedFile:
 
 
 class Workspace:
-    """Folder that will be ``target``. Its name contains a digest of ``plan`` (JSON values): another plan starts afresh,
-    and two processes that carry out the same one write the same bytes.
+    """Folder that will be ``target``. Its name contains a digest of ``plan`` (JSON values): another
+    plan starts afresh, and two processes that carry out the same one write the same bytes.
 
     ConfigError: ``target`` is there already.
     """
@@ -74,7 +75,8 @@ class Workspace:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, name: str, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
-        """The file ``name``, written unless an earlier attempt finished it: its {"checksum", "bytes", "about"}.
+        """The file ``name``, written unless an earlier attempt finished it: its {"checksum",
+        "bytes", "about"}.
 
         ``about`` is what ``write`` returned (JSON values).
         """
@@ -112,7 +114,8 @@ class Workspace:
             return None
 
     def finish(self, last: Callable[[Path], None], check: Callable[[Path], None]) -> None:
-        """Make it ``target``: ``last`` writes the files that make it count, and may do so again; then ``check`` looks.
+        """Make it ``target``: ``last`` writes the files that make it count, and may do so again;
+        then ``check`` looks.
 
         Nothing is kept of what does not pass (ConfigError).
         """
@@ -138,7 +141,8 @@ class Workspace:
 
 
 def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
-    """Items that go into a file together, of (item, bytes) in order: up to ``limit`` bytes, or one item that is larger.
+    """Items that go into a file together, of (item, bytes) in order: up to ``limit`` bytes, or one
+    item that is larger.
 
     >>> in_files([("a", 3), ("b", 3), ("c", 9), ("d", 1)], 6)
     [['a', 'b'], ['c'], ['d']]
@@ -157,17 +161,21 @@ def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
 def check_free(target: Path) -> None:
     """Raise ConfigError if something has this name."""
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target}: is there already, and is never overwritten; name another target")
+        raise ConfigError(
+            f"{target}: is there already, and is never overwritten; name another target"
+        )
 
 
 @contextmanager
 def _writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """A file system that takes no more ends in one line; what is finished stays for the next attempt."""
+    """A file system that takes no more ends in one line; what is finished stays for the next
+    attempt."""
     try:
         yield
     except OSError as error:
         raise RelaxError(
-            f"{path}: cannot be written: {error.strerror or error}; what is finished is kept, run the same again"
+            f"{path}: cannot be written: {error.strerror or error}; what is finished is kept, run "
+            "the same again"
         ) from error
     finally:
         if temporary is not None:

@@ -33,12 +33,13 @@ ANSWER_S = 120.0
 """Seconds to wait for one text. The child's own limit counts CPU time, so a busy or suspended node
 does not fail a prompt."""
 UNUSABLE_TEXTS = 3
-"""Texts on which a template may exceed its limits before it has rendered any. It is refused then."""
+"""Texts on which a template may exceed its limits before it has rendered any. It is refused
+then."""
 _OVER_LIMIT = -signal.SIGPROF
 """Exit code of a child that took more CPU time than allowed."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, None)
-"""Exit codes of a child that another process killed or suspended, see `WorkerEnded`. They say nothing
-about the template."""
+"""Exit codes of a child that another process killed or suspended, see `WorkerEnded`. They say
+nothing about the template."""
 _MODULE = "relax_hpc.data.template_process"
 
 
@@ -61,7 +62,11 @@ class ChatTemplate:
         before chats without a system message; empty: none. ``day``: the date, YYYY-MM-DD, that
         `strftime_now` formats; empty: today."""
         self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
-        self._setup = {"sources": self._sources, "variables": dict(variables), "day": day or str(date.today())}
+        self._setup = {
+            "sources": self._sources,
+            "variables": dict(variables),
+            "day": day or str(date.today()),
+        }
         self._system = system
         self._worker: BlockingWorker | None = None
         self._lock = threading.Lock()
@@ -75,7 +80,9 @@ class ChatTemplate:
         setup = dict(self._setup)
         if not self.mentions("strftime_now"):
             del setup["day"]
-        return hashlib.sha256(json.dumps([setup, self._system], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([setup, self._system], sort_keys=True).encode()
+        ).hexdigest()
 
     def mentions(self, word: str) -> bool:
         """Whether ``word`` stands in a template, as a name or within a text."""
@@ -83,8 +90,8 @@ class ChatTemplate:
         return any(pattern.search(source) for source in self._sources.values())
 
     def reads(self, key: str) -> bool:
-        """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`. The same
-        word in the template's text does not count."""
+        """Whether a template reads the ``key`` of an object, as `message.key` or `message["key"]`.
+        The same word in the template's text does not count."""
         pattern = re.compile(rf"[.'\"]{re.escape(key)}(?!\w)")
         return any(pattern.search(source) for source in self._sources.values())
 
@@ -141,12 +148,15 @@ class ChatTemplate:
         limits = f"{RENDER_CPU_S} s of CPU time and {MEMORY_BYTES >> 20} MiB a text"
         reason = f"the template's process {died}; allowed: {limits}"
         if not self._has_rendered and self._failed_texts >= UNUSABLE_TEXTS:
-            raise ConfigError(f"data.chat_template: {reason}; {self._failed_texts} texts, none rendered")
+            raise ConfigError(
+                f"data.chat_template: {reason}; {self._failed_texts} texts, none rendered"
+            )
         raise TemplateError(reason)
 
 
 def _start_worker(setup: dict[str, Any]) -> BlockingWorker:
-    """A child process that renders. WorkerEnded: see `BlockingWorker`. ConfigError: it refuses the template."""
+    """A child process that renders. WorkerEnded: see `BlockingWorker`. ConfigError: it refuses the
+    template."""
     try:
         return BlockingWorker(_MODULE, setup)
     except ConfigError as error:

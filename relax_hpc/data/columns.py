@@ -1,4 +1,5 @@
-"""Columns of rows: other names that a configuration gives for them, ids, and columns that are refused."""
+"""Columns of rows: other names that a configuration gives for them, ids, and columns that are
+refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import BadRecord, Record, is_empty
 
-ROW_FIELDS = ("id", "prompt", "messages", "token_ids", "answer", "chosen", "rejected", "tools", "prompt_len")
+ROW_FIELDS = (
+    "id",
+    "prompt",
+    "messages",
+    "token_ids",
+    "answer",
+    "chosen",
+    "rejected",
+    "tools",
+    "prompt_len",
+)
 """Columns that rows have, which `data.columns` may rename."""
 _NOT_READ = (
     "chat_template_kwargs",
@@ -19,7 +30,8 @@ _NOT_READ = (
     "parallel_tool_calls",
     "system",
 )
-"""Columns that change the prompt in other programs (TRL, OpenAI, LLaMA-Factory), and nothing here."""
+"""Columns that change the prompt in other programs (TRL, OpenAI, LLaMA-Factory), and nothing
+here."""
 _BESIDE_INSTRUCTION = ("input", "history")
 """Columns that belong to the prompt of a row whose prompt is the column `instruction` (Alpaca,
 LLaMA-Factory)."""
@@ -60,15 +72,16 @@ class ColumnRules:
             if not is_empty(row.get(name)):
                 raise BadRecord(
                     "unknown_key",
-                    f"found a column {name!r}, which is not read; put it into the prompt, or list it "
+                    f"found a column {name!r}, which is not read; put it into the prompt, or "
+                    "list it "
                     "in data.ignore_keys",
                 )
         row["id"] = self.id_of(row, number)
         return row
 
     def renamed(self, record: Record) -> Record:
-        """``record`` with the columns of `data.columns` under their fields, and without ignored ones.
-        BadRecord: a column is missing."""
+        """``record`` with the columns of `data.columns` under their fields, and without ignored
+        ones. BadRecord: a column is missing."""
         row = {name: value for name, value in record.items() if name not in self.ignored}
         for field, column in self.names:
             row[field] = _value_of(record, field, column)
@@ -91,7 +104,8 @@ class ColumnRules:
         value = row.get(self.order_by)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise BadRecord(
-                "wrong_type", f"{self.order_by} is {str(value)[:40]!r}, allowed: a number, see data.order_by"
+                "wrong_type",
+                f"{self.order_by} is {str(value)[:40]!r}, allowed: a number, see data.order_by",
             )
         return float(value)
 

@@ -1,10 +1,11 @@
-"""Sequences of the rows of a file that are learned from as they are: demonstrations, and pairs of responses.
+"""Sequences of the rows of a file that are learned from as they are: demonstrations, and pairs of
+responses.
 
 A demonstration is {"prompt" (a text, or messages) or "messages", "answer"}, or a whole chat in
 "messages", of which all turns of the assistant are learned that have no `weight` of 0; or
-{"token_ids", "prompt_len"}. A pair is {"prompt" or "messages", "chosen", "rejected"}: each of the two a
-text, the messages that follow, or a whole chat; learned is what differs. Each row may have an "id",
-and media as rows of prompts have them, see `relax_hpc.data.media`.
+{"token_ids", "prompt_len"}. A pair is {"prompt" or "messages", "chosen", "rejected"}: each of the
+two a text, the messages that follow, or a whole chat; learned is what differs. Each row may have an
+"id", and media as rows of prompts have them, see `relax_hpc.data.media`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from relax_hpc.multimodal.medium import Kind
 _WEIGHTS = (None, 0, 1)
 """Values of a message's `weight`, as OpenAI's fine-tuning has it; with 0 it is not learned."""
 _LONG_PROMPT = 16
-"""Characters of a prompt at least. Only an answer that begins with such a prompt is refused for repeating it."""
+"""Characters of a prompt at least. Only an answer that begins with such a prompt is refused for
+repeating it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class ExampleRules(PromptRules):
         """See `PromptRules`."""
         return [*PromptRules.about(self), self.sequences]
 
-    def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Example | BadLine:
+    def read(
+        self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
+    ) -> Example | BadLine:
         """The example of the row in line ``number``, or why it has none. Its tokens are made in any
         case: no row may turn out to be too long later."""
         try:
@@ -113,9 +117,9 @@ def rules_of(
     tools: Sequence[Mapping[str, Any]] = (),
     set_name: str = "train",
 ) -> PromptRules:
-    """Rules by which rows of the run's files in ``folder``, of the set ``set_name``, become prompts, or
-    examples. ``tools``: signatures of the tools in prompts whose rows name none. ConfigError: as of
-    `PromptRules.of`."""
+    """Rules by which rows of the run's files in ``folder``, of the set ``set_name``, become
+    prompts, or examples. ``tools``: signatures of the tools in prompts whose rows name none.
+    ConfigError: as of `PromptRules.of`."""
     rules = PromptRules.of(config.data, tokenizer, folder, set_name)
     sequences = config.algorithm.sequences
     if sequences:
@@ -132,7 +136,9 @@ def _sequences(record: Record, tokenizer: Tokenizer, rules: ExampleRules) -> tup
         if not any(sequence.loss_mask):
             raise BadRecord("empty_answer", "nothing in it is learned")
         if (length := len(sequence.token_ids)) > rules.max_tokens:
-            raise BadRecord("over_long", f"{length} tokens, data.max_row_tokens is {rules.max_tokens}")
+            raise BadRecord(
+                "over_long", f"{length} tokens, data.max_row_tokens is {rules.max_tokens}"
+            )
     return tuple(sequences)
 
 
@@ -142,8 +148,8 @@ def demonstration_of(
     rules: PromptRules,
     read_header: ReadHeader | None = None,
 ) -> Learned:
-    """Sequence of a demonstration. ``read_header``: reads headers of media; None: the pool of ``rules``.
-    BadRecord: it is none."""
+    """Sequence of a demonstration. ``read_header``: reads headers of media; None: the pool of
+    ``rules``. BadRecord: it is none."""
     record, rules = dict(record), rules.with_tools(record)
     columns = columns_in(record, rules)
     if "token_ids" in record:
@@ -154,7 +160,8 @@ def demonstration_of(
     if whole and "answer" in record:
         raise BadRecord(
             "answer_in_prompt",
-            "the chat ends with the assistant's message, and there is an answer too; list 'answer' in "
+            "the chat ends with the assistant's message, and there is an answer too; list "
+            "'answer' in "
             "data.ignore_keys to learn the chat",
         )
     (answer,) = [[]] if whole else _named(record, rules, "answer")
@@ -185,21 +192,24 @@ def _pair(record: Record, tokenizer: Tokenizer, rules: ExampleRules) -> list[Lea
         raise BadRecord("no_preference", "chosen and rejected are the same")
     prompt = _prompt_of(record, rules) if {"messages", "prompt"} & record.keys() else []
     if not rules.template:
-        pair = [(_of_texts(prompt, answer, columns, tokenizer, rules), columns) for answer in answers]
+        pair = [
+            (_of_texts(prompt, answer, columns, tokenizer, rules), columns) for answer in answers
+        ]
     else:
         chats = _chats_of_pair(prompt, answers)
         shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(*chats, strict=False)))
         if any(chat[shared]["role"] != ASSISTANT for chat in chats if len(chat) > shared):
             raise BadRecord(
-                "no_preference", f"message {shared}, where chosen and rejected differ, is not the assistant's"
+                "no_preference",
+                f"message {shared}, where chosen and rejected differ, is not the assistant's",
             )
         pair = [_of_chat(chat, shared, columns, tokenizer, rules) for chat in chats]
     return [_with_media(learned, media, tokenizer, rules, None) for learned, media in pair]
 
 
 def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[list[Message]]:
-    """Whole chats of a pair whose prompt is a text or messages, which an answer may repeat. BadRecord: an
-    answer is a whole chat that has another prompt."""
+    """Whole chats of a pair whose prompt is a text or messages, which an answer may repeat.
+    BadRecord: an answer is a whole chat that has another prompt."""
     messages = _messages(prompt, "user")
     chats = []
     for answer in answers:
@@ -209,11 +219,13 @@ def _chats_of_pair(prompt: str | list[Message], answers: Sequence[Any]) -> list[
         elif reply[0]["role"] == ASSISTANT and messages[-1]["role"] != ASSISTANT:
             chats.append([*messages, *reply])
         elif reply[0]["role"] != ASSISTANT and all(message in reply for message in messages):
-            # Of a whole chat the prompt may be the user's message alone, without the system's before it.
+            # Of a whole chat the prompt may be the user's message alone, without the system's
+            # before it.
             chats.append(reply)
         else:
             raise BadRecord(
-                "answer_in_prompt", "an answer is a chat that does not begin with the messages of the prompt"
+                "answer_in_prompt",
+                "an answer is a chat that does not begin with the messages of the prompt",
             )
     return chats
 
@@ -240,14 +252,21 @@ def _messages(value: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _of_texts(prompt: Any, answer: Any, columns: Columns, tokenizer: Tokenizer, rules: PromptRules) -> Learned:
+def _of_texts(
+    prompt: Any, answer: Any, columns: Columns, tokenizer: Tokenizer, rules: PromptRules
+) -> Learned:
     """The text of a prompt, as it stands, and that of an answer with the token that ends it."""
     if not isinstance(prompt, str) or not isinstance(answer, str):
-        raise BadRecord("wrong_type", "it has chat messages, or no prompt; set data.chat_template: model")
+        raise BadRecord(
+            "wrong_type", "it has chat messages, or no prompt; set data.chat_template: model"
+        )
     if not answer:
         raise BadRecord("empty_answer", "nothing in it is learned")
     if len(prompt) >= _LONG_PROMPT and answer.startswith(prompt):
-        raise BadRecord("answer_in_prompt", "the answer repeats the prompt, which would stand twice; remove it there")
+        raise BadRecord(
+            "answer_in_prompt",
+            "the answer repeats the prompt, which would stand twice; remove it there",
+        )
     as_tokens = "prompt" in rules.special_tokens
     if rules.media:
         before = rules.media.encoded(prompt, columns, tokenizer, as_tokens)
@@ -263,8 +282,8 @@ def _of_chat(
     """A chat of which the assistant's turns are learned, from message ``first`` on, and its media.
     What comes after the last of these turns is left out.
 
-    Tokens are made of each part by itself, as when the policy is prompt: what it is prompt, and what it
-    answers.
+    Tokens are made of each part by itself, as when the policy is prompt: what it is prompt, and
+    what it answers.
     """
     chat, columns = chat_in(messages, columns, rules)
     text = rendered(chat, tokenizer, rules, whole=True)
@@ -294,33 +313,41 @@ def _turns(
             raise BadRecord("empty_answer", f"message {number} is empty, and would be learned")
         prompt = rendered(chat[:number], tokenizer, rules) if number else ""
         if not prompt or not text.startswith(prompt):
-            why = f"it does not begin message {number} as it asks for it; give its last turn single_turn, as `answer`"
+            why = (
+                f"it does not begin message {number} as it asks for it; give its last turn "
+                "single_turn, as `answer`"
+            )
             raise BadRecord("chat_template", why)
         until = rendered(chat[: number + 1], tokenizer, rules, whole=True)
         if missing := left_out_of_turn(message, until[len(prompt) :]):
             raise BadRecord(
-                "chat_template", f"the chat template leaves out {missing} of message {number}, to be learned"
+                "chat_template",
+                f"the chat template leaves out {missing} of message {number}, to be learned",
             )
         end = _turn_end(text, until, len(prompt), tokenizer)
         if end is None:
-            raise BadRecord("chat_template", f"no special token ends message {number} where it stands")
+            raise BadRecord(
+                "chat_template", f"no special token ends message {number} where it stands"
+            )
         yield len(prompt), end
 
 
 def _weight(number: int, message: Message) -> int:
     weight = message.get("weight")
     if weight not in _WEIGHTS:
-        raise BadRecord("wrong_type", f"message {number}: weight is {str(weight)[:40]!r}, allowed: 0 or 1")
+        raise BadRecord(
+            "wrong_type", f"message {number}: weight is {str(weight)[:40]!r}, allowed: 0 or 1"
+        )
     return 1 if weight is None else int(weight)
 
 
 def _turn_end(text: str, until: str, begin: int, tokenizer: Tokenizer) -> int | None:
-    """Index in ``text`` of the end of the turn that begins at ``begin``, or None. ``until``: the text of the
-    same chat, which ends with this turn.
+    """Index in ``text`` of the end of the turn that begins at ``begin``, or None. ``until``: the
+    text of the same chat, which ends with this turn.
 
     A turn ends with the first token that ends a response, or, if it has none, with its last special
-    token: Llama 3.1 ends a call of a tool by `<|eom_id|>`. Within ``text`` the turn may say less, as
-    templates drop earlier thoughts, but must have the same special tokens.
+    token: Llama 3.1 ends a call of a tool by `<|eom_id|>`. Within ``text`` the turn may say less,
+    as templates drop earlier thoughts, but must have the same special tokens.
     """
     # A config.json may name an id that the tokenizer lacks.
     ends = set(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
@@ -329,7 +356,9 @@ def _turn_end(text: str, until: str, begin: int, tokenizer: Tokenizer) -> int | 
     single_turn = [match[0] for match in pattern.finditer(until, begin)]
     if not single_turn:
         return None
-    last = next((index for index, name in enumerate(single_turn) if name in ends), len(single_turn) - 1)
+    last = next(
+        (index for index, name in enumerate(single_turn) if name in ends), len(single_turn) - 1
+    )
     within = list(islice(pattern.finditer(text, begin), last + 1))
     if [match[0] for match in within] != single_turn[: last + 1]:
         return None
@@ -369,9 +398,14 @@ def _placed(
     pairs = zip(learned.loss_mask, learned.token_ids, strict=True)
     for is_learned, piece in groupby(pairs, itemgetter(0)):
         ids = [token for _, token in piece]
-        sources = {kind: list(islice(waiting[kind], ids.count(place.placeholder))) for kind, place in rules.places}
+        sources = {
+            kind: list(islice(waiting[kind], ids.count(place.placeholder)))
+            for kind, place in rules.places
+        }
         if is_learned and any(sources.values()):
-            raise BadMedium(Reason.SPANS, "a medium stands in what the assistant says, which is learned")
+            raise BadMedium(
+                Reason.SPANS, "a medium stands in what the assistant says, which is learned"
+            )
         ids, placed = rules.placed(ids, sources, encode, read_header)
         media += [medium.behind(len(tokens)) for medium in placed]
         tokens += ids

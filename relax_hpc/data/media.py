@@ -1,8 +1,9 @@
 """Media of a row: where they come from, and which of its prompt's tokens stand for them.
 
-A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. A prompt has one place for
-each: a mark such as `<image>` in a text, a part of a message, or the model's own placeholder token. Sources are looked
-at as far as it takes to count tokens, by a worker; what they hold is decoded when the prompt is drawn.
+A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. A
+prompt has one place for each: a mark such as `<image>` in a text, a part of a message, or the
+model's own placeholder token. Sources are looked at as far as it takes to count tokens, by a
+worker; what they hold is decoded when the prompt is drawn.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class PromptMedium:
 
 
 def spans_of(media: Sequence[PromptMedium]) -> list[dict[str, Any]]:
-    """Field `spans` of the rows of a prompt with these ``media``, which are stored, in the order of their places: a
-    video and its own sound take turns."""
+    """Field `spans` of the rows of a prompt with these ``media``, which are stored, in the order of
+    their places: a video and its own sound take turns."""
     found = [
         {"kind": str(medium.kind), "start": start, "length": length, "media_id": medium.blob.name}
         for medium in media
@@ -112,8 +113,8 @@ class MediaRules:
 
     @classmethod
     def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
-        """Rules of a run for the files of ``folder``; None: the ``model``, a Hugging Face directory, takes text
-        alone. ConfigError: it cannot take them as `data.multimodal` says."""
+        """Rules of a run for the files of ``folder``; None: the ``model``, a Hugging Face
+        directory, takes text alone. ConfigError: it cannot take them as `data.multimodal` says."""
         places = places_of(model)
         if not places:
             return None
@@ -122,7 +123,8 @@ class MediaRules:
         with_sound = data.multimodal.use_audio_in_video
         if with_sound and not (rules.rate and Kind.AUDIO in places):
             raise ConfigError(
-                f"data.multimodal.use_audio_in_video: found true, allowed: false; the model in {model} does not hear"
+                "data.multimodal.use_audio_in_video: found true, allowed: false; the model in "
+                f"{model} does not hear"
             )
         pool = BlockingMediaPool(rules, limits)
         return cls(rules, columns, tuple(places.items()), folder, with_sound, limits.bytes, pool)
@@ -153,10 +155,12 @@ class MediaRules:
         encode: Encode,
         header: ReadHeader | None = None,
     ) -> tuple[list[int], list[PromptMedium]]:
-        """``ids`` with as many placeholders for each medium as it has tokens, and the media in their order.
+        """``ids`` with as many placeholders for each medium as it has tokens, and the media in
+        their order.
 
-        ``encode``: makes tokens of the time stamps between those of a video. ``header``: None: the pool's. BadMedium:
-        there are not as many ``sources`` of a kind as ``ids`` have places, or one is of no use.
+        ``encode``: makes tokens of the time stamps between those of a video. ``header``: None: the
+        pool's. BadMedium: there are not as many ``sources`` of a kind as ``ids`` have places, or
+        one is of no use.
         """
         places, look = dict(self.places), header or self.pool.header
         kinds = {place.placeholder: kind for kind, place in self.places}
@@ -165,7 +169,9 @@ class MediaRules:
         wanted = Counter(kinds[token] for token in ids if token in kinds)
         for kind in sources.keys() | wanted.keys():
             if (named := len(sources.get(kind, ()))) != wanted[kind]:
-                raise BadMedium(Reason.SPANS, f"places for {wanted[kind]} {kind}s in the prompt, {named} named")
+                raise BadMedium(
+                    Reason.SPANS, f"places for {wanted[kind]} {kind}s in the prompt, {named} named"
+                )
         waiting = {kind: deque(some) for kind, some in sources.items()}
         expanded, media = list[int](), list[PromptMedium]()
         for token in ids:
@@ -189,12 +195,17 @@ class MediaRules:
                 media.append(PromptMedium(seen, source, tuple(runs), options=own))
         return expanded, media
 
-    def _headers(self, kind: Kind, source: Source, options: MediumOptions, header: ReadHeader) -> list[Header]:
+    def _headers(
+        self, kind: Kind, source: Source, options: MediumOptions, header: ReadHeader
+    ) -> list[Header]:
         """Header of a medium, and of the sound of a video that is heard too, if it has any."""
         found = [header(kind, source, options)]
         if kind is Kind.VIDEO and self.with_sound:
             if options.video_start is not None or options.video_end is not None:
-                raise BadMedium(Reason.OPTION, "video_start, video_end: not with data.multimodal.use_audio_in_video")
+                raise BadMedium(
+                    Reason.OPTION,
+                    "video_start, video_end: not with data.multimodal.use_audio_in_video",
+                )
             try:
                 found.append(header(Kind.AUDIO, source, NO_OPTIONS))
             except BadMedium as bad:
@@ -205,12 +216,17 @@ class MediaRules:
     def _runs(
         self, headers: Sequence[Header], rules: Rules, encode: Encode
     ) -> Iterator[tuple[Sequence[int], Run, Sequence[int]]]:
-        """Runs of placeholders of a medium, or a video and its sound, each with the tokens before and after it."""
+        """Runs of placeholders of a medium, or a video and its sound, each with the tokens before
+        and after it."""
         about, places = headers[0], dict(self.places)
         if len(headers) > 1:
             sound, runs = places[Kind.AUDIO], runs_with_sound(*headers, rules)
             for number, run in enumerate(runs):
-                yield sound.before if not number else (), run, sound.after if number == len(runs) - 1 else ()
+                yield (
+                    sound.before if not number else (),
+                    run,
+                    sound.after if number == len(runs) - 1 else (),
+                )
         elif about.seconds and rules.stamped:
             place = places[about.kind]
             for stamp, run in stamped_runs(about, rules):
@@ -218,8 +234,11 @@ class MediaRules:
         else:
             yield (), (about.kind, rules.tokens(about)), ()
 
-    def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
-        """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""
+    def encoded(
+        self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool
+    ) -> list[int]:
+        """Token ids of a text whose marks are places for media of these ``kinds``; other marks are
+        text."""
         places, ids = dict(self.places), list[int]()
         known = {kind: some for kind, some in kinds.items() if kind in places}
         for number, piece in enumerate(split_at_marks(text, known)):
@@ -243,12 +262,15 @@ def columns_of(data: DataConfig) -> Iterator[tuple[Kind, str]]:
 def not_taken(kind: Kind) -> BadMedium:
     """Error of a row with a medium of a ``kind`` that the model does not take."""
     takers = ", ".join(name for name, taken in TAKEN.items() if kind in taken)
-    return BadMedium(Reason.KIND, f"found {kind}s, which this model does not take; allowed with model_type {takers}")
+    return BadMedium(
+        Reason.KIND,
+        f"found {kind}s, which this model does not take; allowed with model_type {takers}",
+    )
 
 
 def places_of(model: Path) -> dict[Kind, Place]:
-    """Places that prompts of a ``model``, a Hugging Face directory, may have; empty: it takes text alone, or has no
-    config.json."""
+    """Places that prompts of a ``model``, a Hugging Face directory, may have; empty: it takes text
+    alone, or has no config.json."""
     try:
         return places_in(read_json(model / "config.json"))
     except (OSError, ValueError):
@@ -261,7 +283,11 @@ def places_in(found: Any) -> dict[Kind, Place]:
     names = found.get("thinker_config", found) if isinstance(found, dict) else {}
 
     def ids(name: str) -> tuple[int, ...]:
-        value = names.get(f"{name}_token_id", names.get(f"{name}_token_index")) if isinstance(names, dict) else None
+        value = (
+            names.get(f"{name}_token_id", names.get(f"{name}_token_index"))
+            if isinstance(names, dict)
+            else None
+        )
         return (value,) if type(value) is int else ()
 
     def place_of(kind: Kind) -> Place:

@@ -32,20 +32,25 @@ def check_messages(
     """``messages`` as templates take them: without nulls, texts as parts of type `text`, and a
     content in each. Media are left as they are.
 
-    ``reads``: whether the template reads a key of messages. ``ignored``: keys to leave out. BadRecord: a
-    message has no content, or has something that would be ignored.
+    ``reads``: whether the template reads a key of messages. ``ignored``: keys to leave out.
+    BadRecord: a message has no content, or has something that would be ignored.
     """
     return [_checked(number, message, reads, ignored) for number, message in enumerate(messages)]
 
 
-def _checked(number: int, message: Message, reads: Callable[[str], bool], ignored: Sequence[str]) -> Message:
-    fields = {key: value for key, value in message.items() if value is not None and key not in ignored}
+def _checked(
+    number: int, message: Message, reads: Callable[[str], bool], ignored: Sequence[str]
+) -> Message:
+    fields = {
+        key: value for key, value in message.items() if value is not None and key not in ignored
+    }
     where = f"message {number}"
     role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise BadRecord("wrong_type", f"{where}: role is {str(role)[:40]!r}, allowed: a text")
     for key in sorted(fields.keys() - _KEYS):
-        # An empty value, such as `annotations: []`, has nothing to be ignored. False is no such value.
+        # An empty value, such as `annotations: []`, has nothing to be ignored. False is no such
+        # value.
         if not is_empty(fields[key]) and not reads(key):
             raise _unread(where, key)
     _check_thoughts(where, fields, reads)
@@ -59,13 +64,14 @@ def _checked(number: int, message: Message, reads: Callable[[str], bool], ignore
 def _unread(where: str, key: str, advice: str = "remove it") -> BadRecord:
     return BadRecord(
         "unknown_key",
-        f"{where}: found {key!r}, which the chat template does not read; {advice}, or list it in data.ignore_keys",
+        f"{where}: found {key!r}, which the chat template does not read; {advice}, or list it in "
+        "data.ignore_keys",
     )
 
 
 def _check_thoughts(where: str, message: Message, reads: Callable[[str], bool]) -> None:
-    """BadRecord: the template reads thoughts, but under another key. A template that reads none drops
-    the thoughts of earlier turns, as it is meant to."""
+    """BadRecord: the template reads thoughts, but under another key. A template that reads none
+    drops the thoughts of earlier turns, as it is meant to."""
     named = [key for key in _THOUGHTS if message.get(key)]
     read = [key for key in _THOUGHTS if reads(key)]
     if named and read and not set(named) & set(read):
@@ -75,7 +81,8 @@ def _check_thoughts(where: str, message: Message, reads: Callable[[str], bool]) 
 def _content(where: str, role: str, message: Message) -> Any:
     content = message.get("content")
     if content is None:
-        # An assistant that calls a tool need not say anything. SGLang makes an empty text of it too.
+        # An assistant that calls a tool need not say anything. SGLang makes an empty text of it
+        # too.
         if role == ASSISTANT and any(message.get(key) for key in ("tool_calls", *_THOUGHTS)):
             return ""
         raise BadRecord("wrong_type", f"{where} ({role}) has no content, allowed: a text or parts")
@@ -91,7 +98,9 @@ def _content(where: str, role: str, message: Message) -> Any:
 def _part(where: str, part: Any) -> Any:
     """A part of a content; a text in one form, others as they are."""
     if not isinstance(part, Mapping):
-        raise BadRecord("wrong_type", f"{where}: found {str(part)[:40]!r}, allowed: parts with a type")
+        raise BadRecord(
+            "wrong_type", f"{where}: found {str(part)[:40]!r}, allowed: parts with a type"
+        )
     kind = part.get("type", "text" if "text" in part else None)
     if kind not in TEXT_PARTS:
         return dict(part)
@@ -99,7 +108,9 @@ def _part(where: str, part: Any) -> Any:
         raise BadRecord("wrong_type", f"{where}: a part of type {kind!r} has no text")
     unknown = [key for key, value in part.items() if value is not None and key not in _PART_KEYS]
     if unknown:
-        raise BadRecord("unknown_key", f"{where}: found {unknown[0]!r} in a part of text; remove it")
+        raise BadRecord(
+            "unknown_key", f"{where}: found {unknown[0]!r} in a part of text; remove it"
+        )
     return {"type": "text", "text": part["text"]}
 
 
@@ -112,7 +123,8 @@ def _check_tool_calls(where: str, message: Message) -> None:
 
 
 def says_something(content: Any) -> bool:
-    """Whether a content that `check_messages` returned has a text that is not blank, or a medium."""
+    """Whether a content that `check_messages` returned has a text that is not blank, or a
+    medium."""
     if isinstance(content, str):
         return bool(content.strip())
     if not isinstance(content, list):
@@ -121,10 +133,10 @@ def says_something(content: Any) -> bool:
 
 
 def left_out_message(messages: Sequence[Message], text: str) -> int | None:
-    """Number of a message of which ``text``, which a template made of ``messages``, lacks a text, or
-    None. Templates ignore roles that they do not know, such as `developer`, and some show the first of
-    several parts alone. The longest word of each text is looked for, as often as all these messages have
-    it. Messages of the assistant are not looked for: templates drop its thoughts."""
+    """Number of a message of which ``text``, which a template made of ``messages``, lacks a text,
+    or None. Templates ignore roles that they do not know, such as `developer`, and some show the
+    first of several parts alone. The longest word of each text is looked for, as often as all these
+    messages have it. Messages of the assistant are not looked for: templates drop its thoughts."""
     texts: list[tuple[int, str]] = []
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
@@ -138,9 +150,9 @@ def left_out_message(messages: Sequence[Message], text: str) -> int | None:
 
 
 def left_out_of_turn(message: Message, turn: str) -> str:
-    """Name of a part of the assistant's ``message`` that ``turn``, the text which a template made of it,
-    does not show: `content`, a key of thoughts, or a call; empty: it shows all. The longest word of each
-    is looked for. A content may begin with thoughts, which some templates cut off."""
+    """Name of a part of the assistant's ``message`` that ``turn``, the text which a template made
+    of it, does not show: `content`, a key of thoughts, or a call; empty: it shows all. The longest
+    word of each is looked for. A content may begin with thoughts, which some templates cut off."""
     parts: list[tuple[str, str]] = []
     for content in _texts_in(message["content"]):
         parts += [("content", text) for text in content.split("</think>")]
@@ -148,12 +160,16 @@ def left_out_of_turn(message: Message, turn: str) -> str:
     for call in message.get("tool_calls") or []:
         function = call.get("function") or call
         parts += [(f"a call of {function.get('name')}", text) for text in _texts_of_call(function)]
-    return next((name for name, text in parts if _longest_word(_TAG.sub(" ", text)) not in turn), "")
+    return next(
+        (name for name, text in parts if _longest_word(_TAG.sub(" ", text)) not in turn), ""
+    )
 
 
 def says_nothing(message: Message) -> bool:
     """Whether the assistant's ``message`` has no text, no thoughts and no calls."""
-    return not says_something(message["content"]) and not any(message.get(key) for key in ("tool_calls", *_THOUGHTS))
+    return not says_something(message["content"]) and not any(
+        message.get(key) for key in ("tool_calls", *_THOUGHTS)
+    )
 
 
 def _texts_of_call(function: Mapping[str, Any]) -> Iterator[str]:
@@ -194,7 +210,10 @@ def without_null_fields(tools: Any) -> Any:
     if not isinstance(tools, dict):
         return tools
     kept = {key: value for key, value in tools.items() if value is not None or key in _NULLABLE}
-    return {key: value if key in _NULLABLE else without_null_fields(value) for key, value in kept.items()}
+    return {
+        key: value if key in _NULLABLE else without_null_fields(value)
+        for key, value in kept.items()
+    }
 
 
 _NULLABLE = ("default", "const", "enum", "examples")

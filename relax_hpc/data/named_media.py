@@ -55,12 +55,16 @@ def split_at_marks(text: str, kinds: Columns) -> Iterator[str | Kind]:
     yield before
 
 
-def with_parts(messages: Sequence[Mapping[str, Any]], columns: Columns) -> tuple[list[dict[str, Any]], Columns]:
+def with_parts(
+    messages: Sequence[Mapping[str, Any]], columns: Columns
+) -> tuple[list[dict[str, Any]], Columns]:
     """Messages as a template takes them, with a part {"type"} for each medium; and all their media
     in order, from ``columns`` where a part or a mark names none itself. BadMedium: a part is of an
     unknown type, or has an unknown key."""
     layout = _Layout({kind: deque(values) for kind, values in columns.items()})
-    laid_out = [{**message, "content": layout.content(message.get("content"))} for message in messages]
+    laid_out = [
+        {**message, "content": layout.content(message.get("content"))} for message in messages
+    ]
     for kind, values in layout.waiting.items():
         layout.media[kind].extend(values)
     return laid_out, layout.media
@@ -108,14 +112,18 @@ class _Layout:
 
 
 def kind_of_part(part: Mapping[str, Any]) -> Kind:
-    """Kind of the medium that a part of a message is, by its type, or where it has none by its keys.
-    BadMedium: it is no medium."""
+    """Kind of the medium that a part of a message is, by its type, or where it has none by its
+    keys. BadMedium: it is no medium."""
     for kind in Kind:
         names = _names_of(kind)
-        if part.get("type") in names or ("type" not in part and any(name in part for name in names)):
+        if part.get("type") in names or (
+            "type" not in part and any(name in part for name in names)
+        ):
             return kind
     allowed = ", ".join(("text", *Kind))
-    raise BadMedium(Reason.KIND, f"found a part of type {str(part.get('type'))[:40]!r}, allowed: {allowed}")
+    raise BadMedium(
+        Reason.KIND, f"found a part of type {str(part.get('type'))[:40]!r}, allowed: {allowed}"
+    )
 
 
 def _names_of(kind: Kind) -> tuple[str, str, str]:
@@ -175,14 +183,19 @@ def source_of(value: Any, folder: Path, most_bytes: int) -> Source:
     if isinstance(value, list):
         raise BadMedium(Reason.URI, "found a list, such as frames of a video; allowed: one file")
     if not isinstance(value, str) or not value:
-        raise BadMedium(Reason.URI, f"found {str(value)[:80]!r}, allowed: a path, file:// or data: URI, or bytes")
+        raise BadMedium(
+            Reason.URI,
+            f"found {str(value)[:80]!r}, allowed: a path, file:// or data: URI, or bytes",
+        )
     scheme = value[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decoded(value, most_bytes)
     if scheme == "file":
         return folder / _path_of(value)
     if "://" in value[:12]:
-        raise BadMedium(Reason.URI, f"found {value[:80]!r}; nothing is fetched from a network: name a file")
+        raise BadMedium(
+            Reason.URI, f"found {value[:80]!r}; nothing is fetched from a network: name a file"
+        )
     return folder / _without_nul(value)
 
 

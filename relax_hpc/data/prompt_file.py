@@ -1,8 +1,9 @@
 """Files of prompts of which an index is in memory: which lines are prompts, and where they stand.
 
-The index is made once a run, when it is prepared, and lies in its directory. Each process has it in memory, reads a
-line when its prompt is used, and makes tokens of it then. A file that is not the one that was indexed is refused: its
-tickets would have other prompts. The rows of tables, and of several files, are written out as lines beside the index.
+The index is made once a run, when it is prepared, and lies in its directory. Each process has it in
+memory, reads a line when its prompt is used, and makes tokens of it then. A file that is not the
+one that was indexed is refused: its tickets would have other prompts. The rows of tables, and of
+several files, are written out as lines beside the index.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.rundir import write_atomic
 
 FORMAT = 3
-"""Number of the format; a higher one whenever the same rules make other prompts: the index is made again then."""
+"""Number of the format; a higher one whenever the same rules make other prompts: the index is made
+again then."""
 ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
 """Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
@@ -62,13 +64,17 @@ class Stamp:
             found = [path.stat() for path in files.paths]
         except OSError as error:
             raise ConfigError(
-                f"{error.filename}: cannot be read: {error.strerror}; data.train and data.eval name files of rows, or "
+                f"{error.filename}: cannot be read: {error.strerror}; data.train and data.eval "
+                "name files of rows, or "
                 "folders of them"
             ) from error
-        return cls(files.named, sum(one.st_size for one in found), sum(one.st_mtime_ns for one in found))
+        return cls(
+            files.named, sum(one.st_size for one in found), sum(one.st_mtime_ns for one in found)
+        )
 
     def is_still(self, now: Stamp, files: RowFiles) -> bool:
-        """Whether the ``files`` that are there ``now`` are the same: those that were copied, or touched, are."""
+        """Whether the ``files`` that are there ``now`` are the same: those that were copied, or
+        touched, are."""
         if self.size != now.size:
             return False
         return self.mtime_ns == now.mtime_ns or self.digest == digest_of(files)
@@ -94,7 +100,9 @@ class Index:
 class PromptFile(Sequence[Prompt]):
     """The prompts of one file or several, in their order; safe to use from threads."""
 
-    def __init__(self, lines: Path, index: Index, where: Path, tokenizer: Tokenizer, how: PromptRules) -> None:
+    def __init__(
+        self, lines: Path, index: Index, where: Path, tokenizer: Tokenizer, how: PromptRules
+    ) -> None:
         """``lines``: the file with the rows of the ``index``, which lies at ``where``."""
         self.index, self._lines, self._where = index, lines, where
         self._tokenizer, self._how = tokenizer, how
@@ -121,7 +129,9 @@ class PromptFile(Sequence[Prompt]):
         """Note on the rows that cannot be used; empty if there are none."""
         index = self.index
         tally = Tally(index.rows, index.counts, index.bad, index.places)
-        return f"{tally.bad} of {tally.rows} rows are left out: {tally.reasons}" if tally.bad else ""
+        return (
+            f"{tally.bad} of {tally.rows} rows are left out: {tally.reasons}" if tally.bad else ""
+        )
 
     @property
     def order(self) -> np.ndarray:
@@ -136,23 +146,33 @@ class PromptFile(Sequence[Prompt]):
     @overload
     def __getitem__(self, place: slice) -> list[Prompt]: ...
     def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        """ConfigError: the file was changed since it was indexed. RelaxError: it cannot be read now."""
+        """ConfigError: the file was changed since it was indexed. RelaxError: it cannot be read
+        now."""
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         start, size, check, number = self.index.entries[place].item()
         try:
             data = os.pread(self._file, size, start)
         except OSError as error:
-            raise RelaxError(f"{self._lines}: {self.place_of(number)} cannot be read: {error.strerror}") from error
+            raise RelaxError(
+                f"{self._lines}: {self.place_of(number)} cannot be read: {error.strerror}"
+            ) from error
         if len(data) != size or zlib.crc32(data) != check:
             raise changed(self.index.stamp, self._where, f"{self.place_of(number)} is another")
         record = row_of(Line(number, start, data))
-        made = record if isinstance(record, BadLine) else self._how.read(number, record[1], self._tokenizer)
+        made = (
+            record
+            if isinstance(record, BadLine)
+            else self._how.read(number, record[1], self._tokenizer)
+        )
         if isinstance(made, BadLine) and made.reason in set(Reason):
-            return self._how.unusable(number, record[1], BadMedium(Reason(made.reason), made.detail))
+            return self._how.unusable(
+                number, record[1], BadMedium(Reason(made.reason), made.detail)
+            )
         if isinstance(made, BadLine):
             raise RelaxError(
-                f"{self._lines}: {self.place_of(number)} was a prompt when it was indexed: {made.reason}: {made.detail}"
+                f"{self._lines}: {self.place_of(number)} was a prompt when it was indexed: "
+                f"{made.reason}: {made.detail}"
             )
         return made
 
@@ -191,13 +211,17 @@ class PromptSets(Sequence[Prompt]):
 
 
 def open_prompts(
-    named: Path | str | RowFiles, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
+    named: Path | str | RowFiles,
+    where: Path,
+    tokenizer: Tokenizer,
+    how: PromptRules,
+    max_bad_share: float,
 ) -> PromptFile:
-    """The prompts of the files that are ``named``, see `RowFiles`, whose index is at ``where``; it is made if it is not
-    there, or of other files.
+    """The prompts of the files that are ``named``, see `RowFiles`, whose index is at ``where``; it
+    is made if it is not there, or of other files.
 
-    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the files or the
-    rules are not what they were when the index was made.
+    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``,
+    or the files or the rules are not what they were when the index was made.
     """
     files = named if isinstance(named, RowFiles) else RowFiles.of(named)
     key, lines = rules_key(tokenizer, how), _lines_of(files, where)
@@ -213,23 +237,28 @@ def open_prompts(
 
 
 def check_same(files: RowFiles, where: Path, tokenizer: Tokenizer, how: PromptRules) -> None:
-    """ConfigError: ``files``, or the rules by which their rows become prompts, are not what they were when the index
-    at ``where`` was made."""
+    """ConfigError: ``files``, or the rules by which their rows become prompts, are not what they
+    were when the index at ``where`` was made."""
     _index_of(files, where, rules_key(tokenizer, how))
 
 
 def _index_of(files: RowFiles, where: Path, rules: str) -> Index | None:
-    """The index at ``where``, if it is one of ``files``. ConfigError: these are not what they were, or cannot be
-    read, or the ``rules`` are not."""
+    """The index at ``where``, if it is one of ``files``. ConfigError: these are not what they were,
+    or cannot be read, or the ``rules`` are not."""
     now, index = Stamp.of(files), load(where)
     if not index or index.stamp.path != now.path:
         return None
     if not index.stamp.is_still(now, files):
         sizes = f"found {now.size} bytes, had {index.stamp.size}"
-        raise changed(index.stamp, where, sizes if now.size != index.stamp.size else "other bytes, as many as before")
+        raise changed(
+            index.stamp,
+            where,
+            sizes if now.size != index.stamp.size else "other bytes, as many as before",
+        )
     if index.rules != rules:
         raise ConfigError(
-            f"{index.stamp.path}: its rows would become other prompts than when the run began: the chat template, the "
+            f"{index.stamp.path}: its rows would become other prompts than when the run began: the "
+            "chat template, the "
             "tokenizer, the tools or a setting of rows has changed; restore it, or remove "
             f"{where} to continue with it as it is"
         )
@@ -238,7 +267,8 @@ def _index_of(files: RowFiles, where: Path, rules: str) -> Index | None:
 
 def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"{stamp.path}: has changed since the run began ({what}), so that tickets would get other prompts; restore it, "
+        f"{stamp.path}: has changed since the run began ({what}), so that tickets would get other "
+        "prompts; restore it, "
         f"or remove {where} to go on with it as it is"
     )
 
@@ -267,7 +297,9 @@ def build(files: RowFiles, where: Path, key: str, tokenizer: Tokenizer, how: Pro
     for line, row in _rows(own, digest.update) if own else _spooled(files, where, how, places):
         scan.add(line, row)
     if Stamp.of(files) != before:
-        raise ConfigError(f"{files.named}: has changed while it was read; write it whole before a run begins")
+        raise ConfigError(
+            f"{files.named}: has changed while it was read; write it whole before a run begins"
+        )
     stamp = replace(before, digest=digest.hexdigest() if own else digest_of(files))
     index = scan.index(stamp, key, _lines_of(files, where), places)
     _save(index, where)
@@ -285,7 +317,9 @@ class _Scan:
 
     def add(self, line: Line, row: Row) -> None:
         """Take ``row``, which stands in ``line``."""
-        found = row if isinstance(row, BadLine) else self._how.read(*row, self._tokenizer, tokens=False)
+        found = (
+            row if isinstance(row, BadLine) else self._how.read(*row, self._tokenizer, tokens=False)
+        )
         self._tally.add(found)
         if isinstance(found, BadLine):
             if len(self._bad) < KEPT_BAD:
@@ -304,7 +338,9 @@ class _Scan:
             self._bad.append(bad)
         self._bad = sorted(self._bad, key=lambda bad: bad.line)[:KEPT_BAD]
         counts = dict(self._tally.counts)
-        return Index(stamp, key, self._tally.rows, counts, self._bad, entries[~again], places, order[~again])
+        return Index(
+            stamp, key, self._tally.rows, counts, self._bad, entries[~again], places, order[~again]
+        )
 
     def _id_at(self, lines: Path, entry: np.void) -> str:
         with lines.open("rb") as file:
@@ -330,7 +366,9 @@ def _rows(path: Path, told: Callable[[bytes], None]) -> Iterator[tuple[Line, Row
     return ((line, row_of(line)) for line in read_lines(path, told) if not line.is_blank)
 
 
-def _spooled(files: RowFiles, where: Path, how: PromptRules, places: Places) -> Iterator[tuple[Line, Row]]:
+def _spooled(
+    files: RowFiles, where: Path, how: PromptRules, places: Places
+) -> Iterator[tuple[Line, Row]]:
     """Rows of tables, or several files, which are written beside the index as lines."""
     lines = _lines_of(files, where)
     partial, start = lines.with_name(f".{lines.name}.{os.getpid()}"), 0
@@ -348,8 +386,17 @@ def _spooled(files: RowFiles, where: Path, how: PromptRules, places: Places) -> 
 
 
 def _save(index: Index, where: Path) -> None:
-    about = {"stamp": asdict(index.stamp), "rules": index.rules, "rows": index.rows, "counts": index.counts}
-    about |= {"format": FORMAT, "prompts": len(index.entries), "bad": [astuple(bad) for bad in index.bad]}
+    about = {
+        "stamp": asdict(index.stamp),
+        "rules": index.rules,
+        "rows": index.rows,
+        "counts": index.counts,
+    }
+    about |= {
+        "format": FORMAT,
+        "prompts": len(index.entries),
+        "bad": [astuple(bad) for bad in index.bad],
+    }
     about["begins"] = index.places.begins
     head = json.dumps(about).encode() + b"\n"
     tail = index.entries.tobytes() + index.order.tobytes()

@@ -46,8 +46,8 @@ class Prompt:
     order: float = 0.0
     """Value of the column `data.order_by`."""
     fault: BadMedium | None = None
-    """Reason why its media are of no use any more, though they were when its file was indexed; the rest is not known
-    then."""
+    """Reason why its media are of no use any more, though they were when its file was indexed; the
+    rest is not known then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class PromptRules:
     template: ChatTemplate | None = None
     """Template that makes text of messages; None: a row with messages is bad."""
     keeps_end: bool = False
-    """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media, it is bad."""
+    """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media,
+    it is bad."""
     media: MediaRules | None = None
     """Rules of media; None: a row has none, of which the model could make anything."""
     not_taken: tuple[tuple[Kind, str], ...] = ()
@@ -100,7 +101,16 @@ class PromptRules:
         media = self.media.key if self.media else []
         kinds, shown = map(list, self.not_taken), filter(None, [self.tools])
         columns = self.columns.key
-        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media, *kinds, *shown, columns]
+        return [
+            self.max_tokens,
+            *self.special_tokens,
+            template,
+            self.keeps_end,
+            *media,
+            *kinds,
+            *shown,
+            columns,
+        ]
 
     def with_tools(self, record: Record) -> Self:
         """The rules for one row, whose column `tools` the template shows. BadRecord: it is no list
@@ -109,22 +119,33 @@ class PromptRules:
         if not self.template or not tools:
             return self
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise BadRecord("wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's")
+            raise BadRecord(
+                "wrong_type", f"tools is {_kind(tools)}, allowed: a list of signatures as OpenAI's"
+            )
         if not self.template.mentions("tools"):
-            raise BadRecord("chat_template", "the chat template shows no tools, and the row has some")
+            raise BadRecord(
+                "chat_template", "the chat template shows no tools, and the row has some"
+            )
         return replace(self, tools=json.dumps(without_null_fields(tools)))
 
-    def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
-        """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
+    def read(
+        self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True
+    ) -> Any:
+        """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see
+        `prompts_of`."""
         return prompt_of(number, record, tokenizer, self, tokens)
 
     def unusable(self, number: int, record: Record, fault: BadMedium) -> Any:
-        """The prompt of a row whose media could be used when its file was indexed, and cannot now."""
-        return Prompt(self.columns.id_of(self.columns.renamed(record), number), (), "", "", fault=fault)
+        """The prompt of a row whose media could be used when its file was indexed, and cannot
+        now."""
+        return Prompt(
+            self.columns.id_of(self.columns.renamed(record), number), (), "", "", fault=fault
+        )
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """Context in which rows are read; the processes of the template and of media end with it."""
+        """Context in which rows are read; the processes of the template and of media end with
+        it."""
         try:
             yield
         finally:
@@ -139,9 +160,9 @@ def prompts_of(
     """The prompt of each row, or why it has none; of one id the first counts.
 
     A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; other
-    columns become metadata, and a row without "id" gets one of its set and number.
-    Without a tokenizer texts get no tokens, and no length is judged; without ``tokens`` only those whose length cannot
-    be judged otherwise.
+    columns become metadata, and a row without "id" gets one of its set and number. Without a
+    tokenizer texts get no tokens, and no length is judged; without ``tokens`` only those whose
+    length cannot be judged otherwise.
     """
     seen: set[str] = set()
     for row in rows:
@@ -214,7 +235,8 @@ class Tally:
     def reasons(self) -> str:
         """Number of bad rows by reason, each with the first row and why it is bad."""
         return "; ".join(
-            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: {self._first[reason].detail})"
+            f"{count} {reason} (first {self.places.of(self._first[reason].line)}: "
+            f"{self._first[reason].detail})"
             for reason, count in self.counts.most_common()
         )
 
@@ -231,7 +253,9 @@ class Tally:
         )
 
 
-def _prompt(number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:
+def _prompt(
+    number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
+) -> Prompt:
     rest = how.columns.read(number, record, has_template=how.template is not None)
     source = next((name for name in ("token_ids", "messages") if name in rest), "prompt")
     if missing := [name for name in (source, "answer") if name not in rest]:
@@ -242,7 +266,9 @@ def _prompt(number: int, record: Record, tokenizer: Tokenizer | None, how: Promp
         raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
     sources = columns_in(rest, how)
     if source != "token_ids":
-        text, ids, sources = _encoded(given, source, sources, tokenizer, how.with_tools(rest), tokens)
+        text, ids, sources = _encoded(
+            given, source, sources, tokenizer, how.with_tools(rest), tokens
+        )
     else:
         check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
@@ -252,7 +278,9 @@ def _prompt(number: int, record: Record, tokenizer: Tokenizer | None, how: Promp
     ids, media = _with_media(ids, sources, tokenizer, how)
     if len(ids or ()) > how.max_tokens:
         if not how.keeps_end or media:
-            raise BadRecord("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
+            raise BadRecord(
+                "over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}"
+            )
         ids = ids[-how.max_tokens :]
     return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest, tuple(media), order)
 
@@ -263,7 +291,11 @@ def columns_in(record: Record, how: PromptRules) -> Columns:
     for kind, column in how.not_taken:
         if record.get(column):
             bad = not_taken(kind)
-            hint = f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is something else"
+            hint = (
+                f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is "
+                "something "
+                "else"
+            )
             raise BadRecord(bad.reason, f"{bad.detail}; {hint}")
     try:
         return how.media.taken(record) if how.media else {}
@@ -271,7 +303,9 @@ def columns_in(record: Record, how: PromptRules) -> Columns:
         raise BadRecord(bad.reason, bad.detail) from None
 
 
-def chat_in(messages: list[Message], columns: Columns, how: PromptRules) -> tuple[list[Message], Columns]:
+def chat_in(
+    messages: list[Message], columns: Columns, how: PromptRules
+) -> tuple[list[Message], Columns]:
     """``messages`` as the template takes them, and the media that they and ``columns`` name.
     BadRecord: a message cannot be used."""
     assert how.template
@@ -309,23 +343,35 @@ def _with_media(
 
 def is_chat(given: Any) -> bool:
     """Whether ``given`` is a list of chat messages."""
-    return isinstance(given, list) and bool(given) and all(isinstance(one, dict) and "role" in one for one in given)
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and all(isinstance(one, dict) and "role" in one for one in given)
+    )
 
 
 def refuse_chat_as_text(name: str, value: Any) -> None:
-    """BadRecord: ``value`` is chat messages as one text of JSON, as some programs write them into tables."""
+    """BadRecord: ``value`` is chat messages as one text of JSON, as some programs write them into
+    tables."""
     if not isinstance(value, str) or not value.lstrip().startswith("[") or '"role"' not in value:
         return
     with suppress(ValueError, RecursionError):
         if is_chat(json.loads(value)):
-            raise BadRecord("wrong_type", f"{name} is a text of JSON with chat messages; store them as a list")
+            raise BadRecord(
+                "wrong_type", f"{name} is a text of JSON with chat messages; store them as a list"
+            )
 
 
 def _encoded(
-    given: Any, source: str, columns: Columns, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
+    given: Any,
+    source: str,
+    columns: Columns,
+    tokenizer: Tokenizer | None,
+    how: PromptRules,
+    tokens: bool,
 ) -> tuple[str, list[int] | None, Columns]:
-    """The text of a prompt, by a template or as it is, its tokens, and the media it names, by ``columns`` of its row or
-    by itself. None for tokens: they were not looked at."""
+    """The text of a prompt, by a template or as it is, its tokens, and the media it names, by
+    ``columns`` of its row or by itself. None for tokens: they were not looked at."""
     refuse_chat_as_text(source, given)
     chat = is_chat(given)
     if not (chat or (isinstance(given, str) and source == "prompt")):
@@ -333,24 +379,33 @@ def _encoded(
     if chat and given[-1]["role"] == ASSISTANT:
         raise BadRecord(
             "answer_in_prompt",
-            "the last message is the assistant's, which the policy would only have to repeat; remove "
+            "the last message is the assistant's, which the policy would only have to repeat; "
+            "remove "
             "it, or learn from it with algorithm.name sft",
         )
     if not tokenizer:
         return (given if isinstance(given, str) else json.dumps(given)), None, columns
     as_tokens = "prompt" in how.special_tokens
     if chat and not how.template:
-        raise BadRecord("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
+        raise BadRecord(
+            "wrong_type", f"{source} is a list of chat messages; set data.chat_template: model"
+        )
     if isinstance(given, str) and not given.strip():
         return given, [], columns
     text = given
     if how.template:
-        messages, columns = chat_in(given if chat else [{"role": "user", "content": given}], columns, how)
+        messages, columns = chat_in(
+            given if chat else [{"role": "user", "content": given}], columns, how
+        )
         if not any(says_something(message["content"]) for message in messages):
             raise BadRecord("empty_prompt", f"{source} has messages without content")
         text = rendered(messages, tokenizer, how, as_tokens)
     looks = tokens or how.media or not text.strip()
-    if not looks and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
+    if (
+        not looks
+        and (most := tokenizer.at_most(text))
+        and (how.keeps_end or most <= how.max_tokens)
+    ):
         return text, None, columns
     if how.template:
         return text, tokenizer.encode(text, special=False, special_tokens=True), columns
@@ -360,11 +415,15 @@ def _encoded(
 
 
 def rendered(
-    messages: list[Any], tokenizer: Tokenizer, how: PromptRules, as_tokens: bool = False, whole: bool = False
+    messages: list[Any],
+    tokenizer: Tokenizer,
+    how: PromptRules,
+    as_tokens: bool = False,
+    whole: bool = False,
 ) -> str:
-    """Text that the template of ``how`` makes of messages, up to where the model answers, or ``whole``. In it the names
-    of special tokens mean these; in the messages, unless ``as_tokens``, they must not stand: one could end a turn by
-    them."""
+    """Text that the template of ``how`` makes of messages, up to where the model answers, or
+    ``whole``. In it the names of special tokens mean these; in the messages, unless ``as_tokens``,
+    they must not stand: one could end a turn by them."""
     tools = json.loads(how.tools or "[]")
     given = json.dumps([messages, tools], ensure_ascii=False)
     if not as_tokens and (found := [name for name in tokenizer.special_names if name in given]):
@@ -376,9 +435,12 @@ def rendered(
         raise BadRecord("chat_template", str(error)) from None
     if (number := left_out_message(messages, text)) is not None:
         role = messages[number]["role"]
-        raise BadRecord("chat_template", f"the chat template leaves out message {number} (role {role!r})")
+        raise BadRecord(
+            "chat_template", f"the chat template leaves out message {number} (role {role!r})"
+        )
     hidden = [name for name in map(_name_of_tool, tools) if name not in text]
-    # If the template shows no tools at all, a policy may still learn those of its environment by trying.
+    # If the template shows no tools at all, a policy may still learn those of its environment by
+    # trying.
     if hidden and how.template.mentions("tools"):
         raise BadRecord("chat_template", f"the chat template does not show the tool {hidden[0]!r}")
     return text

@@ -1,7 +1,8 @@
 """Files of rows that one setting names: a file, or the files of a split of a folder.
 
-A folder is one that `datasets` has saved (`save_to_disk`), or one like a repository of the Hugging Face hub, with jsonl
-or parquet files whose splits its README.md names, or their own names. `FOLDER#SPLIT` names one of several.
+A folder is one that `datasets` has saved (`save_to_disk`), or one like a repository of the Hugging
+Face hub, with jsonl or parquet files whose splits its README.md names, or their own names.
+`FOLDER#SPLIT` names one of several.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class RowFiles:
 
     @classmethod
     def of(cls, named: str | Path, expected: str = "") -> RowFiles:
-        """Files that ``named`` means: a file, a folder, or a folder with a split, as `prompts#test`.
-        ``expected``: the split that a folder without a named split must have; empty: any. ConfigError:
-        there are none, or the split is not clear."""
+        """Files that ``named`` means: a file, a folder, or a folder with a split, as
+        `prompts#test`. ``expected``: the split that a folder without a named split must have;
+        empty: any. ConfigError: there are none, or the split is not clear."""
         folder, split = folder_and_split(named)
         if not folder.is_dir():
             return cls(str(named), (folder,), folder.parent)
@@ -66,23 +67,30 @@ class RowFiles:
             raise ConfigError(f"{named}: found a folder of several splits, allowed: {allowed}")
         if not split and unread:
             raise ConfigError(
-                f"{named}: found {unread[0].relative_to(folder)}, which would not be read; move such files "
+                f"{named}: found {unread[0].relative_to(folder)}, which would not be read; move "
+                "such files "
                 f"away, or name a split: {allowed}"
             )
         if not split and expected and expected not in splits:
             raise ConfigError(
-                f"{named}: found split {next(iter(splits))!r} alone, expected {expected!r}; if it is meant, "
+                f"{named}: found split {next(iter(splits))!r} alone, expected {expected!r}; if it "
+                "is meant, "
                 f"name it: {allowed}"
             )
         paths = splits[split or next(iter(splits))]
-        return cls(str(named), tuple(paths), Path(os.path.commonpath([path.parent for path in paths])))
+        return cls(
+            str(named), tuple(paths), Path(os.path.commonpath([path.parent for path in paths]))
+        )
 
     def rows(self, places: Places, with_media: bool = False) -> Iterator[Row]:
-        """Rows of all files, see `read_rows`, numbered through; ``places`` is told where those of each begin."""
+        """Rows of all files, see `read_rows`, numbered through; ``places`` is told where those of
+        each begin."""
         number = 0
         for path in self.paths:
             begin = number
-            places.begins.append((begin, str(path.relative_to(self.folder)) if len(self.paths) > 1 else ""))
+            places.begins.append(
+                (begin, str(path.relative_to(self.folder)) if len(self.paths) > 1 else "")
+            )
             for row in read_rows(path, with_media):
                 number = begin + (row.line if isinstance(row, BadLine) else row[0])
                 yield replace(row, line=number) if isinstance(row, BadLine) else (number, row[1])
@@ -102,7 +110,8 @@ class Places:
     """Files in which rows stand that are numbered through."""
 
     begins: list[tuple[int, str]] = field(default_factory=list)
-    """Number of the row before the first of each file, and the file's name; of the only one there is none."""
+    """Number of the row before the first of each file, and the file's name; of the only one there
+    is none."""
 
     def of(self, number: int) -> str:
         """Place of a row, in words.
@@ -170,22 +179,24 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
         raise ConfigError(f"{folder}: its files cannot be listed: {error}") from error
     if not splits:
         raise ConfigError(
-            f"{folder}: found a folder without rows, allowed: files whose names end with {', '.join(SUFFIXES)}, or "
+            f"{folder}: found a folder without rows, allowed: files whose names end with "
+            f"{', '.join(SUFFIXES)}, or "
             "what save_to_disk of `datasets` has written"
         )
     for name, paths in splits.items():
         first = next((path for path in paths if path.suffix != paths[0].suffix), None)
         if first:
             raise ConfigError(
-                f"{folder}: found {paths[0].name} and {first.name} of split {name!r}, which may hold the same rows; "
+                f"{folder}: found {paths[0].name} and {first.name} of split {name!r}, which may "
+                "hold the same rows; "
                 "move the files of one format away"
             )
     return splits, unread
 
 
 def _listed(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files of each split of ``folder``, by what describes them, and files of no split. OSError, ValueError: it has, or
-    names, a file that cannot be looked up."""
+    """Files of each split of ``folder``, by what describes them, and files of no split. OSError,
+    ValueError: it has, or names, a file that cannot be looked up."""
     if splits := _saved(folder):
         return splits, []
     splits, unread = _described(folder)
@@ -197,7 +208,9 @@ def _saved(folder: Path) -> Splits:
     index = folder / "dataset_dict.json"
     if splits := _object(index).get("splits"):
         if not isinstance(splits, list):
-            raise ConfigError(f"{index}: splits: found {str(splits)[:80]!r}, allowed: a list of names")
+            raise ConfigError(
+                f"{index}: splits: found {str(splits)[:80]!r}, allowed: a list of names"
+            )
         return {str(name): _state_files(_inside(folder, name, index)) for name in splits}
     return {"train": _state_files(folder)} if (folder / "state.json").is_file() else {}
 
@@ -215,40 +228,56 @@ def _state_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: Any, source: Path) -> Path:
-    """Path of the file ``name`` in ``folder``, which the file ``source`` in it names. ConfigError: it leads out of the
-    folder, maybe to a private file of the reader."""
+    """Path of the file ``name`` in ``folder``, which the file ``source`` in it names. ConfigError:
+    it leads out of the folder, maybe to a private file of the reader."""
     path = folder / str(name)
-    if Path(str(name)).is_absolute() or ".." in path.parts[len(folder.parts) :] or not _is_inside(path, folder):
-        raise ConfigError(f"{source}: found {str(name)[:80]!r}, allowed: files inside of {folder}; correct it")
+    if (
+        Path(str(name)).is_absolute()
+        or ".." in path.parts[len(folder.parts) :]
+        or not _is_inside(path, folder)
+    ):
+        raise ConfigError(
+            f"{source}: found {str(name)[:80]!r}, allowed: files inside of {folder}; correct it"
+        )
     return path
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether ``path``, all links followed, lies in ``folder``, or in the blobs of the repository in the cache of the
-    Hugging Face hub that the folder is a snapshot of."""
+    """Whether ``path``, all links followed, lies in ``folder``, or in the blobs of the repository
+    in the cache of the Hugging Face hub that the folder is a snapshot of."""
     roots = [folder]
-    roots += [parent.parent / "blobs" for parent in folder.absolute().parents if parent.name == "snapshots"]
+    roots += [
+        parent.parent / "blobs"
+        for parent in folder.absolute().parents
+        if parent.name == "snapshots"
+    ]
     target = os.path.realpath(path)
     return any(Path(target).is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def _check_link(path: Path, folder: Path) -> None:
-    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to a file of a third user, such as a
-    private one of the reader."""
+    """ConfigError: ``path`` is a link of another user that leads out of ``folder`` to a file of a
+    third user, such as a private one of the reader."""
     if not path.is_symlink() or _is_inside(path, folder):
         return
     owner = path.lstat().st_uid
     if owner not in (os.geteuid(), 0, path.stat().st_uid):
-        raise ConfigError(f"{path}: a link of another user to {os.path.realpath(path)}; name that file itself")
+        raise ConfigError(
+            f"{path}: a link of another user to {os.path.realpath(path)}; name that file itself"
+        )
 
 
 def _described(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files by the configurations in the README.md of a repository, those of others than the usual one by
-    `CONFIGURATION/SPLIT`; and files that would not be read, see `_by_names`. ConfigError: it names files that
-    are not there or that lie outside of the folder, or a split twice."""
+    """Files by the configurations in the README.md of a repository, those of others than the usual
+    one by `CONFIGURATION/SPLIT`; and files that would not be read, see `_by_names`. ConfigError: it
+    names files that are not there or that lie outside of the folder, or a split twice."""
     readme = folder / "README.md"
     listed = _front_matter(readme).get("configs")
-    configurations = [entry for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+    configurations = (
+        [entry for entry in listed if isinstance(entry, Mapping)]
+        if isinstance(listed, list)
+        else []
+    )
     all_splits: Splits = {}
     unread: list[Path] = []
     for entry in configurations:
@@ -260,14 +289,18 @@ def _described(folder: Path) -> tuple[Splits, list[Path]]:
             splits, unread_files = _by_names(root)
             unread += unread_files
             if not splits:
-                raise ConfigError(f"{root}: found no rows in the data_dir of README.md; download the data set again")
+                raise ConfigError(
+                    f"{root}: found no rows in the data_dir of README.md; download the data set "
+                    "again"
+                )
         for split, paths in splits.items():
             all_splits[split if usual else f"{name}/{split}"] = paths
     return all_splits, unread
 
 
 def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
-    """Files of each split that ``data_files`` of the README.md of ``folder`` names in ``root``, a folder inside."""
+    """Files of each split that ``data_files`` of the README.md of ``folder`` names in ``root``, a
+    folder inside."""
     readme = folder / "README.md"
     splits: Splits = {}
     for split, patterns in _patterns(data_files):
@@ -275,7 +308,10 @@ def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
         for pattern in patterns:
             matches = [path for path in sorted(_matching(root, pattern, readme)) if path.is_file()]
             if not matches:
-                raise ConfigError(f"{root}: found no {pattern}, which README.md names; download the data set again")
+                raise ConfigError(
+                    f"{root}: found no {pattern}, which README.md names; download the data set "
+                    "again"
+                )
             for path in matches:
                 _inside(folder, path.relative_to(folder), readme)
             paths |= dict.fromkeys(matches)
@@ -286,15 +322,16 @@ def _named_files(folder: Path, root: Path, data_files: Any) -> Splits:
 
 
 def _matching(root: Path, pattern: Any, source: Path) -> Iterator[Path]:
-    """Paths below ``root`` that match a ``pattern`` of the file ``source``. ConfigError: the pattern is not valid, or
-    leads out of ``root``."""
+    """Paths below ``root`` that match a ``pattern`` of the file ``source``. ConfigError: the
+    pattern is not valid, or leads out of ``root``."""
     try:
         if not isinstance(pattern, str) or ".." in Path(pattern).parts:
             raise ValueError("it leaves the folder")
         yield from root.glob(pattern)
     except (ValueError, NotImplementedError, RecursionError) as error:
         raise ConfigError(
-            f"{source}: data_files: found {str(pattern)[:80]!r} ({error}), allowed: patterns of files inside of {root}"
+            f"{source}: data_files: found {str(pattern)[:80]!r} ({error}), allowed: patterns of "
+            f"files inside of {root}"
         ) from error
 
 
@@ -306,12 +343,16 @@ def _patterns(given: Any) -> Iterator[tuple[str, Sequence[str]]]:
     texts = [entry for entry in entries if isinstance(entry, str)]
     for entry in [*entries, *([{"path": texts}] if texts else [])]:
         if isinstance(entry, Mapping) and (patterns := entry.get("path")):
-            yield str(entry.get("split", "train")), patterns if isinstance(patterns, list) else [patterns]
+            yield (
+                str(entry.get("split", "train")),
+                patterns if isinstance(patterns, list) else [patterns],
+            )
 
 
 def _by_names(folder: Path) -> tuple[Splits, list[Path]]:
-    """Files by the splits in their names, or in those of their folders; `train` if no name has a split.
-    And files that would not be read: those without a split beside those with one, and other formats."""
+    """Files by the splits in their names, or in those of their folders; `train` if no name has a
+    split. And files that would not be read: those without a split beside those with one, and other
+    formats."""
     splits: Splits = defaultdict(list)
     others = []
     for path in sorted(folder.rglob("*")):
@@ -334,7 +375,11 @@ def _split_of(path: Path) -> str:
     """Split that the name of a file says, or those of its folders; empty: none does."""
     if shard := _SHARD.match(path.stem):
         return shard[1]
-    words = [word for part in (*path.parent.parts, path.stem) for word in _BETWEEN_WORDS.split(part.lower())]
+    words = [
+        word
+        for part in (*path.parent.parts, path.stem)
+        for word in _BETWEEN_WORDS.split(part.lower())
+    ]
     return next((split for word in words for split, known in _WORDS.items() if word in known), "")
 
 
@@ -344,7 +389,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _front_matter(path: Path) -> dict[str, Any]:
-    """Content of the YAML between the first two lines of dashes of a README.md; {}: there is none."""
+    """Content of the YAML between the first two lines of dashes of a README.md; {}: there is
+    none."""
     try:
         text = read_regular(path, _README_BYTES).decode().replace("\r\n", "\n")
         found = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}

@@ -1,5 +1,5 @@
-"""Rows of a data file, jsonl, parquet or arrow, one after the other, each a mapping or the reason why it is none.
-Nothing is held in memory."""
+"""Rows of a data file, jsonl, parquet or arrow, one after the other, each a mapping or the reason
+why it is none. Nothing is held in memory."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class BadLine:
     """Number of the line, counted from 1, through all files."""
     reason: str
     """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
-    answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a reason of
-    `relax_hpc.multimodal.bad`; of examples also empty_answer | no_preference."""
+    answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a
+    reason of `relax_hpc.multimodal.bad`; of examples also empty_answer | no_preference."""
     detail: str = field(default="", compare=False)
 
 
@@ -86,8 +86,11 @@ def read_rows(path: Path | str, with_media: bool = False) -> Iterator[Row]:
             yield row_of(line)
 
 
-def read_lines(path: Path | str, told: Callable[[bytes], None] = lambda data: None) -> Iterator[Line]:
-    """All lines of a jsonl file; ``told`` all its bytes, in their order. ConfigError: as `read_rows`.
+def read_lines(
+    path: Path | str, told: Callable[[bytes], None] = lambda data: None
+) -> Iterator[Line]:
+    """All lines of a jsonl file; ``told`` all its bytes, in their order. ConfigError: as
+    `read_rows`.
 
     Of a line that is too long the beginning alone is there, no JSON.
     """
@@ -113,7 +116,8 @@ def row_of(line: Line) -> Row:
 
 
 def is_table(path: Path | str) -> bool:
-    """Whether it begins as parquet files do, or streams of arrow. ConfigError: it cannot be read."""
+    """Whether it begins as parquet files do, or streams of arrow. ConfigError: it cannot be
+    read."""
     return bool(_form(path))
 
 
@@ -124,8 +128,9 @@ def _form(path: Path | str) -> str:
 
 def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
     """Rows of a parquet or arrow file, as `read_rows`. Fields that are null are left out; times and
-    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are bad.
-    Values of the type JSON, in which `datasets` 5 stores objects of several forms, are decoded."""
+    decimals become texts, and so do bytes, as data URIs, in rows ``with_media``; in others they are
+    bad. Values of the type JSON, in which `datasets` 5 stores objects of several forms, are
+    decoded."""
     number, default = 0, _text_or_uri if with_media else _text
     with _table(path) as batches:
         for batch in batches(_BATCH_WITH_MEDIA if with_media else _BATCH):
@@ -137,13 +142,15 @@ def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
 
 
 def _with_short_floats(path: Path | str, batch: Any) -> Any:
-    """``batch`` whose columns of float16 and float32 have the shortest numbers that name their values, as float64:
+    """``batch`` whose columns of float16 and float32 have the shortest numbers that name their values,
+    as float64:
     0.1, where 0.10000000149 is the same float32. ConfigError: two columns have the same name."""
     arrow = import_module("pyarrow")
     names = batch.schema.names
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"{path}: found two columns {_first_repeated(names)!r}, allowed: one of each name; rename one of them"
+            f"{path}: found two columns {_first_repeated(names)!r}, allowed: one of each name; "
+            "rename one of them"
         )
     for index, column in enumerate(batch.schema):
         if column.type in (arrow.float16(), arrow.float32()):
@@ -208,7 +215,8 @@ def is_empty(value: Any) -> bool:
 
 
 def count_rows(path: Path | str) -> int:
-    """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
+    """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot
+    be read."""
     if is_table(path):
         with _table(path) as batches:
             return sum(batch.num_rows for batch in batches(_BATCH, columns=[]))
@@ -218,15 +226,16 @@ def count_rows(path: Path | str) -> int:
 
 @contextmanager
 def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Batches of the table at ``path``, of at most so many rows, see `_batches`. ConfigError: its library is not
-    installed, or cannot read it."""
+    """Batches of the table at ``path``, of at most so many rows, see `_batches`. ConfigError: its
+    library is not installed, or cannot read it."""
     form = _form(path)
     try:
         # `parquet` is an attribute of it only then.
         import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: found {form}, which needs pyarrow, and that is not installed: pip install pyarrow, or "
+            f"{path}: found {form}, which needs pyarrow, and that is not installed: pip install "
+            "pyarrow, or "
             "write its rows as lines of JSON"
         ) from error
     try:
@@ -235,14 +244,20 @@ def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
     except ConfigError:
         raise
     except Exception as error:  # pyarrow's have no other base, a date in the year 30000
-        raise ConfigError(f"{path}: no {form} file that can be read: {error}; write it again") from error
+        raise ConfigError(
+            f"{path}: no {form} file that can be read: {error}; write it again"
+        ) from error
 
 
-def _batches(file: BinaryIO, form: str, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+def _batches(
+    file: BinaryIO, form: str, rows: int, columns: list[str] | None = None
+) -> Iterator[Any]:
     """Batches of a table, of a parquet file those ``columns`` alone."""
     arrow = import_module("pyarrow")
     if form == "parquet":
-        yield from arrow.parquet.ParquetFile(file).iter_batches(rows, columns=columns, use_threads=False)
+        yield from arrow.parquet.ParquetFile(file).iter_batches(
+            rows, columns=columns, use_threads=False
+        )
         return
     # Read, not mapped: what a shared filesystem cannot read is an error then, and no signal.
     for batch in arrow.ipc.open_stream(file):
@@ -250,8 +265,8 @@ def _batches(file: BinaryIO, form: str, rows: int, columns: list[str] | None = N
 
 
 def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> Row:
-    """``record`` as it is after it was written as JSON, what JSON has no type for as the text that ``default``
-    makes."""
+    """``record`` as it is after it was written as JSON, what JSON has no type for as the text that
+    ``default`` makes."""
     try:
         return number, json.loads(json.dumps(record, default=default))
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
@@ -285,7 +300,8 @@ def opened(path: Path | str) -> Iterator[BufferedReader]:
             yield file
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name files of rows, or folders of them"
+            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name files of "
+            "rows, or folders of them"
         ) from error
 
 
@@ -296,7 +312,9 @@ def _refuse_others(path: Path | str, head: bytes) -> None:
     if not found and head.lstrip().startswith(b"["):
         found = "one JSON list; jq -c '.[]' makes a line of each entry"
     if found:
-        raise ConfigError(f"{path}: found {found}; allowed: jsonl, one JSON object a line, or parquet")
+        raise ConfigError(
+            f"{path}: found {found}; allowed: jsonl, one JSON object a line, or parquet"
+        )
 
 
 def _record(number: int, line: bytes) -> Row:
@@ -307,7 +325,9 @@ def _record(number: int, line: bytes) -> Row:
     if not isinstance(record, dict):
         return BadLine(number, "broken_json", "no JSON object")
     if _has_half_a_character(line, record):
-        return BadLine(number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text")
+        return BadLine(
+            number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text"
+        )
     return number, record
 
 
@@ -318,7 +338,8 @@ def _first_repeated(names: Sequence[str]) -> str:
 
 
 def _has_half_a_character(line: bytes, record: Record) -> bool:
-    """Whether a text of the row cannot be written in UTF-8: JSON can name what no tokenizer, log or message takes."""
+    """Whether a text of the row cannot be written in UTF-8: JSON can name what no tokenizer, log or
+    message takes."""
     if b"\\ud" not in line.lower():
         return False
     try:

@@ -22,13 +22,16 @@ def find_templates(chosen: str, model_dir: Path) -> dict[str, str]:
     if chosen != "model":
         if not Path(chosen).is_file():
             raise ConfigError(
-                f"data.chat_template: found {chosen!r}, allowed: model, or a Jinja file; there is no such file"
+                f"data.chat_template: found {chosen!r}, allowed: model, or a Jinja file; there is "
+                "no such file"
             )
         return {DEFAULT: _read_template(Path(chosen))}
     templates = _template_files(model_dir) or _processor_templates(model_dir)
     if not templates:
         path = model_dir / "tokenizer_config.json"
-        templates = _templates_in(read_json_object(path, is_optional=True).get("chat_template"), path)
+        templates = _templates_in(
+            read_json_object(path, is_optional=True).get("chat_template"), path
+        )
     if not templates:
         raise ConfigError(
             f"data.chat_template: found model, but {model_dir} has no chat_template.jinja, and no "
@@ -38,7 +41,8 @@ def find_templates(chosen: str, model_dir: Path) -> dict[str, str]:
 
 
 def choose_template(names: Mapping[str, Any], has_tools: bool) -> str:
-    """Name of the template for a chat, as `apply_chat_template` chooses it. ValueError: none fits."""
+    """Name of the template for a chat, as `apply_chat_template` chooses it. ValueError: none
+    fits."""
     if has_tools and TOOL_USE in names:
         return TOOL_USE
     if DEFAULT not in names:
@@ -71,7 +75,8 @@ def _templates_in(value: Any, path: Path) -> dict[str, str]:
         value = {DEFAULT: value}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ConfigError(
-            f"data.chat_template: {path}: chat_template is neither a text nor a list of objects with "
+            f"data.chat_template: {path}: chat_template is neither a text nor a list of objects "
+            "with "
             "name and template; name a Jinja file"
         )
     return {name: _check_length(text, path) for name, text in value.items()}
@@ -82,11 +87,14 @@ def _read_template(path: Path) -> str:
         return _check_length(read_regular(path).decode(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template: {path}: cannot be read: {error}; allowed: a Jinja file in UTF-8 that you may read"
+            f"data.chat_template: {path}: cannot be read: {error}; allowed: a Jinja file in UTF-8 "
+            "that you may read"
         ) from error
 
 
 def _check_length(source: str, path: Path) -> str:
     if len(source) > MAX_CHARS:
-        raise ConfigError(f"data.chat_template: {path}: found {len(source)} characters, allowed {MAX_CHARS}")
+        raise ConfigError(
+            f"data.chat_template: {path}: found {len(source)} characters, allowed {MAX_CHARS}"
+        )
     return source

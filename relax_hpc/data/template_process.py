@@ -144,8 +144,8 @@ def compile_template(source: str, day: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks text of the assistant. It is a macro, as in transformers, so that
-        variables set within it end with it."""
+        """`{% generation %}` marks text of the assistant. It is a macro, as in transformers, so
+        that variables set within it end with it."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -174,7 +174,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:

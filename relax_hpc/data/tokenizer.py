@@ -33,10 +33,11 @@ class TokenizerError(ValueError):
 
 @contextlib.contextmanager
 def without_panics() -> Iterator[None]:
-    """Raise TokenizerError where `tokenizers` panics within the block, or gets a text that is no Unicode.
+    """Raise TokenizerError where `tokenizers` panics within the block, or gets a text that is no
+    Unicode.
 
-    A panic of Rust is a pyo3_runtime.PanicException (pyo3 0.26), which derives from BaseException: it would pass every
-    `except Exception`, and end the process.
+    A panic of Rust is a pyo3_runtime.PanicException (pyo3 0.26), which derives from BaseException:
+    it would pass every `except Exception`, and end the process.
     """
     try:
         yield
@@ -47,17 +48,23 @@ def without_panics() -> Iterator[None]:
         # The library raises bare Exceptions.
         if type(error) is not Exception:
             raise
-        raise TokenizerError(f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}") from error
+        raise TokenizerError(
+            f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}"
+        ) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}") from error
+        raise TokenizerError(
+            f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}"
+        ) from error
 
 
 class Tokenizer:
     """tokenizer.json of a Hugging Face directory; made by `load_tokenizer`."""
 
-    def __init__(self, backend: Any, bos_id: int | None, add_bos: bool, eos_ids: tuple[int, ...], pad_id: int) -> None:
+    def __init__(
+        self, backend: Any, bos_id: int | None, add_bos: bool, eos_ids: tuple[int, ...], pad_id: int
+    ) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = True
         self._add_bos = add_bos
@@ -79,9 +86,9 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True, special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS.
 
-        What looks like a special token in the text, such as `<|im_end|>`, is text like any other unless
-        `special_tokens`: whoever writes a line of data should not end a turn by it, or hold the place of an image.
-        TokenizerError: the tokenizer cannot process the text.
+        What looks like a special token in the text, such as `<|im_end|>`, is text like any other
+        unless `special_tokens`: whoever writes a line of data should not end a turn by it, or hold
+        the place of an image. TokenizerError: the tokenizer cannot process the text.
         """
         backend = self._reading_special if special_tokens else self._backend
         with without_panics():
@@ -92,8 +99,8 @@ class Tokenizer:
 
     def encode_after(self, before: str, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of ``text`` as it stands behind the text ``before``: without the blank that
-        SentencePiece's tokenizers put before a text, except where they put one behind an added token too.
-        TokenizerError: the tokenizer cannot process the text."""
+        SentencePiece's tokenizers put before a text, except where they put one behind an added
+        token too. TokenizerError: the tokenizer cannot process the text."""
         bare, is_everywhere = self._without_prefix
         if not bare or not before:
             return self.encode(text, special=False, special_tokens=special_tokens)
@@ -121,8 +128,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _without_prefix(self) -> tuple[Any, bool]:
-        """A backend that puts no blank before a text, and whether the usual one puts it behind added tokens
-        too; None: the usual one puts none."""
+        """A backend that puts no blank before a text, and whether the usual one puts it behind
+        added tokens too; None: the usual one puts none."""
         with without_panics():
             changed = without_prefix(json.loads(self._backend.to_str()))
             if changed is None:
@@ -134,10 +141,13 @@ class Tokenizer:
     def has_ids_of(self, other: Tokenizer) -> bool:
         """Whether every token of ``other`` has the same id here."""
         mine = self._backend.get_vocab()
-        return all(mine.get(token) == number for token, number in other._backend.get_vocab().items())
+        return all(
+            mine.get(token) == number for token, number in other._backend.get_vocab().items()
+        )
 
     def at_most(self, text: str) -> int | None:
-        """Bound on the tokens of ``text``, at least 1, found without making them; None: there is none.
+        """Bound on the tokens of ``text``, at least 1, found without making them; None: there is
+        none.
 
         Merging makes fewer tokens of characters, never more.
         """
@@ -146,10 +156,15 @@ class Tokenizer:
 
     @functools.cached_property
     def _characters(self) -> tuple[re.Pattern[str], int, int]:
-        """Pattern of characters that are not plain or have no token, the most tokens of others, those around a text."""
+        """Pattern of characters that are not plain or have no token, the most tokens of others,
+        those around a text."""
         counts = {chr(code): len(self.encode(chr(code), special=False)) for code in range(128)}
         known = "".join(re.escape(character) for character, count in counts.items() if count)
-        return re.compile(f"[^{known}]" if known else ""), max(counts.values()), len(self.encode(""))
+        return (
+            re.compile(f"[^{known}]" if known else ""),
+            max(counts.values()),
+            len(self.encode("")),
+        )
 
     @functools.cached_property
     def key(self) -> str:
@@ -168,19 +183,22 @@ class Tokenizer:
         return self._backend.id_to_token(number)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids` without special tokens. TokenizerError: the tokenizer cannot process them."""
+        """Text of `ids` without special tokens. TokenizerError: the tokenizer cannot process
+        them."""
         with without_panics():
             return self._backend.decode(ids, skip_special_tokens=True)
 
 
 def making(directory: Path) -> str:
-    """Advice how to get a tokenizer.json, in whose place Qwen3-Omni is published with vocab.json and merges.txt."""
+    """Advice how to get a tokenizer.json, in whose place Qwen3-Omni is published with vocab.json
+    and merges.txt."""
     make = f"AutoTokenizer.from_pretrained('{directory}').save_pretrained('{directory}')"
     return f'python -c "from transformers import AutoTokenizer; {make}" makes it of the other files'
 
 
 def load_tokenizer(model_dir: Path | str) -> Tokenizer:
-    """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is not usable."""
+    """Tokenizer of a Hugging Face directory, without importing transformers. ConfigError if it is
+    not usable."""
     directory = Path(model_dir)
     path = directory / "tokenizer.json"
     backend = load_backend(path)
@@ -192,7 +210,9 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
             add_tokens(backend, settings, path)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         # Entries of types that no tokenizer has.
-        raise ConfigError(f"{directory / CONFIG}: cannot be used: {error!r}; download it again") from error
+        raise ConfigError(
+            f"{directory / CONFIG}: cannot be used: {error!r}; download it again"
+        ) from error
 
     def id_named(name: str) -> int | None:
         text = settings.named.get(name)
@@ -202,7 +222,9 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     configs = [read_json_object(path, is_optional=True) for path in paths]
     eos_ids = _end_tokens(id_named("eos_token"), configs, directory)
     if not eos_ids:
-        raise ConfigError(f"{directory}: no end-of-text token; set eos_token_id in generation_config.json")
+        raise ConfigError(
+            f"{directory}: no end-of-text token; set eos_token_id in generation_config.json"
+        )
     pads = [id_named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
     pad_id = next(number for number in pads if _is_token_id(number))
     tokenizer = Tokenizer(backend, id_named("bos_token"), settings.add_bos, eos_ids, pad_id)
@@ -221,7 +243,8 @@ def load_backend(path: Path) -> Any:
 
     if not path.is_file():
         raise ConfigError(
-            f"{path}: missing; model.path must name a Hugging Face directory with one: {making(path.parent)}"
+            f"{path}: missing; model.path must name a Hugging Face directory with one: "
+            f"{making(path.parent)}"
         )
     try:
         data = read_regular(path, MAX_FILE_BYTES)
@@ -243,21 +266,26 @@ def load_backend(path: Path) -> Any:
     backend.no_padding()
     if dropout := getattr(backend.model, "dropout", None):
         raise ConfigError(
-            f"{path}: dropout: found {dropout:g}, allowed: null; with it a text has other tokens each time"
+            f"{path}: dropout: found {dropout:g}, allowed: null; with it a text has other tokens "
+            "each time"
         )
     return backend
 
 
-def _end_tokens(own: int | None, configs: Sequence[Mapping[str, Any]], directory: Path) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's ``own`` one, then `eos_token_id` of ``configs``. ConfigError: one is
-    no token."""
+def _end_tokens(
+    own: int | None, configs: Sequence[Mapping[str, Any]], directory: Path
+) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's ``own`` one, then `eos_token_id` of ``configs``.
+    ConfigError: one is no token."""
     numbers = [own]
     for config in configs:
         value = config.get("eos_token_id")
         numbers += value if isinstance(value, list) else [value]
     numbers = [number for number in numbers if number is not None]
     if wrong := [number for number in numbers if not _is_token_id(number)]:
-        raise ConfigError(f"{directory}: eos_token_id: found {str(wrong[0])[:_SHOWN]}, allowed: ids of tokens")
+        raise ConfigError(
+            f"{directory}: eos_token_id: found {str(wrong[0])[:_SHOWN]}, allowed: ids of tokens"
+        )
     return tuple(dict.fromkeys(numbers))
 
 

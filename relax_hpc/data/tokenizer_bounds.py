@@ -1,7 +1,7 @@
 """Bounds of a tokenizer.json, checked before the Rust library `tokenizers` reads it.
 
-tokenizers 0.22 allocates what such a file asks for. An allocation that fails aborts the process, which no `except`
-catches.
+tokenizers 0.22 allocates what such a file asks for. An allocation that fails aborts the process,
+which no `except` catches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 MAX_NUMBER = 1 << 24
 """Largest integer outside of the vocabulary: a length, a count or the id of a token."""
 MAX_GROWTH = 1000.0
-"""Factor by which all replacements of a normalizer, or of a decoder, may lengthen a text together."""
+"""Factor by which all replacements of a normalizer, or of a decoder, may lengthen a text
+together."""
 MAX_STEPS = 1000
-"""Steps of a normalizer, pre-tokenizer, post-processor or decoder at most, because each one reads the whole text."""
+"""Steps of a normalizer, pre-tokenizer, post-processor or decoder at most, because each one reads
+the whole text."""
 MAX_ADDED = 1000
-"""Characters that all steps of a normalizer, and tokens that all of a post-processor, may put around a text."""
+"""Characters that all steps of a normalizer, and tokens that all of a post-processor, may put
+around a text."""
 _COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 """Fields of a tokenizer.json that process each text in steps."""
 _TRIE_SIZE_BYTES = 4
@@ -41,16 +44,24 @@ def problems(content: Any) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _step_problems(step))
         growth = math.prod(map(_growth, steps[name]))
         if growth > MAX_GROWTH:
-            yield f"{name}: replacements lengthen a text {growth:.3g} times, allowed: at most {MAX_GROWTH:g} times"
+            yield (
+                f"{name}: replacements lengthen a text {growth:.3g} times, allowed: at most "
+                f"{MAX_GROWTH:g} times"
+            )
     for step in steps["pre_tokenizer"]:
         if step.get("type") == "FixedLength" and step.get("length") == 0:
             yield "pre_tokenizer: FixedLength.length: found 0, allowed: at least 1"
     added_tokens = sum(map(_template_tokens, steps["post_processor"]))
     if added_tokens > MAX_ADDED:
-        yield f"post_processor: puts {added_tokens} tokens around a text, allowed: at most {MAX_ADDED}"
+        yield (
+            f"post_processor: puts {added_tokens} tokens around a text, allowed: at most "
+            f"{MAX_ADDED}"
+        )
     added_chars = sum(map(_prepended_chars, steps["normalizer"]))
     if added_chars > MAX_ADDED:
-        yield f"normalizer: prepends {added_chars} characters to a text, allowed: at most {MAX_ADDED}"
+        yield (
+            f"normalizer: prepends {added_chars} characters to a text, allowed: at most {MAX_ADDED}"
+        )
     for name in _COMPONENTS:
         if len(steps[name]) > MAX_STEPS:
             yield f"{name}: found {len(steps[name])} steps, allowed: at most {MAX_STEPS}"
@@ -70,7 +81,8 @@ def _large_numbers(value: Any, field: str, depth: int = 0) -> Iterator[str]:
 
 
 def _steps(component: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Steps of a normalizer, pre-tokenizer, post-processor or decoder; those of a `Sequence` one by one."""
+    """Steps of a normalizer, pre-tokenizer, post-processor or decoder; those of a `Sequence` one by
+    one."""
     if not isinstance(component, dict) or depth > _MAX_DEPTH:
         return
     yield component
@@ -80,7 +92,8 @@ def _steps(component: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _template_tokens(step: dict[str, Any]) -> int:
-    """Tokens that a step `TemplateProcessing` puts around one text or two: the larger number. 0: another step."""
+    """Tokens that a step `TemplateProcessing` puts around one text or two: the larger number. 0:
+    another step."""
     counts = []
     for template in (step.get("single"), step.get("pair")):
         names = [str(_entry(_entry(piece, "SpecialToken"), "id")) for piece in _list(template)]
@@ -119,7 +132,11 @@ def _step_problems(step: dict[str, Any]) -> Iterator[str]:
 def _growth(step: dict[str, Any]) -> float:
     """Factor by which a step may lengthen a text, at least 1."""
     pattern, replacement = step.get("pattern"), step.get("content")
-    if step.get("type") != "Replace" or not isinstance(pattern, dict) or not isinstance(replacement, str):
+    if (
+        step.get("type") != "Replace"
+        or not isinstance(pattern, dict)
+        or not isinstance(replacement, str)
+    ):
         return 1.0
     text = pattern.get("String")
     if isinstance(text, str) and text:

@@ -1,4 +1,5 @@
-"""Settings that stand beside tokenizer.json in a Hugging Face directory, read as transformers 5.12 reads them."""
+"""Settings that stand beside tokenizer.json in a Hugging Face directory, read as transformers 5.12
+reads them."""
 
 from __future__ import annotations
 
@@ -68,14 +69,15 @@ def read_settings(directory: Path) -> TokenizerSettings:
         numbered=numbered,
         special=[*named.values(), *extra_tokens],
         add_bos=bool(config.get("add_bos_token")) and "bos_token" in named,
-        has_no_prefix=config.get("add_prefix_space") is False and config.get("tokenizer_class") in _PREFIX_CLASSES,
+        has_no_prefix=config.get("add_prefix_space") is False
+        and config.get("tokenizer_class") in _PREFIX_CLASSES,
     )
 
 
 def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
-    """Content of a tokenizer.json that puts no blank before a text, made of the one ``state`` of tokenizers
-    (0.22); and whether ``state`` puts one behind each added token too, not only at the beginning. None:
-    ``state`` puts none anywhere."""
+    """Content of a tokenizer.json that puts no blank before a text, made of the one ``state`` of
+    tokenizers (0.22); and whether ``state`` puts one behind each added token too, not only at the
+    beginning. None: ``state`` puts none anywhere."""
     changed, is_everywhere = dict(state), False
     normalizer = state["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer])
@@ -83,7 +85,8 @@ def without_prefix(state: dict[str, Any]) -> tuple[dict[str, Any], bool] | None:
     if len(kept) < len(steps):
         changed["normalizer"] = {"type": "Sequence", "normalizers": kept}
         is_everywhere = True
-    # Only the first step is changed: a later one puts a blank before each word, wherever a text begins.
+    # Only the first step is changed: a later one puts a blank before each word, wherever a text
+    # begins.
     splitter = state["pre_tokenizer"] or {}
     first, *later = splitter.get("pretokenizers") or [splitter]
     bare = first | _NO_PREFIX.get(first.get("type", ""), {})
@@ -103,7 +106,9 @@ def add_tokens(backend: Any, settings: TokenizerSettings, path: Path) -> None:
     present = backend.get_added_tokens_decoder().values()
     described = {repr(token) for token in present}
     contents = {token.content for token in (*present, *settings.numbered.values())}
-    added = [token for _, token in sorted(settings.numbered.items()) if repr(token) not in described]
+    added = [
+        token for _, token in sorted(settings.numbered.items()) if repr(token) not in described
+    ]
     # Of a token that is named twice, the flags of the last name count.
     added += [token for token in settings.special if token.content not in contents]
     backend.add_tokens(added)
@@ -119,7 +124,8 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     """ConfigError: a setting makes transformers produce other tokens than tokenizer.json says."""
     if config.get("split_special_tokens"):
         raise ConfigError(
-            f"{path}: split_special_tokens: found true, allowed: false; with true the special tokens "
+            f"{path}: split_special_tokens: found true, allowed: false; with true the special "
+            "tokens "
             "that a chat template writes would be split into characters"
         )
 
@@ -149,9 +155,14 @@ def _added_token(value: Any) -> AddedToken:
         return AddedToken(value, special=True, normalized=False)
     if not _is_token(value) or not isinstance(value["content"], str):
         raise ConfigError(
-            f"{CONFIG}: found {str(value)[:80]!r} as a token, allowed: a text, or an object with content"
+            f"{CONFIG}: found {str(value)[:80]!r} as a token, allowed: a text, or an object with "
+            "content"
         )
-    flags = {name: bool(value[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in value}
+    flags = {
+        name: bool(value[name])
+        for name in ("single_word", "lstrip", "rstrip", "normalized")
+        if name in value
+    }
     return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
 
 

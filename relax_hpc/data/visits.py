@@ -1,4 +1,5 @@
-"""Choice of the prompt that a ticket gets: a pure function of the seed, the ticket and the attempt."""
+"""Choice of the prompt that a ticket gets: a pure function of the seed, the ticket and the
+attempt."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ CYCLE = 1000
 def prompt_at(ticket: int, attempt: int, count: int, seed: int, shuffle: bool) -> int:
     """Index, below `count`, of the prompt that `ticket` gets at its `attempt`.
 
-    Attempt 0 visits each prompt once a pass of `count` tickets, in file order or in an order drawn with
-    `seed` for each pass. A later attempt draws from the other prompts, so that one that failed is not
-    tried again.
+    Attempt 0 visits each prompt once a pass of `count` tickets, in file order or in an order drawn
+    with `seed` for each pass. A later attempt draws from the other prompts, so that one that failed
+    is not tried again.
     """
     number, position = divmod(ticket, count)
     first = int(_shuffled(count, seed, number)[position]) if shuffle else position
@@ -32,8 +33,8 @@ class Ordered:
     """Rows that are visited by ascending numbers, such as a difficulty, in each pass."""
 
     def __init__(self, numbers: np.ndarray, seed: int, shuffle: bool) -> None:
-        """``numbers``: float64 [rows]. ``shuffle``: rows of equal numbers are shuffled, another way in each pass; else
-        they stay in the order of the file."""
+        """``numbers``: float64 [rows]. ``shuffle``: rows of equal numbers are shuffled, another way
+        in each pass; else they stay in the order of the file."""
         self._numbers, self._seed, self._shuffle = numbers, seed, shuffle
         self._pass, self._indices = -1, np.zeros(0, np.uint32)
 
@@ -64,15 +65,18 @@ class Visits:
         shuffle: bool,
         numbers: np.ndarray | None = None,
     ) -> None:
-        """``counts``: rows of each set; they are numbered through. ``weights``: shares of the sets; empty:
-        all rows are one set. ``numbers``: float64 [rows], by which rows are visited, see `Ordered`."""
+        """``counts``: rows of each set; they are numbered through. ``weights``: shares of the sets;
+        empty: all rows are one set. ``numbers``: float64 [rows], by which rows are visited, see
+        `Ordered`."""
         self._seed, self._shuffle = seed, shuffle
         self._pattern = _pattern(tuple(weights)) if weights else None
         self._counts = list(counts) if weights else [sum(counts)]
         self._starts = [0, *accumulate(self._counts)]
         self._ordered = [
             Ordered(numbers[start : start + count], seed, shuffle)
-            for start, count in zip(self._starts, self._counts if numbers is not None else [], strict=False)
+            for start, count in zip(
+                self._starts, self._counts if numbers is not None else [], strict=False
+            )
         ]
 
     def prompt_at(self, ticket: int, attempt: int) -> int:
@@ -94,8 +98,8 @@ class Visits:
 
 @functools.lru_cache(maxsize=4)
 def _pattern(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
-    """Pattern of a cycle: the set of each ticket; the number of earlier tickets with the same set; and
-    the number of tickets of each set, which are spread evenly.
+    """Pattern of a cycle: the set of each ticket; the number of earlier tickets with the same set;
+    and the number of tickets of each set, which are spread evenly.
 
     >>> sets, ranks, quotas = _pattern((3.0, 1.0))
     >>> sets[:8], ranks[:8], quotas
@@ -106,7 +110,11 @@ def _pattern(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]
     # The largest remainders get the tickets that are left over.
     for index in np.argsort(quotas - shares, kind="stable")[: CYCLE - quotas.sum()]:
         quotas[index] += 1
-    slots = [((rank + 0.5) / quota, index, rank) for index, quota in enumerate(quotas) for rank in range(quota)]
+    slots = [
+        ((rank + 0.5) / quota, index, rank)
+        for index, quota in enumerate(quotas)
+        for rank in range(quota)
+    ]
     slots.sort()
     return [index for _, index, _ in slots], [rank for *_, rank in slots], quotas.tolist()
 
@@ -120,8 +128,8 @@ def _shuffled(count: int, seed: int, number: int) -> np.ndarray:
 def _keys(count: int, seed: int, number: int) -> np.ndarray:
     """Random numbers uint64 [count]: SplitMix64 of (seed, pass number, index).
 
-    Not numpy's own generator: its streams may change with its version, and a resumed run must see the
-    same order.
+    Not numpy's own generator: its streams may change with its version, and a resumed run must see
+    the same order.
     """
     with np.errstate(over="ignore"):
         z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

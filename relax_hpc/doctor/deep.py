@@ -1,4 +1,5 @@
-"""`doctor --deep`: short jobs look from nodes of every kind at the run directory, network, clocks and files."""
+"""`doctor --deep`: short jobs look from nodes of every kind at the run directory, network, clocks
+and files."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def check_nodes(config: Config, slurm: Slurm) -> Iterator[Finding]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _findings(config: Config, probe: Probe, reports: dict[str, dict[str, Any]], state: str) -> Iterator[Finding]:
+def _findings(
+    config: Config, probe: Probe, reports: dict[str, dict[str, Any]], state: str
+) -> Iterator[Finding]:
     yield from judge(reports, probe.nodes, state, probe.folder, ", ".join(probe.groups))
     yield from judge_planes(_trials(reports), planes_wanted(config), probe.nodes > 1)
     if probe.mpi and len(reports) == probe.nodes:
@@ -101,17 +104,26 @@ def _trials(reports: Mapping[str, dict[str, Any]]) -> list[Trial]:
 
 
 def judge(
-    reports: dict[str, dict[str, Any]], nodes: int, state: str, folder: Path, groups: str = "all groups"
+    reports: dict[str, dict[str, Any]],
+    nodes: int,
+    state: str,
+    folder: Path,
+    groups: str = "all groups",
 ) -> Iterator[Finding]:
     """Findings in what the probes of ``groups`` reported."""
     if not reports and state == "PENDING":
         some = "1 node was" if nodes == 1 else f"{nodes} nodes were"
-        yield warning(f"nodes of {groups}: not checked, as {some} not free within {WAIT_S:g} s; try again later")
+        yield warning(
+            f"nodes of {groups}: not checked, as {some} not free within {WAIT_S:g} s; try again "
+            "later"
+        )
         return
     if not reports:
         yield error(
-            f"nodes of {groups}: {_last_words(folder)} (job: {state or 'gone'}, no report in {folder}); see "
-            "site.modules, site.setup, site.python and site.container, or name a run_dir that the nodes share"
+            f"nodes of {groups}: {_last_words(folder)} (job: {state or 'gone'}, no report in "
+            f"{folder}); see "
+            "site.modules, site.setup, site.python and site.container, or name a run_dir that the "
+            "nodes share"
         )
         return
     for name, report in reports.items():
@@ -122,18 +134,33 @@ def judge(
             yield ok(f"node {name}: {words}")
         unseen = set(reports) - set(report["seen"])
         if unseen:
-            yield error(f"run_dir: node {name} does not see what {', '.join(sorted(unseen))} renamed; take another one")
+            yield error(
+                f"run_dir: node {name} does not see what {', '.join(sorted(unseen))} renamed; take "
+                "another one"
+            )
         for other, skew in report.get("skew_s", {}).items():
             if abs(skew) > MAX_SKEW_S:
-                yield warning(f"clock: {other} is {skew:+.1f} s off {name}, allowed: {MAX_SKEW_S:g} s; tell the site")
+                yield warning(
+                    f"clock: {other} is {skew:+.1f} s off {name}, allowed: {MAX_SKEW_S:g} s; tell "
+                    "the site"
+                )
     if len(reports) < nodes:
-        yield error(f"run_dir: {nodes} nodes were probed, {', '.join(sorted(reports))} reported; see the others' disks")
+        yield error(
+            f"run_dir: {nodes} nodes were probed, {', '.join(sorted(reports))} reported; see the "
+            "others' disks"
+        )
     else:
-        yield ok(f"nodes {', '.join(sorted(reports))} ({groups}): see each other's files, ports and clocks")
+        yield ok(
+            f"nodes {', '.join(sorted(reports))} ({groups}): see each other's files, ports and "
+            "clocks"
+        )
 
 
-def _wait(slurm: Slurm, job: str, probe: Probe, deadline: float) -> tuple[dict[str, dict[str, Any]], str]:
-    """Reports by node and the job's last state, once all are there, the job is gone, or time is up."""
+def _wait(
+    slurm: Slurm, job: str, probe: Probe, deadline: float
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Reports by node and the job's last state, once all are there, the job is gone, or time is
+    up."""
     while True:
         # The state first: a job that ended in between has written all that it will.
         found = slurm.jobs(job).get(job)
@@ -147,7 +174,10 @@ def _wait(slurm: Slurm, job: str, probe: Probe, deadline: float) -> tuple[dict[s
 
 
 def _reports(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.name.removesuffix(".done.json"): json.loads(path.read_text()) for path in folder.glob("*.done.json")}
+    return {
+        path.name.removesuffix(".done.json"): json.loads(path.read_text())
+        for path in folder.glob("*.done.json")
+    }
 
 
 def _last_words(folder: Path) -> str:

@@ -1,6 +1,8 @@
-"""`relax-hpc doctor`: what would go wrong with a run on this cluster, found before it waits in a queue.
+"""`relax-hpc doctor`: what would go wrong with a run on this cluster, found before it waits in a
+queue.
 
-Nothing is submitted, but for a short probe job with `deep`. What Slurm cannot say is listed as not checked.
+Nothing is submitted, but for a short probe job with `deep`. What Slurm cannot say is listed as not
+checked.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ __all__ = ["Finding", "diagnose", "main"]
 
 
 def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None) -> int:
-    """Print what is found, after the line of ``layers`` that it is about; 0, or 78 if anything is an error."""
+    """Print what is found, after the line of ``layers`` that it is about; 0, or 78 if anything is
+    an error."""
     findings = _findings(config, deep, layers or Layers({}, {}))
     if as_json:
         print(json.dumps([_as_json(finding) for finding in findings], indent=1))
@@ -49,14 +52,17 @@ def _findings(config: Config, deep: bool, layers: Layers) -> list[Finding]:
         return mistakes
     found = diagnose(config, Slurm() if config.layout != "local" else None, deep and not mistakes)
     rest = [one for one in found if not layers.explain(one.text)]
-    return mistakes + [replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in rest]
+    return mistakes + [
+        replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in rest
+    ]
 
 
 def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Finding]:
-    """Everything found about ``config``, area by area; an area without mistakes has one finding `ok`.
+    """Everything found about ``config``, area by area; an area without mistakes has one finding
+    `ok`.
 
-    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once nothing else failed;
-    without a cluster two processes try the planes between them.
+    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once
+    nothing else failed; without a cluster two processes try the planes between them.
     """
     config = resolve(config)
     findings = [

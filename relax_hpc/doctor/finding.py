@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`error`: the run would fail; `warning`: it may, or could not be checked. The text names key, found, fix;
-    `detail` is printed below it as it is."""
+    """`error`: the run would fail; `warning`: it may, or could not be checked. The text names key,
+    found, fix; `detail` is printed below it as it is."""
 
     severity: Literal["error", "warning", "ok"]
     text: str

@@ -1,4 +1,5 @@
-"""Findings on what GPUs need from a host: the driver of torch's CUDA, and the compilers of engines."""
+"""Findings on what GPUs need from a host: the driver of torch's CUDA, and the compilers of
+engines."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ _TIMEOUT_S = 10.0
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
-    """Findings on this host's driver and compilers, for runs on GPUs with the environment of this process."""
-    if config.model.device != "cuda" or config.site.python or config.site.container.runtime != "none":
+    """Findings on this host's driver and compilers, for runs on GPUs with the environment of this
+    process."""
+    if (
+        config.model.device != "cuda"
+        or config.site.python
+        or config.site.container.runtime != "none"
+    ):
         return
     yield from map(warning, driver_problems(torch_cuda(), _driver()))
     if any(engine_roles(config).intersection(group.roles) for group in config.groups.values()):
@@ -43,7 +49,8 @@ def engine_roles(config: Config) -> set[str]:
 
 
 def compiler_words() -> tuple[str, list[str]]:
-    """The compiler that engines of this environment will use, in words, and a line for each missing program."""
+    """The compiler that engines of this environment will use, in words, and a line for each missing
+    program."""
     nvcc, missing = compilers(os.environ)
     if missing:
         return "", missing
@@ -60,7 +67,8 @@ def _release(nvcc: Path) -> str:
 
 
 def torch_cuda() -> str:
-    """CUDA's version that the installed torch was built for, such as `13.0`; empty: none, or there is no torch.
+    """CUDA's version that the installed torch was built for, such as `13.0`; empty: none, or there
+    is no torch.
 
     Read from torch's source: importing it takes seconds.
     """
@@ -68,26 +76,33 @@ def torch_cuda() -> str:
     folders = (spec.submodule_search_locations or ()) if spec else ()
     for folder in folders:
         file = Path(folder) / "version.py"
-        match = re.search(r"^cuda\b.*?['\"]([\d.]+)['\"]", file.read_text() if file.exists() else "", re.MULTILINE)
+        match = re.search(
+            r"^cuda\b.*?['\"]([\d.]+)['\"]", file.read_text() if file.exists() else "", re.MULTILINE
+        )
         if match:
             return match[1]
     return ""
 
 
 def driver_problems(cuda: str, driver: str) -> Iterator[str]:
-    """Problems of torch with CUDA ``cuda`` on ``driver`` (such as `570.86.15`); an empty version is not judged."""
+    """Problems of torch with CUDA ``cuda`` on ``driver`` (such as `570.86.15`); an empty version is
+    not judged."""
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
     if driver and oldest and int(driver.partition(".")[0]) < oldest:
         yield (
-            f"GPUs: found driver {driver}, which cannot run CUDA {cuda} of the installed torch, allowed: {oldest} or "
-            "newer; update the driver, load cuda-compat in site.modules, or install a torch of an older CUDA"
+            f"GPUs: found driver {driver}, which cannot run CUDA {cuda} of the installed torch, "
+            f"allowed: {oldest} or "
+            "newer; update the driver, load cuda-compat in site.modules, or install a torch of an "
+            "older CUDA"
         )
 
 
 def _driver() -> str:
     """Version of this host's NVIDIA driver; empty: unknown, or the host has no driver."""
     try:
-        done = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], _TIMEOUT_S)
+        done = ask(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], _TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     version = done.stdout.strip().partition("\n")[0].strip()
@@ -95,6 +110,7 @@ def _driver() -> str:
 
 
 def node_report(engines: bool) -> dict[str, Any]:
-    """Part of a node's report: `warnings` about its driver and, with ``engines``, compilers; `compiler` in words."""
+    """Part of a node's report: `warnings` about its driver and, with ``engines``, compilers;
+    `compiler` in words."""
     words, missing = compiler_words() if engines else ("", [])
     return {"warnings": [*driver_problems(torch_cuda(), _driver()), *missing], "compiler": words}

@@ -45,19 +45,36 @@ class Probe:
         make_folder(self.folder)
 
     def script(self, config: Config) -> Path:
-        """The batch script: one probe a node, where the roles will run. Values are quoted, nothing else is in it."""
-        own = {"nodes": str(self.nodes), "ntasks-per-node": "1", "time": "2", "job-name": "relax-doctor"}
-        lines = [f"#SBATCH {directive(name, value)}" for name, value in (self.options | own).items()]
+        """The batch script: one probe a node, where the roles will run. Values are quoted, nothing
+        else is in it."""
+        own = {
+            "nodes": str(self.nodes),
+            "ntasks-per-node": "1",
+            "time": "2",
+            "job-name": "relax-doctor",
+        }
+        lines = [
+            f"#SBATCH {directive(name, value)}" for name, value in (self.options | own).items()
+        ]
         lines += [f"#SBATCH {directive('output', str(self.folder / 'probe.log'))}"]
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in mpi_variables(config).items()]
-        exports.append(f"export PYTHONPATH={shlex.quote(str(self._code(config)))}${{PYTHONPATH:+:$PYTHONPATH}}")
+        exports = [
+            f"export {name}={shlex.quote(value)}" for name, value in mpi_variables(config).items()
+        ]
+        exports.append(
+            f"export PYTHONPATH={shlex.quote(str(self._code(config)))}${{PYTHONPATH:+:$PYTHONPATH}}"
+        )
         plugin = mpi_plugin(config) if self.mpi else "none"
         words = ["srun", "--ntasks-per-node=1", "--export=ALL", f"--mpi={plugin}"]
-        words += [*container_srun_options(config, self.folder), *container_command(config, self.folder)]
+        words += [
+            *container_srun_options(config, self.folder),
+            *container_command(config, self.folder),
+        ]
         words += [role_python(config), *PROBE, *self._words(config)]
         path = self.folder / "probe.sbatch"
         prelude = render_environment(config).rstrip("\n")
-        path.write_text("\n".join(["#!/bin/bash", *lines, prelude, *exports, f"exec {shlex.join(words)}", ""]))
+        path.write_text(
+            "\n".join(["#!/bin/bash", *lines, prelude, *exports, f"exec {shlex.join(words)}", ""])
+        )
         return path
 
     def _code(self, config: Config) -> Path:
@@ -66,14 +83,25 @@ class Probe:
         if config.site.container.runtime == "none":
             return source
         target = self.folder / "code"
-        shutil.copytree(source / "relax_hpc", target / "relax_hpc", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            source / "relax_hpc", target / "relax_hpc", ignore=shutil.ignore_patterns("__pycache__")
+        )
         return target
 
     def _words(self, config: Config) -> list[str]:
-        words = [f"--folder={self.folder}", f"--nodes={self.nodes}", f"--local_dir={config.site.local_dir}"]
+        words = [
+            f"--folder={self.folder}",
+            f"--nodes={self.nodes}",
+            f"--local_dir={config.site.local_dir}",
+        ]
         words += [f"--local_bytes={_staged(config)}", *plane_words(config)]
         words += ["--mpi"] if self.mpi else []
-        roles = {role for name in self.groups if name in config.groups for role in config.groups[name].roles}
+        roles = {
+            role
+            for name in self.groups
+            if name in config.groups
+            for role in config.groups[name].roles
+        }
         if config.model.device == "cuda" and roles:
             words += ["--gpus", *(["--engines"] if roles & engine_roles(config) else [])]
         draws = "rollout" in roles
@@ -84,8 +112,9 @@ class Probe:
 
 
 def plan(config: Config, folder: Path) -> list[Probe]:
-    """A probe for each kind of node; the largest component has at least two nodes looked at, as they must see each
-    other. GPUs are asked for as the groups do, but one a node, which is free sooner."""
+    """A probe for each kind of node; the largest component has at least two nodes looked at, as
+    they must see each other. GPUs are asked for as the groups do, but one a node, which is free
+    sooner."""
     kinds: dict[tuple[tuple[str, str], ...], list[Component]] = {}
     for part in components(config):
         options = {name: value for name, value in part.options.items() if name in _PLACING}
@@ -120,7 +149,11 @@ def _staged(config: Config) -> int:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
 
 
 def _interfaces(config: Config) -> list[str]:
@@ -142,7 +175,9 @@ def _paths(config: Config) -> dict[str, str]:
         "genrm.path": config.genrm.path,
         **{rows.setting: str(folder_and_split(rows.path)[0]) for rows in data_sets(config.data)},
         "environment.options.tools.search.corpus": search.get("corpus", ""),
-        "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
+        "site.container.image": site.container.image
+        if site.container.image.startswith("/") and not inside
+        else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,
     }
     return {key: path for key, path in found.items() if path}

@@ -1,4 +1,5 @@
-"""Findings on media that rows name. Some are decoded here; a check of settings reads headers alone."""
+"""Findings on media that rows name. Some are decoded here; a check of settings reads headers
+alone."""
 
 from __future__ import annotations
 
@@ -45,13 +46,18 @@ def check_media(config: Config) -> Iterator[Finding]:
             files = rows.files()
             how = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
             if tokenizer and how.media:
-                yield _finding(rows.setting, _tried(files, tokenizer, how), config.data.max_bad_share)
+                yield _finding(
+                    rows.setting, _tried(files, tokenizer, how), config.data.max_bad_share
+                )
 
 
 def _finding(key: str, tried: _Tried, allowed: float) -> Finding:
     if not tried.bad:
         return ok(f"{key}: media of {tried.rows} rows were decoded, {tried.media} in all")
-    bad = f"{key}: media of {len(tried.bad)} of {tried.rows} rows are of no use: {'; '.join(tried.bad[:_NAMED])}"
+    bad = (
+        f"{key}: media of {len(tried.bad)} of {tried.rows} rows are of no use: "
+        f"{'; '.join(tried.bad[:_NAMED])}"
+    )
     if len(tried.bad) <= allowed * tried.rows:
         return warning(f"{bad}; their rows will be left out, and counted")
     return error(f"{bad}; allowed share {allowed}; mend the files, or raise data.max_bad_share")

@@ -18,8 +18,9 @@ def check_memory(
 ) -> Iterator[Finding]:
     """A warning if a component gets less than its processes need at the least.
 
-    ``asked``: MiB a node that it asks for itself, 0 for all of them; ``limits``: what Slurm gives to who does not ask,
-    a partition's fields over those of the cluster. Only where memory is given out, and for models of a size.
+    ``asked``: MiB a node that it asks for itself, 0 for all of them; ``limits``: what Slurm gives
+    to who does not ask, a partition's fields over those of the cluster. Only where memory is given
+    out, and for models of a size.
     """
     if "MEMORY" not in limits.get("SelectTypeParameters", "").upper() or not nodes:
         return
@@ -30,13 +31,17 @@ def check_memory(
         if given >= max(node.memory_mib for node in nodes):
             advice = "this is all that a node has; use nodes with more memory, or more nodes"
         yield warning(
-            f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which Slurm gives "
-            f"{given / 1024:.1f} GiB a node ({why}); its processes and the model need {needed / 1024:.0f} GiB and "
+            f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which "
+            "Slurm gives "
+            f"{given / 1024:.1f} GiB a node ({why}); its processes and the model need "
+            f"{needed / 1024:.0f} GiB and "
             f"more; {advice}"
         )
 
 
-def _given(part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[str, str]) -> tuple[int, str]:
+def _given(
+    part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[str, str]
+) -> tuple[int, str]:
     """MiB that a job gets on each node, and by which setting."""
     whole, cpus = max(node.memory_mib for node in nodes), part.tasks_per_node * part.cpus_per_task
     stated = part.memory or part.options.keys() & {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
@@ -50,12 +55,15 @@ def _given(part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[s
 
 
 def host_mib(config: Config, part: Component) -> float:
-    """MiB a node that cannot be done without, by calculation; 0 for models that are not known, or of no size."""
+    """MiB a node that cannot be done without, by calculation; 0 for models that are not known, or
+    of no size."""
     try:
         spec = spec_at(config.model)
     except ConfigError:
         return 0.0
     if config.model.device != "cuda" or not config.model.path:
         return 0.0
-    found = [one for place in plan(config, spec) for one in place.footprints if one.group in part.groups]
+    found = [
+        one for place in plan(config, spec) for one in place.footprints if one.group in part.groups
+    ]
     return sum(sum(one.host.values()) + sum(one.pinned.values()) for one in found) / (1 << 20)

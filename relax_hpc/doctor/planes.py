@@ -1,4 +1,5 @@
-"""The doctor's look at the planes: every probe tries to read what every other one offers on each."""
+"""The doctor's look at the planes: every probe tries to read what every other one offers on
+each."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from relax_hpc.config.schema import Mode
 from relax_hpc.doctor.finding import Finding, error, ok, warning
 from relax_hpc.transport import SlabPool
 from relax_hpc.transport.choice import make_planes
-from relax_hpc.transport.plane_check import Trial, best, make_offer, missing, table, try_offers, withdraw
+from relax_hpc.transport.plane_check import (
+    Trial,
+    best,
+    make_offer,
+    missing,
+    table,
+    try_offers,
+    withdraw,
+)
 
 TRIAL_S = 3.0
 
@@ -32,7 +41,10 @@ class PlaneProbe:
     def trials(self, offers: Iterable[str]) -> list[dict[str, Any]]:
         """Results of trying ``offers``: the fields of a `Trial` each."""
         found = [msgpack.unpackb(b64decode(text)) for text in offers]
-        return [asdict(trial) for trial in try_offers(self._name, self._planes, found, TRIAL_S, self._absent)]
+        return [
+            asdict(trial)
+            for trial in try_offers(self._name, self._planes, found, TRIAL_S, self._absent)
+        ]
 
     def close(self) -> None:
         """Close the planes, once nobody tries any more."""
@@ -42,15 +54,24 @@ class PlaneProbe:
         self._pool.close()
 
 
-def judge_planes(trials: list[Trial], modes: Mapping[str, Mode], several_nodes: bool) -> Iterator[Finding]:
+def judge_planes(
+    trials: list[Trial], modes: Mapping[str, Mode], several_nodes: bool
+) -> Iterator[Finding]:
     """The table of all trials, required planes that fail, and pairs that have none."""
     if not trials:
         return
     # Memory is shared within a node: no two probes of a cluster are on one.
-    wanted = [name for name, mode in modes.items() if mode == "required" and not (several_nodes and name == "shm")]
+    wanted = [
+        name
+        for name, mode in modes.items()
+        if mode == "required" and not (several_nodes and name == "shm")
+    ]
     for line in missing(trials, wanted):
         yield error(f"queue.planes: {line}")
     for (reader, maker), plane in best(trials).items():
         if not plane:
-            yield warning(f"queue.planes: {reader} reads {maker} by none of them; rows will pass through files")
+            yield warning(
+                f"queue.planes: {reader} reads {maker} by none of them; rows will pass through "
+                "files"
+            )
     yield ok("planes: every two processes tried (* is what rows will take)", table(trials))

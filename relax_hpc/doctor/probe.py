@@ -1,7 +1,9 @@
-"""Probe that `doctor --deep` runs on every node: `python -m relax_hpc.doctor.probe --folder F --nodes N`.
+"""Probe that `doctor --deep` runs on every node: `python -m relax_hpc.doctor.probe --folder F
+--nodes N`.
 
-Each probe renames a report into the shared folder, waits until it sees all of them, then calls on every other one over
-TCP, which answers with its clock, and reads what it offers on the planes. The second report says what it saw.
+Each probe renames a report into the shared folder, waits until it sees all of them, then calls on
+every other one over TCP, which answers with its clock, and reads what it offers on the planes. The
+second report says what it saw.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ def main() -> None:
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
     parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
     parser.add_argument("--gpus", action="store_true", help="look at the driver")
-    parser.add_argument("--engines", action="store_true", help="look at the compilers of engines on GPUs")
+    parser.add_argument(
+        "--engines", action="store_true", help="look at the compilers of engines on GPUs"
+    )
     parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
-    parser.add_argument("--code", default="", help="jails by key, as JSON: whether programs can be kept apart here")
+    parser.add_argument(
+        "--code", default="", help="jails by key, as JSON: whether programs can be kept apart here"
+    )
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
     parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
     parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
@@ -61,12 +67,18 @@ def main() -> None:
     report: dict[str, Any] = {"node": node, "problems": problems}
     if given.gpus:
         report |= node_report(given.engines)
-    modes, token = dict(text.split("=", 1) for text in given.planes), (given.folder / TOKEN).read_bytes()
+    modes, token = (
+        dict(text.split("=", 1) for text in given.planes),
+        (given.folder / TOKEN).read_bytes(),
+    )
     planes = PlaneProbe(node, modes, token, host)
     with socket.create_server((host, 0)) as listener:
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
         address = [host, listener.getsockname()[1]]
-        write_json(given.folder / f"{node}.seen.json", report | {"address": address, "offer": planes.offer()})
+        write_json(
+            given.folder / f"{node}.seen.json",
+            report | {"address": address, "offer": planes.offer()},
+        )
         others = _wait(given.folder, "*.seen.json", given.nodes)
         report["seen"] = sorted(others)
         for name, other in others.items():
@@ -86,14 +98,21 @@ def _local(folder: Path, needed: int) -> list[str]:
         with tempfile.NamedTemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as problem:
-        return [f"site.local_dir: cannot write in {folder}: {problem.strerror}; name a folder on the node's own disk"]
+        return [
+            f"site.local_dir: cannot write in {folder}: {problem.strerror}; name a folder on the "
+            "node's own disk"
+        ]
     if free > needed:
         return []
-    return [f"site.local_dir: {folder} has {free / 2**30:.1f} GiB free, allowed: at least {needed / 2**30:.1f}"]
+    return [
+        f"site.local_dir: {folder} has {free / 2**30:.1f} GiB free, allowed: at least "
+        f"{needed / 2**30:.1f}"
+    ]
 
 
 def _address(interfaces: list[str]) -> tuple[str, list[str]]:
-    """The first interface's address, or that of the host's own name; and what is wrong with any of them."""
+    """The first interface's address, or that of the host's own name; and what is wrong with any of
+    them."""
     if not interfaces:
         config = Config(layout="jobs")
         try:
@@ -145,7 +164,10 @@ def _call(name: str, host: str, port: int, report: dict[str, Any]) -> list[str]:
         with socket.create_connection((host, port), timeout=CALL_TIMEOUT_S) as connection:
             theirs = float(connection.makefile().readline())
     except (OSError, ValueError) as problem:
-        return [f"ports: cannot reach {name} at {host}:{port} ({problem}); open the ports, or see site.interface"]
+        return [
+            f"ports: cannot reach {name} at {host}:{port} ({problem}); open the ports, or see "
+            "site.interface"
+        ]
     report.setdefault("skew_s", {})[name] = theirs - (started + time.time()) / 2
     return []
 

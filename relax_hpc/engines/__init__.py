@@ -1,7 +1,7 @@
 """Inference engines: one request, one answer; `make_engine` finds them by the name of their kind.
 
-One's own is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, made with the arguments of
-`make_engine`.
+One's own is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, made with
+the arguments of `make_engine`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    config: Config, number: int, model_dir: Path, version: Version, log_dir: Path, place: int | None = None
+    config: Config,
+    number: int,
+    model_dir: Path,
+    version: Version,
+    log_dir: Path,
+    place: int | None = None,
 ) -> Engine:
-    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`.
+    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the
+    weights of `version`.
 
-    ``number``: of the engine in its group. ``place``: its number among those of its node, by which it finds its GPUs;
-    ``number`` if left out. ConfigError: there is no such kind.
+    ``number``: of the engine in its group. ``place``: its number among those of its node, by which
+    it finds its GPUs; ``number`` if left out. ConfigError: there is no such kind.
     """
     kind = config.rollout.engine.kind
     engine = engine_class(kind)
@@ -39,6 +45,7 @@ def _check_fields_are_declared(kind: str, engine: type) -> None:
     undeclared = [spec.name for spec in fields if spec.name not in FIELDS]
     if undeclared and ":" not in kind:
         raise ConfigError(
-            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that {engine.__name__} inherits, "
+            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that {engine.__name__} "
+            "inherits, "
             "allowed: fields that its own class body assigns; assign `fields` there"
         )

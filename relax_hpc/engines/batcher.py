@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 class Batcher(Generic[T]):
-    """Collects what is added in one turn of the running event loop, and hands it to ``send`` in the next.
+    """Collects what is added in one turn of the running event loop, and hands it to ``send`` in the
+    next.
 
     >>> batches: list[list[int]] = []
     >>> async def main() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 class Silence:
     """Ends requests to an engine that has said nothing for ``seconds``, to any of them.
 
-    A long response is no silence, nor is one that waits in the engine for others to end. For one event loop. What is
-    heard costs the same however many requests wait: one timer looks after all of them.
+    A long response is no silence, nor is one that waits in the engine for others to end. For one
+    event loop. What is heard costs the same however many requests wait: one timer looks after all
+    of them.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -65,7 +66,11 @@ class Silence:
     def _look(self) -> None:
         self._timer, now = None, asyncio.get_running_loop().time()
         if not self._excuses:
-            silent = [limit for limit, begun in self._begun.items() if max(begun, self._heard) + self.seconds <= now]
+            silent = [
+                limit
+                for limit, begun in self._begun.items()
+                if max(begun, self._heard) + self.seconds <= now
+            ]
             for limit in silent:
                 del self._begun[limit]
                 limit.expire()
@@ -73,7 +78,8 @@ class Silence:
 
 
 class Limited:
-    """See `Silence.limited`: as `asyncio.timeout`, for less, as each response of an engine pays for it."""
+    """See `Silence.limited`: as `asyncio.timeout`, for less, as each response of an engine pays for
+    it."""
 
     __slots__ = ("_before", "_ended", "_silence", "_task")
 
@@ -90,7 +96,10 @@ class Limited:
         self._silence.begin(self)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._silence.end(self)
         if self._ended and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:

@@ -1,4 +1,5 @@
-"""Draws that depend on their key alone: a seeded engine gives the same response whatever it is asked beside it."""
+"""Draws that depend on their key alone: a seeded engine gives the same response whatever it is
+asked beside it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
-    """A uniform number in [0, 1) that depends on its key alone: 53 bits of BLAKE2b. `position` 0 is the first token
-    after the prompt.
+    """A uniform number in [0, 1) that depends on its key alone: 53 bits of BLAKE2b. `position` 0 is
+    the first token after the prompt.
     """
     key = f"{seed}\0{prompt_id}\0{sample}\0{position}".encode()
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) * 2.0**-53
@@ -25,9 +26,10 @@ def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> floa
 def sample_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int, float]:
     """A token of `logits` [vocabulary] and its log-probability in nats.
 
-    The inverse of the cumulative distribution, in float64 and in the order of token ids, at `uniform`. The
-    log-probability is float32 log_softmax(logits / temperature), over what `top_k`, `top_p` and `min_p` leave.
-    Temperature 0 takes the most probable token, with its log-probability at temperature 1.
+    The inverse of the cumulative distribution, in float64 and in the order of token ids, at
+    `uniform`. The log-probability is float32 log_softmax(logits / temperature), over what `top_k`,
+    `top_p` and `min_p` leave. Temperature 0 takes the most probable token, with its log-probability
+    at temperature 1.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1).cpu()
     if sampling.temperature == 0:
@@ -43,14 +45,18 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tu
 
 
 def cut(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """``probabilities`` [vocabulary], 0 where one of three leaves a token out; of ties the smaller ids stay.
+    """``probabilities`` [vocabulary], 0 where one of three leaves a token out; of ties the smaller
+    ids stay.
 
-    `top_k`: it is none of the k most probable. `top_p`: those that are more probable have that mass already. `min_p`:
-    it is less probable than that share of the most probable one. Each is of the whole, as in SGLang.
+    `top_k`: it is none of the k most probable. `top_p`: those that are more probable have that mass
+    already. `min_p`: it is less probable than that share of the most probable one. Each is of the
+    whole, as in SGLang.
     """
     order = np.argsort(-probabilities, kind="stable")
     ordered = probabilities[order]
-    kept = (np.cumsum(ordered) - ordered < sampling.top_p) & (ordered >= sampling.min_p * ordered[0])
+    kept = (np.cumsum(ordered) - ordered < sampling.top_p) & (
+        ordered >= sampling.min_p * ordered[0]
+    )
     kept[sampling.top_k or len(kept) :] = False
     kept[0] = True
     left = np.zeros_like(probabilities)

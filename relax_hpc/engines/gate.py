@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 class UpdateGate:
     """Counts the requests in an engine. Make it inside a running event loop.
 
-    Those that waited for an update go on in one turn of the loop, so that they can be asked together.
+    Those that waited for an update go on in one turn of the loop, so that they can be asked
+    together.
     """
 
     def __init__(self) -> None:

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
 
 _CHECKS = {"sglang": "relax_hpc.engines.sglang.flags:check"}
-"""Kind of a built-in engine -> function `package.module:name` that takes the configuration and returns
-its findings, one line each. A kind that is not listed has no settings to check."""
+"""Kind of a built-in engine -> function `package.module:name` that takes the configuration and
+returns its findings, one line each. A kind that is not listed has no settings to check."""
 
 
 def findings_of(kind: str, config: Config) -> Iterable[str]:
-    """Mistakes of ``config`` for engines of this kind, one line each. ConfigError: the kind is unknown."""
+    """Mistakes of ``config`` for engines of this kind, one line each. ConfigError: the kind is
+    unknown."""
     if kind not in ENGINE_CLASSES:
         engine_class(kind)
         return ()

@@ -1,6 +1,7 @@
 """Places of media in requests, which are looked at before anything is asked of an engine.
 
-SGLang answers a request with more places than media, or media in other places, without a word, by wrong tokens.
+SGLang answers a request with more places than media, or media in other places, without a word, by
+wrong tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from relax_hpc.transfer_queue.storage.media import BadMedia, check_media
 
 
 def check_places(request: GenerateRequest, placeholders: Mapping[str, int]) -> None:
-    """BadAnswer unless the media of a request have all ``placeholders``, token ids by kind, of its prompt, and those of
-    no other place."""
+    """BadAnswer unless the media of a request have all ``placeholders``, token ids by kind, of its
+    prompt, and those of no other place."""
     if not placeholders:
         return
     drawn = request.draft.token_versions if request.draft else []

@@ -1,4 +1,5 @@
-"""The places of a simulated engine: so many responses are drawn at a time, each at its own pace, the others wait."""
+"""The places of a simulated engine: so many responses are drawn at a time, each at its own pace,
+the others wait."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from relax_hpc.engines.engine import Draft, Ended, Generation
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """Response that is to be drawn: all its tokens, of which those that `draft` has are drawn already."""
+    """Response that is to be drawn: all its tokens, of which those that `draft` has are drawn
+    already."""
 
     tokens: list[int]
     ended_by: Ended
@@ -25,7 +27,8 @@ class Response:
     made: Generation | None = None
     """Whole response, once it is drawn."""
     due: float = -math.inf
-    """Time at which its next token is due, or since which it waits for a place; seconds of the event loop's clock."""
+    """Time at which its next token is due, or since which it waits for a place; seconds of the
+    event loop's clock."""
     seated: bool = False
     """Whether it has a place."""
     waiter: _Waiter | None = None
@@ -41,8 +44,9 @@ class _Waiter:
 
 
 class Places:
-    """Places of one engine, in which responses are drawn at a time. One timer for all of them: a token costs a few
-    microseconds, so that an engine that is to show what others cost costs little itself."""
+    """Places of one engine, in which responses are drawn at a time. One timer for all of them: a
+    token costs a few microseconds, so that an engine that is to show what others cost costs little
+    itself."""
 
     def __init__(self, count: int, sample: Callable[[Response], Generation | None]) -> None:
         """``sample`` draws the next token of a response; the whole of it, if that was the last."""
@@ -56,7 +60,8 @@ class Places:
         self._timer: asyncio.TimerHandle | None = None
 
     async def draw(self, responses: Sequence[Response]) -> None:
-        """Return when all are made, once there were places and time has passed; cancelled, they leave their places."""
+        """Return when all are made, once there were places and time has passed; cancelled, they
+        leave their places."""
         loop = asyncio.get_running_loop()
         waiter = _Waiter(len(responses), loop.create_future())
         now = loop.time()

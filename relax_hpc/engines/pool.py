@@ -1,7 +1,7 @@
 """The engines of a rank: entries that may join and leave while the run goes on.
 
-Those of the configuration are there from the beginning. An entry's number is its own in the whole group: by it the
-queue knows the engine as a reader of weights.
+Those of the configuration are there from the beginning. An entry's number is its own in the whole
+group: by it the queue knows the engine as a reader of weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def entries(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[E
     """
     if replicas % ranks:
         raise ConfigError(
-            f"rollout.replicas: found {replicas} for {ranks} ranks of the group, allowed: multiples of {ranks}; "
+            f"rollout.replicas: found {replicas} for {ranks} ranks of the group, allowed: "
+            f"multiples of {ranks}; "
             "change it, rollout.processes, or resources.nodes of the group"
         )
     each = replicas // ranks
@@ -45,7 +46,8 @@ class Member(Protocol):
     """Member of a pool, which serves one entry."""
 
     async def serve(self) -> None:
-        """Return when the run is finished, or once it is asked to leave and has handed on what it has."""
+        """Return when the run is finished, or once it is asked to leave and has handed on what it
+        has."""
 
     def leave(self) -> None:
         """Have it take no more work."""

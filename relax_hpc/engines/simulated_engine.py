@@ -1,7 +1,8 @@
-"""An engine that draws tokens evenly and takes as long as it is told: to measure and to break what is around engines.
+"""An engine that draws tokens evenly and takes as long as it is told: to measure and to break what
+is around engines.
 
-It runs no model, needs no GPU and imports no torch; media it takes, and does not look at. Log-probabilities are those
-of a policy that has learned nothing.
+It runs no model, needs no GPU and imports no torch; media it takes, and does not look at.
+Log-probabilities are those of a policy that has learned nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class SimulatedEngine:
     phase = "the engine is starting"
     pause_s = 0.0
 
-    def __init__(self, config: Config, _: int, model_dir: Path, version: Version, *__: object) -> None:
+    def __init__(
+        self, config: Config, _: int, model_dir: Path, version: Version, *__: object
+    ) -> None:
         self._settings = config.rollout.engine.simulated
         self._silence = Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
@@ -68,7 +71,9 @@ class SimulatedEngine:
             raise answer
         return answer
 
-    async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
+    async def generate_all(
+        self, requests: Sequence[GenerateRequest]
+    ) -> list[Generation | BadAnswer]:
         """See `DrawsTogether`."""
         await self._gate.enter()
         try:
@@ -80,7 +85,8 @@ class SimulatedEngine:
             self._gate.leave()
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        """See `Engine.update_weights`; what is being drawn goes on under the new version, if not waited for."""
+        """See `Engine.update_weights`; what is being drawn goes on under the new version, if not
+        waited for."""
         if not any(directory.glob("*.safetensors")):
             raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
         async with self._gate.update(when_empty=self._waits):
@@ -101,7 +107,9 @@ class SimulatedEngine:
         for request in requests:
             tokens, end = self._response(request)
             draft = request.draft or Draft()
-            responses.append(Response(tokens, end, draft, self.seconds(request) / (request.budget - draft.turn)))
+            responses.append(
+                Response(tokens, end, draft, self.seconds(request) / (request.budget - draft.turn))
+            )
         await self._places.draw(responses)
         return [self._answer(*pair) for pair in zip(requests, responses, strict=True)]
 
@@ -123,7 +131,10 @@ class SimulatedEngine:
             return None
         tokens, logprobs = [*draft.token_ids, response.tokens[-1]], [*draft.logprobs, logprob]
         draft.ended = Generation(
-            tokens, logprobs, np.array([*draft.token_versions, version], np.int32), response.ended_by
+            tokens,
+            logprobs,
+            np.array([*draft.token_versions, version], np.int32),
+            response.ended_by,
         )
         return draft.ended
 
@@ -137,14 +148,17 @@ class SimulatedEngine:
         draft = request.draft or Draft()
         found, turn = list(draft.token_ids), draft.turn
         for position in range(len(found), request.budget):
-            uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position)
+            uniform = keyed_uniform(
+                request.sampling.seed, request.prompt_id, request.sample, position
+            )
             found.append(self._drawn[int(uniform * len(self._drawn))])
             if stops.met(found, turn):
                 return found, "stop"
         return found, "length"
 
     def seconds(self, request: GenerateRequest) -> float:
-        """Seconds that a response of the whole budget takes: lognormal, its median and sigma from the configuration."""
+        """Seconds that a response of the whole budget takes: lognormal, its median and sigma from
+        the configuration."""
         if not self._settings.sigma:
             return self._settings.response_s
         uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, _PACE)

@@ -22,12 +22,15 @@ class Names(Protocol):
 
     special_names: tuple[str, ...]
 
-    def encode(self, text: str, special: bool = True, special_tokens: bool = False) -> list[int]: ...
+    def encode(
+        self, text: str, special: bool = True, special_tokens: bool = False
+    ) -> list[int]: ...
 
 
 def with_stops(sampling: Sampling, texts: Sequence[str], tokenizer: Names) -> Sampling:
-    """``sampling`` that also ends a response at each of ``texts``. The name of a special token means that
-    token: responses are decoded without special tokens, so its text would never match."""
+    """``sampling`` that also ends a response at each of ``texts``. The name of a special token
+    means that token: responses are decoded without special tokens, so its text would never
+    match."""
     special = [text for text in texts if text in tokenizer.special_names]
     ids = [tokenizer.encode(text, special=False, special_tokens=True)[0] for text in special]
     others = [text for text in texts if text not in special]
@@ -52,7 +55,8 @@ class Stops:
         return cls(frozenset({*sampling.stop_token_ids, *ends}), sampling.stop, tokenizer)
 
     def met(self, token_ids: Sequence[int], turn: int = 0) -> bool:
-        """Whether the last of the response's tokens so far ends its turn, which begins at ``turn``."""
+        """Whether the last of the response's tokens so far ends its turn, which begins at
+        ``turn``."""
         if token_ids[-1] in self.tokens:
             return True
         if not self.texts:

@@ -10,9 +10,11 @@ from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation
 
 @runtime_checkable
 class DrawsTogether(Protocol):
-    """An engine that is asked for all responses to a prompt at once: a task for each of them costs the event loop more
-    than all else that is done for a short one."""
+    """An engine that is asked for all responses to a prompt at once: a task for each of them costs
+    the event loop more than all else that is done for a short one."""
 
-    async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
-        """Generate each of ``requests``: the response, or why it is none. EngineFault: not all have an answer; tokens
-        of the others so far are in their drafts."""
+    async def generate_all(
+        self, requests: Sequence[GenerateRequest]
+    ) -> list[Generation | BadAnswer]:
+        """Generate each of ``requests``: the response, or why it is none. EngineFault: not all have
+        an answer; tokens of the others so far are in their drafts."""

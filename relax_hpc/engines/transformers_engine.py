@@ -1,4 +1,5 @@
-"""A small engine in this process: slow, and on a CPU reproducible bit for bit whatever is generated beside a sample."""
+"""A small engine in this process: slow, and on a CPU reproducible bit for bit whatever is generated
+beside a sample."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ class TransformersEngine:
     pause_s = 0.0
 
     def __init__(
-        self, config: Config, number: int, model_dir: Path, version: Version, log_dir: Path, place: int
+        self,
+        config: Config,
+        number: int,
+        model_dir: Path,
+        version: Version,
+        log_dir: Path,
+        place: int,
     ) -> None:
         """See `make_engine`."""
         self._device = f"cuda:{place}" if config.model.device == "cuda" else config.model.device
@@ -128,7 +135,10 @@ class TransformersEngine:
         draft = request.draft or Draft()
         drawn, cache, version, turn = Draft.of(draft.so_far()), None, 0, draft.turn
         model = getattr(self._model, "thinker", self._model)
-        media, never = MediaInputs(request.media, self._rules, model), [*self._placeholders.values()]
+        media, never = (
+            MediaInputs(request.media, self._rules, model),
+            [*self._placeholders.values()],
+        )
         reason: Literal["stop", "length"] = "length"
         for position in range(len(drawn.token_ids), request.budget):
             with self._lock, torch.inference_mode():
@@ -137,7 +147,12 @@ class TransformersEngine:
                     cache = None
                 whole = [*request.prompt_ids, *drawn.token_ids]
                 start = len(whole) - 1 if cache is not None else 0
-                output = model(**media.of(whole, start), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = model(
+                    **media.of(whole, start),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
                 logits = output.logits[0, -1]
                 logits[never] = -torch.inf
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
@@ -161,14 +176,17 @@ class _GivenUp(Exception):
 class _Drawing:
     """A request while a thread works on it."""
 
-    def __init__(self, request: GenerateRequest, loop: asyncio.AbstractEventLoop, silence: Silence) -> None:
+    def __init__(
+        self, request: GenerateRequest, loop: asyncio.AbstractEventLoop, silence: Silence
+    ) -> None:
         self.request = request
         self._loop, self._silence = loop, silence
         self._given_up = threading.Event()
         self._thread: asyncio.Future[Generation] | None = None
 
     async def by(self, draw: Callable[[_Drawing], Generation]) -> Generation:
-        """Return ``draw``'s generation, made in a thread; if nobody waits any more, it ends with its next token."""
+        """Return ``draw``'s generation, made in a thread; if nobody waits any more, it ends with
+        its next token."""
         self._thread = asyncio.ensure_future(asyncio.to_thread(draw, self))
         try:
             return await asyncio.shield(self._thread)
@@ -218,28 +236,38 @@ def move(model: Any, device: str) -> None:
     except (AssertionError, RuntimeError) as error:
         # Of a build without CUDA; of a GPU that is not there, or is full.
         first = str(error).partition("\n")[0]
-        raise ConfigError(f"model.device: the transformers engine cannot run on {device}: {first}") from error
+        raise ConfigError(
+            f"model.device: the transformers engine cannot run on {device}: {first}"
+        ) from error
 
 
 def load_weights(model: Any, directory: Path, spec: ModelSpec) -> None:
-    """Copy *.safetensors of `directory` into `model`, which ``spec`` describes. ValueError unless names and shapes are
-    exactly the model's; weights that are tied to others may be left out. OSError: no such file.
+    """Copy *.safetensors of `directory` into `model`, which ``spec`` describes. ValueError unless
+    names and shapes are exactly the model's; weights that are tied to others may be left out.
+    OSError: no such file.
     """
     import torch
     from safetensors.torch import load_file
 
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")) or [directory / "model.safetensors"]:
-        found |= {name: tensor for name, tensor in load_file(path).items() if not spec.carries(name)}
+        found |= {
+            name: tensor for name, tensor in load_file(path).items() if not spec.carries(name)
+        }
     try:
         found = as_in_transformers(spec, found)
     except KeyError as missing:
         raise ValueError(f"{directory}: missing: {missing}") from missing
-    own, with_tied = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    own, with_tied = (
+        dict(model.named_parameters()),
+        dict(model.named_parameters(remove_duplicate=False)),
+    )
     wrong = sorted((own.keys() - found.keys()) | (found.keys() - with_tied.keys()))
     wrong += [name for name in found.keys() & own.keys() if found[name].shape != own[name].shape]
     if wrong:
-        raise ValueError(f"{directory}: missing, unknown or of another shape: {', '.join(wrong[:4])}")
+        raise ValueError(
+            f"{directory}: missing, unknown or of another shape: {', '.join(wrong[:4])}"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(found[name])

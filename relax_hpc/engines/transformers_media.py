@@ -1,4 +1,5 @@
-"""Media in the engine that runs Hugging Face's model: what its forward pass takes of them, and where tokens stand."""
+"""Media in the engine that runs Hugging Face's model: what its forward pass takes of them, and
+where tokens stand."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ _SEEN = {
 class MediaInputs:
     """Inputs of the passes over one prompt and its response, their tokens among them."""
 
-    def __init__(self, media: Sequence[PromptMedium], rules: Rules | None, model: torch.nn.Module) -> None:
+    def __init__(
+        self, media: Sequence[PromptMedium], rules: Rules | None, model: torch.nn.Module
+    ) -> None:
         """Read the blobs of ``media``. ``rules``: None of a ``model`` that takes text alone."""
         self._rules, self._model, self._spans = rules, model, spans_of(media)
         self._by_id = {medium.blob.name: _read(medium.blob) for medium in media if medium.blob}
@@ -60,16 +63,21 @@ class MediaInputs:
         return found
 
     def _heard(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Embeddings of the tokens, with those of sounds in their places. Each sound is encoded by itself: given all,
-        transformers has the end of a short one depend on the others."""
+        """Embeddings of the tokens, with those of sounds in their places. Each sound is encoded by
+        itself: given all, transformers has the end of a short one depend on the others."""
         import torch
 
         mine = self._of_kind(Kind.AUDIO)
         if not mine:
             return {}
-        embedded, places = self._model.get_input_embeddings()(ids), ids == self._model.config.audio_token_id
+        embedded, places = (
+            self._model.get_input_embeddings()(ids),
+            ids == self._model.config.audio_token_id,
+        )
         heard = [
-            self._model.get_audio_features(values.t()[None].to(embedded), torch.ones(1, len(values), dtype=torch.long))
+            self._model.get_audio_features(
+                values.t()[None].to(embedded), torch.ones(1, len(values), dtype=torch.long)
+            )
             for values in (torch.from_numpy(features(medium, self._rules)) for medium in mine)
         ]
         found = torch.cat([one.last_hidden_state for one in heard])

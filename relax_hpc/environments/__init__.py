@@ -1,7 +1,7 @@
 """Environments that episodes of several turns are played against, one file each, found by name.
 
-`environment: {kind: ...}` names one of `ENVIRONMENTS`, or `package.module:Class` of a user's own. Nothing here imports
-torch, or knows of engines.
+`environment: {kind: ...}` names one of `ENVIRONMENTS`, or `package.module:Class` of a user's own.
+Nothing here imports torch, or knows of engines.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ def environment_class(name: str) -> type[Environment]:
     found = named("environment.kind", name, ENVIRONMENTS)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(
-            f"environment.kind: {name!r}: found no class derived from relax_hpc.environments.base.Environment"
+            f"environment.kind: {name!r}: found no class derived from "
+            "relax_hpc.environments.base.Environment"
         )
     if missing := ", ".join(sorted(found.__abstractmethods__)):
-        raise ConfigError(f"environment.kind: {name!r}: found a class without {missing}; give it that")
+        raise ConfigError(
+            f"environment.kind: {name!r}: found a class without {missing}; give it that"
+        )
     for method, names in _CALLED_WITH.items():
         called = method_of(found, method)
         text = misfit(called, *names) if called else ""
@@ -55,13 +58,18 @@ def made_with(kind: type[Environment], options: Mapping[str, Any]) -> Environmen
         return kind(**options)
     except TypeError as error:
         if has_user_frame(error):
-            text = f"environment.kind: {kind.__name__} cannot be made: {describe_with_location(error)}"
+            text = (
+                f"environment.kind: {kind.__name__} cannot be made: {describe_with_location(error)}"
+            )
             raise ConfigError(text) from error
-        raise ConfigError(f"environment.options: {kind.__name__} is not made with them: {error}") from error
+        raise ConfigError(
+            f"environment.options: {kind.__name__} is not made with them: {error}"
+        ) from error
 
 
 def tried(name: str, options: Mapping[str, Any]) -> Environment:
-    """One environment called ``name``, before there is an episode. ConfigError: there is none, or it cannot be made."""
+    """One environment called ``name``, before there is an episode. ConfigError: there is none, or
+    it cannot be made."""
     try:
         return made_with(environment_class(name), options)
     except ConfigError:

@@ -1,4 +1,5 @@
-"""Base class of environments, and what goes between them and the policy: values that any process can be told."""
+"""Base class of environments, and what goes between them and the policy: values that any process
+can be told."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ FaultReason = Literal[
     "environment_answer",
     "environment_differs",
 ]
-"""Reason why an environment is of no use: it raised, took too long, its process has died, what it said is not allowed,
-or it said something else when an episode was played again."""
+"""Reason why an environment is of no use: it raised, took too long, its process has died, what it
+said is not allowed, or it said something else when an episode was played again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +78,18 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """History in which the policy goes on: one of several of an episode, each a row that is trained on.
+    """History in which the policy goes on: one of several of an episode, each a row that is trained
+    on.
 
-    After a history was compacted: a new name, 0 turns, and the summary as an observation. A branch: a new name and the
-    turns before it. A sub-agent: a name of its own, and later that of who waits for it, which begins as "".
+    After a history was compacted: a new name, 0 turns, and the summary as an observation. A branch:
+    a new name and the turns before it. A sub-agent: a name of its own, and later that of who waits
+    for it, which begins as "".
     """
 
     name: str
     turns: int = 0
-    """Turns of the present history that a new one begins with, behind the prompt. A known one goes on as it is."""
+    """Turns of the present history that a new one begins with, behind the prompt. A known one goes
+    on as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class Step:
     """Consequence of a response."""
 
     observations: tuple[Observation, ...] = ()
-    """Messages that the policy reads before its next turn, in their order; at least one unless it is ``done``."""
+    """Messages that the policy reads before its next turn, in their order; at least one unless it
+    is ``done``."""
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON values for the reward and for who reads samples."""
@@ -104,11 +109,13 @@ class Step:
 
 
 class Environment(abc.ABC):
-    """The world of one episode, made for it alone; in a process of environments, which may be ended at any time.
+    """The world of one episode, made for it alone; in a process of environments, which may be ended
+    at any time.
 
-    Arguments of `__init__` are `environment.options`; it may raise ConfigError. Each other method may be `async def` as
-    well. What one draws, it draws by the seed of its beginning, and it asks nobody
-    who may answer otherwise: an episode whose rollout has died is played again, and has to be the same.
+    Arguments of `__init__` are `environment.options`; it may raise ConfigError. Each other method
+    may be `async def` as well. What one draws, it draws by the seed of its beginning, and it asks
+    nobody who may answer otherwise: an episode whose rollout has died is played again, and has to
+    be the same.
 
     >>> class Echo(Environment):
     ...     def step(self, response):
@@ -119,11 +126,13 @@ class Environment(abc.ABC):
 
     @property
     def signatures(self) -> Sequence[Mapping[str, Any]]:
-        """Signatures, as OpenAI's, of the tools that a chat template shows with each prompt whose row has no column
-        `tools`; known before `reset`."""
+        """Signatures, as OpenAI's, of the tools that a chat template shows with each prompt whose
+        row has no column `tools`; known before `reset`."""
         return ()
 
-    def reset(self, beginning: Beginning) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
+    def reset(
+        self, beginning: Beginning
+    ) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
         """Begin; messages that go behind the prompt, if there are any."""
         return ()
 
@@ -131,9 +140,11 @@ class Environment(abc.ABC):
     def step(self, response: Response) -> Step | Awaitable[Step]:
         """Go on after a response of the policy."""
 
-    def format_observation(self, observation: Observation) -> Sequence[Part] | Awaitable[Sequence[Part]]:
-        """Content of the message that ``observation`` is to the policy: here its media, and its text. What is around a
-        message of its role comes from the run's chat template."""
+    def format_observation(
+        self, observation: Observation
+    ) -> Sequence[Part] | Awaitable[Sequence[Part]]:
+        """Content of the message that ``observation`` is to the policy: here its media, and its
+        text. What is around a message of its role comes from the run's chat template."""
         return (*observation.media, observation.text) if observation.text else observation.media
 
     def close(self) -> Awaitable[None] | None:

@@ -1,5 +1,5 @@
-"""The environment `gymnasium`: a game of the library of that name, shown as a text or a picture, whose actions the
-policy writes."""
+"""The environment `gymnasium`: a game of the library of that name, shown as a text or a picture,
+whose actions the policy writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from relax_hpc.environments.base import Beginning, Environment, MediaPart, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Beginning,
+    Environment,
+    MediaPart,
+    Observation,
+    Response,
+    Step,
+)
 from relax_hpc.environments.tool_calls import ToolError, read_turn
 from relax_hpc.environments.tools.pictures import png
 from relax_hpc.errors import ConfigError
@@ -24,9 +31,10 @@ SEED = "seed"
 
 
 class Gymnasium(Environment):
-    """One game; what stands between the last `<action>` and `</action>`, or else the whole response, is the action: a
-    name of ``actions``, or a number or list as JSON. Thoughts (`<think>`) are left out. The reward is the sum of the
-    game's rewards. A response without an action changes nothing, and `info.invalid_actions` counts them."""
+    """One game; what stands between the last `<action>` and `</action>`, or else the whole
+    response, is the action: a name of ``actions``, or a number or list as JSON. Thoughts
+    (`<think>`) are left out. The reward is the sum of the game's rewards. A response without an
+    action changes nothing, and `info.invalid_actions` counts them."""
 
     def __init__(
         self,
@@ -35,13 +43,16 @@ class Gymnasium(Environment):
         shown: Shown = "values",
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """``id``, ``arguments``: of `gymnasium.make`. ``actions``: names of its actions, in their order. ``shown``: its
-        observations, or what it renders.
+        """``id``, ``arguments``: of `gymnasium.make`. ``actions``: names of its actions, in their
+        order. ``shown``: its observations, or what it renders.
 
-        ConfigError: the library is not installed, it has no such game, or the game has other actions.
+        ConfigError: the library is not installed, it has no such game, or the game has other
+        actions.
         """
         if shown not in get_args(Shown):
-            raise ConfigError(f"environment.options.shown: found {shown!r}, allowed: {', '.join(get_args(Shown))}")
+            raise ConfigError(
+                f"environment.options.shown: found {shown!r}, allowed: {', '.join(get_args(Shown))}"
+            )
         self._names = [name.lower() for name in actions]
         self._shown, self._reward, self._invalid = shown, 0.0, 0
         self._game = _made(id, {**(arguments or {}), "render_mode": _MODES[shown]})
@@ -59,10 +70,14 @@ class Gymnasium(Environment):
         except ToolError as error:
             self._invalid += 1
             info = {"invalid_actions": self._invalid}
-            return Step((Observation(f"Error: {error}", role="user"),), info=info, reward=self._reward)
+            return Step(
+                (Observation(f"Error: {error}", role="user"),), info=info, reward=self._reward
+            )
         seen, reward, won, ended, _ = self._game.step(action)
         self._reward += float(reward)
-        return Step((self._observation(seen),), bool(won or ended), {"ended": bool(ended)}, self._reward)
+        return Step(
+            (self._observation(seen),), bool(won or ended), {"ended": bool(ended)}, self._reward
+        )
 
     def close(self) -> None:
         self._game.close()
@@ -84,10 +99,14 @@ class Gymnasium(Environment):
 
     def _observation(self, seen: Any) -> Observation:
         if self._shown == "values":
-            return Observation(json.dumps(seen, default=lambda value: np.asarray(value).tolist()), role="user")
+            return Observation(
+                json.dumps(seen, default=lambda value: np.asarray(value).tolist()), role="user"
+            )
         rendered = self._game.render()
         if self._shown == "text":
-            return Observation("\n".join([_COLOURS.sub("", str(rendered)), *_texts_in(seen)]), role="user")
+            return Observation(
+                "\n".join([_COLOURS.sub("", str(rendered)), *_texts_in(seen)]), role="user"
+            )
         from PIL import Image
 
         picture = MediaPart("image", png(Image.fromarray(rendered)))
@@ -95,8 +114,9 @@ class Gymnasium(Environment):
 
 
 def _array_of(value: Any, space: Any) -> np.ndarray:
-    """A JSON ``value`` as an array of the type that actions of ``space`` have. ValueError, TypeError, OverflowError:
-    it has something else than numbers, or others than the array could hold: 1.7 is no action of 0, 1 and 2."""
+    """A JSON ``value`` as an array of the type that actions of ``space`` have. ValueError,
+    TypeError, OverflowError: it has something else than numbers, or others than the array could
+    hold: 1.7 is no action of 0, 1 and 2."""
     from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 
     with np.errstate(over="ignore"):
@@ -118,10 +138,14 @@ def _check_names(names: Sequence[str], space: Any) -> None:
     from gymnasium.spaces import Discrete
 
     if not isinstance(space, Discrete):
-        raise ConfigError(f"environment.options.actions: found names, allowed: none, as the game's space is {space}")
+        raise ConfigError(
+            "environment.options.actions: found names, allowed: none, as the game's space is "
+            f"{space}"
+        )
     if len(names) != space.n or len(set(names)) != len(names):
         raise ConfigError(
-            f"environment.options.actions: found {', '.join(names)}, allowed: {space.n} different names, one for each "
+            f"environment.options.actions: found {', '.join(names)}, allowed: {space.n} different "
+            "names, one for each "
             f"action of {space}"
         )
 
@@ -140,9 +164,12 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind: gymnasium cannot be imported: {error}; pip install 'relax_hpc[games]'"
+            f"environment.kind: gymnasium cannot be imported: {error}; pip install "
+            "'relax_hpc[games]'"
         ) from error
     try:
         return gymnasium.make(name, **arguments)
     except Exception as error:  # a game's own constructor may raise anything
-        raise ConfigError(f"environment.options: {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"environment.options: {name!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error

@@ -1,5 +1,5 @@
-"""Environments in processes of their own, many in each. One that hangs, or ends its process, ends its own episode;
-those beside it are played again in another process, and compared."""
+"""Environments in processes of their own, many in each. One that hangs, or ends its process, ends
+its own episode; those beside it are played again in another process, and compared."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Environments:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Start one process. ConfigError: there is no such environment, or not with these options."""
+        """Start one process. ConfigError: there is no such environment, or not with these
+        options."""
         await self._process().begun()
 
     async def open(self, beginning: Beginning) -> Session:
@@ -65,16 +66,20 @@ class Environments:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
         suspects = [self._for_suspects] if self._for_suspects else []
-        await asyncio.gather(*(process.end() for process in [*self._processes, *self._retired, *suspects]))
+        await asyncio.gather(
+            *(process.end() for process in [*self._processes, *self._retired, *suspects])
+        )
 
     def place(self, is_suspect: bool) -> Process:
-        """Process for one more environment; of a suspect, whose calls are the only ones there while they last.
-        EnvironmentFault: they were all ended."""
+        """Process for one more environment; of a suspect, whose calls are the only ones there while
+        they last. EnvironmentFault: they were all ended."""
         if self._is_closed:
             raise EnvironmentFault("environment_died", "all environments were ended")
         if is_suspect:
             if self._for_suspects is None or self._for_suspects.has_ended:
-                self._for_suspects = Process(self._starter, self._settings.step_timeout_s, one_at_a_time=True)
+                self._for_suspects = Process(
+                    self._starter, self._settings.step_timeout_s, one_at_a_time=True
+                )
             return self._for_suspects
         return self._process()
 
@@ -89,11 +94,14 @@ class Environments:
         self._places.release()
         if process:
             process.environments -= 1
-            if not process.environments and (process in self._retired or process is self._for_suspects):
+            if not process.environments and (
+                process in self._retired or process is self._for_suspects
+            ):
                 process.kill()
 
     def retire(self, process: Process) -> None:
-        """Let no more environments into a process that one hangs in; it ends with the others there."""
+        """Let no more environments into a process that one hangs in; it ends with the others
+        there."""
         if process in self._processes:
             self._processes.remove(process)
             self._retired.append(process)
@@ -105,7 +113,9 @@ class Environments:
         """The one with the fewest environments, or another."""
         self._processes = [process for process in self._processes if not process.has_ended]
         found = min(self._processes, key=lambda process: process.environments, default=None)
-        if found is None or (found.environments and len(self._processes) < self._settings.processes):
+        if found is None or (
+            found.environments and len(self._processes) < self._settings.processes
+        ):
             found = Process(self._starter, self._settings.step_timeout_s)
             self._processes.append(found)
         return found
@@ -128,16 +138,16 @@ class Session:
         _, self.opening = await self._play(None)
 
     async def step(self, response: Response) -> Turn:
-        """Go on after ``response``. EnvironmentFault: the episode cannot go on. ConfigError: no environment can work
-        here with its options."""
+        """Go on after ``response``. EnvironmentFault: the episode cannot go on. ConfigError: no
+        environment can work here with its options."""
         said = dataclasses.asdict(response)
         found = await self._play(said)
         self._played.append(said)
         return found
 
     async def close(self) -> None:
-        """Let the environment give back what it holds, and then its place to others. Nobody waits for that: it may be
-        at a step that was given up."""
+        """Let the environment give back what it holds, and then its place to others. Nobody waits
+        for that: it may be at a step that was given up."""
         if self._is_open:
             self._is_open = False
             self._host.beside(self._end())
@@ -160,7 +170,9 @@ class Session:
             known = {"begun": self._begun, "played": self._played, "digests": self._digests}
             try:
                 about = {"do": "play", "response": response, "history": known if history else None}
-                answer = await self._ask(self._process, about, len(self._played) + 2 if history else 1)
+                answer = await self._ask(
+                    self._process, about, len(self._played) + 2 if history else 1
+                )
             except Lost as lost:
                 is_suspect = is_suspect or lost.was_under_way
                 # Its process may have been killed from outside: it is played again, twice at most.
@@ -172,8 +184,8 @@ class Session:
                 return step_from_wire(answer["step"])
 
     async def _ask(self, process: Process, message: Wire, calls: int) -> dict[str, Any]:
-        """Answer of the process. EnvironmentFault. ConfigError: no environment can be had so. Lost: it ended, maybe
-        over another environment."""
+        """Answer of the process. EnvironmentFault. ConfigError: no environment can be had so. Lost:
+        it ended, maybe over another environment."""
         answer = await process.ask({"session": self._number, **message}, calls)
         if "error" in answer:
             raise ConfigError(answer["error"])

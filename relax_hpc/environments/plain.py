@@ -11,8 +11,8 @@ from typing import Any
 def clean_text(text: str) -> str:
     """``text`` with U+FFFD for each half of a surrogate pair, as JavaScript's encoder writes it.
 
-    Programs in JavaScript cut texts in the middle of an emoji, and JSON of models holds `\\ud83d`; no tokenizer and no
-    UTF-8 file takes such a half.
+    Programs in JavaScript cut texts in the middle of an emoji, and JSON of models holds `\\ud83d`;
+    no tokenizer and no UTF-8 file takes such a half.
 
     >>> clean_text("a\\ud83d"), clean_text("\\ud83d\\ude00")
     ('a\ufffd', '😀')
@@ -25,7 +25,8 @@ def clean_text(text: str) -> str:
 
 
 def clean_texts(value: Any) -> Any:
-    """A JSON value with all of its texts as of `clean_text`. RecursionError: it is nested too deeply."""
+    """A JSON value with all of its texts as of `clean_text`. RecursionError: it is nested too
+    deeply."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, list):
@@ -36,7 +37,8 @@ def clean_texts(value: Any) -> Any:
 
 
 def read_plain(text: str | bytes) -> Any:
-    """The value of a JSON text; NaN and the infinities, which JSON has no word for, become the texts "NaN" and so on.
+    """The value of a JSON text; NaN and the infinities, which JSON has no word for, become the
+    texts "NaN" and so on.
 
     ValueError: it is no JSON, or is nested too deeply.
 
@@ -61,7 +63,8 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """``value`` with Python's own numbers and lists in the place of arrays and scalars of numpy, and clean texts.
+    """``value`` with Python's own numbers and lists in the place of arrays and scalars of numpy,
+    and clean texts.
 
     RecursionError: it is nested too deeply.
 

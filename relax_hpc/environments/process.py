@@ -24,14 +24,16 @@ class Lost(Exception):
         self.was_under_way = was_under_way
         """Whether it ended over this call, or over one beside it."""
         self.fault = fault
-        """Failure of this call, if no other call can have ended the process; None: another one can."""
+        """Failure of this call, if no other call can have ended the process; None: another one
+        can."""
 
 
 class Process:
     """A process in which any number of environments live; for one event loop."""
 
     def __init__(self, starter: Starter, limit_s: float, one_at_a_time: bool = False) -> None:
-        """``limit_s``: for a call. ``one_at_a_time``: calls are, so that it ends over the one that is under way."""
+        """``limit_s``: for a call. ``one_at_a_time``: calls are, so that it ends over the one that
+        is under way."""
         self.environments = 0
         """Environments that live in it."""
         self._limit_s = limit_s
@@ -44,15 +46,19 @@ class Process:
     def has_ended(self) -> bool:
         if not self._starting.done():
             return False
-        return self._starting.cancelled() or bool(self._starting.exception()) or self._starting.result().has_ended
+        return (
+            self._starting.cancelled()
+            or bool(self._starting.exception())
+            or self._starting.result().has_ended
+        )
 
     async def begun(self) -> Worker:
         """Wait until it has begun. ConfigError, RelaxError: as `Starter.start`."""
         return await asyncio.shield(self._starting)
 
     async def ask(self, message: Wire, calls: int) -> dict[str, Any]:
-        """Answer to ``message``, for which it calls an environment ``calls`` times. EnvironmentFault: that took too
-        long. Lost: it has ended."""
+        """Answer to ``message``, for which it calls an environment ``calls`` times.
+        EnvironmentFault: that took too long. Lost: it has ended."""
         async with self._turn:
             worker = await self.begun()
             if worker.has_ended:
@@ -63,7 +69,9 @@ class Process:
                     return await worker.ask(next(self._numbers), message)
             except TimeoutError:
                 is_suspended = worker.is_suspended
-                fault = EnvironmentFault("environment_timeout", f"its process did not answer in {self._limit_s:g} s")
+                fault = EnvironmentFault(
+                    "environment_timeout", f"its process did not answer in {self._limit_s:g} s"
+                )
                 lost = await self._end_over(worker, fault)
                 raise (lost.fault if lost.fault and not is_suspended else lost) from None
             except WorkerEnded as ended:
@@ -86,7 +94,8 @@ class Process:
             await (await self._starting).end()
 
     async def _end_over(self, worker: Worker, fault: EnvironmentFault | None) -> Lost:
-        """End it; returns the error of a call in flight, with ``fault`` if no other call can have been the reason."""
+        """End it; returns the error of a call in flight, with ``fault`` if no other call can have
+        been the reason."""
         # Of those that are told one after the other the last is not alone, either.
         self._at_its_end = self._at_its_end or self._under_way
         await worker.end()

@@ -1,6 +1,8 @@
-"""The environment `reasoning_gym`: puzzles of the library of that name, which judges the answers too.
+"""The environment `reasoning_gym`: puzzles of the library of that name, which judges the answers
+too.
 
-`python -m relax_hpc.environments.reasoning_gym NAME SIZE [SEED]` prints prompts of one of its data sets, a line each.
+`python -m relax_hpc.environments.reasoning_gym NAME SIZE [SEED]` prints prompts of one of its data
+sets, a line each.
 """
 
 from __future__ import annotations
@@ -24,18 +26,21 @@ _SHOWN = 200
 
 
 class ReasoningGym(Environment):
-    """One puzzle; what stands between the last `<answer>` and `</answer>`, or else the whole response, is the answer.
-    Thoughts (`<think>`) are left out. The score is the reward, of the best attempt; an answer that the library cannot
-    judge scores 0."""
+    """One puzzle; what stands between the last `<answer>` and `</answer>`, or else the whole
+    response, is the answer. Thoughts (`<think>`) are left out. The score is the reward, of the best
+    attempt; an answer that the library cannot judge scores 0."""
 
     def __init__(self, attempts: int = 1) -> None:
-        """``attempts``: answers that the policy may give. ConfigError: the library is not installed."""
+        """``attempts``: answers that the policy may give. ConfigError: the library is not
+        installed."""
         library()
         self._left, self._best = attempts, 0.0
 
     def reset(self, beginning: Beginning) -> tuple[Observation, ...]:
         if COLUMN not in beginning.metadata:
-            raise ValueError(f"the prompt's row has no column {COLUMN}; make rows by python -m {__name__}")
+            raise ValueError(
+                f"the prompt's row has no column {COLUMN}; make rows by python -m {__name__}"
+            )
         puzzle = beginning.metadata[COLUMN]
         self._set = data_set(puzzle["name"], puzzle["seed"], puzzle["size"])
         self._entry = self._set[puzzle["index"]]
@@ -47,7 +52,9 @@ class ReasoningGym(Environment):
         info: dict[str, Any] = {}
         try:
             self._best = max(self._best, float(self._set.score_answer(answer, self._entry)))
-        except Exception as error:  # some data sets of the library raise at answers of an unexpected form
+        except (
+            Exception
+        ) as error:  # some data sets of the library raise at answers of an unexpected form
             info["unjudged"] = f"{type(error).__name__}: {error}"[:_SHOWN]
         self._left -= 1
         done = self._best == 1.0 or self._left <= 0
@@ -56,11 +63,17 @@ class ReasoningGym(Environment):
 
 
 def rows_of(name: str, size: int, seed: int) -> Iterator[Mapping[str, Any]]:
-    """Rows of prompts for ``size`` puzzles of a data set. ConfigError: there is none of that name."""
+    """Rows of prompts for ``size`` puzzles of a data set. ConfigError: there is none of that
+    name."""
     for index, entry in enumerate(data_set(name, seed, size)):
         puzzle = {"name": name, "seed": seed, "size": size, "index": index}
         answer = "" if entry["answer"] is None else entry["answer"]
-        yield {"id": f"{name}-{seed}-{index}", "prompt": entry["question"], "answer": answer, COLUMN: puzzle}
+        yield {
+            "id": f"{name}-{seed}-{index}",
+            "prompt": entry["question"],
+            "answer": answer,
+            COLUMN: puzzle,
+        }
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,7 +91,8 @@ def library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind: reasoning_gym cannot be imported: {error}; pip install 'relax_hpc[puzzles]'"
+            f"environment.kind: reasoning_gym cannot be imported: {error}; pip install "
+            "'relax_hpc[puzzles]'"
         ) from error
     return reasoning_gym
 
@@ -87,7 +101,9 @@ def main() -> None:
     """Print prompts."""
     if len(sys.argv) not in (3, 4):
         sys.exit(f"usage: python -m {__spec__.name} NAME SIZE [SEED]")
-    for row in rows_of(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0):
+    for row in rows_of(
+        sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0
+    ):
         print(json.dumps(row))
 
 

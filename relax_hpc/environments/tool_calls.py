@@ -1,4 +1,5 @@
-"""Calls of tools in what the policy says, as Qwen3 writes them: one JSON object between two marks, each call."""
+"""Calls of tools in what the policy says, as Qwen3 writes them: one JSON object between two marks,
+each call."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class ToolError(Exception):
 
 
 def calls_of(text: str, in_thought: bool = False) -> list[ToolCall | ToolError]:
-    """Calls in ``text`` outside of thoughts, in their order; a malformed call as its error. ``in_thought``: the chat
-    template has opened a thought before the text.
+    """Calls in ``text`` outside of thoughts, in their order; a malformed call as its error.
+    ``in_thought``: the chat template has opened a thought before the text.
 
     >>> calls_of('Let me see. <tool_call>{"name": "add", "arguments": {"to": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'to': 1})]
@@ -65,9 +66,9 @@ class Turn:
 
 
 def read_turn(text: str, in_thought: bool = False) -> Turn:
-    """Read a turn. A thought goes from `<think>` to `</think>`, or to the end if it was cut off. A `</think>` without a
-    beginning ends a thought that the chat template has opened. Marks within a call belong to its arguments, and marks
-    of calls within a thought to the thought.
+    """Read a turn. A thought goes from `<think>` to `</think>`, or to the end if it was cut off. A
+    `</think>` without a beginning ends a thought that the chat template has opened. Marks within a
+    call belong to its arguments, and marks of calls within a thought to the thought.
 
     >>> read_turn("so </think> Paris").spoken
     ' Paris'
@@ -97,7 +98,8 @@ def read_turn(text: str, in_thought: bool = False) -> Turn:
 def opens_thought(text: str) -> bool:
     """Whether a turn behind ``text``, the end of a prompt, begins in a thought.
 
-    >>> opens_thought("<|im_start|>assistant\\n<think>\\n"), opens_thought("<think>\\n\\n</think>\\n\\n")
+    >>> opens_thought("<|im_start|>assistant\\n<think>\\n"),
+    opens_thought("<think>\\n\\n</think>\\n\\n")
     (True, False)
     """
     return text.rstrip().endswith(THINK)
@@ -105,7 +107,9 @@ def opens_thought(text: str) -> bool:
 
 def _call_or_error(body: str) -> ToolCall | ToolError:
     try:
-        call = json.loads(body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=unique_members)
+        call = json.loads(
+            body, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=unique_members
+        )
         return _checked(clean_texts(call))
     except ToolError as error:
         return error
@@ -116,9 +120,13 @@ def _call_or_error(body: str) -> ToolCall | ToolError:
 def _checked(call: Any) -> ToolCall:
     if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
         found = ", ".join(map(repr, call)) if isinstance(call, dict) else type(call).__name__
-        raise ToolError(f"a call has name and arguments, found {found[:_SHOWN]}; it is written {_FORM}")
+        raise ToolError(
+            f"a call has name and arguments, found {found[:_SHOWN]}; it is written {_FORM}"
+        )
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
-        raise ToolError(f"the name of a call is a text, and its arguments are an object; it is written {_FORM}")
+        raise ToolError(
+            f"the name of a call is a text, and its arguments are an object; it is written {_FORM}"
+        )
     return ToolCall(**call)
 
 

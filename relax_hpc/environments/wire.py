@@ -1,4 +1,5 @@
-"""Messages between a process of environments and who plays with them, as JSON, and bounds of what these may say."""
+"""Messages between a process of environments and who plays with them, as JSON, and bounds of what
+these may say."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ Wire = dict[str, Any]
 def beginning_to_wire(beginning: Beginning) -> Wire:
     """``beginning`` as JSON has it."""
     fields = {field.name: getattr(beginning, field.name) for field in dataclasses.fields(beginning)}
-    return fields | {"metadata": dict(beginning.metadata), "media": [_part_to_wire(part) for part in beginning.media]}
+    return fields | {
+        "metadata": dict(beginning.metadata),
+        "media": [_part_to_wire(part) for part in beginning.media],
+    }
 
 
 def beginning_from_wire(wire: Wire) -> Beginning:
@@ -45,7 +49,9 @@ def beginning_from_wire(wire: Wire) -> Beginning:
 def step_to_wire(step: Step, messages: Iterable[Message]) -> Wire:
     """``step``, with ``messages`` in the place of its observations."""
     return {
-        "messages": [[message.role, [_part_to_wire(part) for part in message.parts]] for message in messages],
+        "messages": [
+            [message.role, [_part_to_wire(part) for part in message.parts]] for message in messages
+        ],
         "done": step.done,
         "info": dict(step.info),
         "reward": step.reward,
@@ -55,20 +61,23 @@ def step_to_wire(step: Step, messages: Iterable[Message]) -> Wire:
 
 def step_from_wire(wire: Wire) -> tuple[Step, tuple[Message, ...]]:
     """The step that `step_to_wire` has made ``wire`` of, without observations, and the messages."""
-    messages = (Message(role, tuple(map(_part_from_wire, parts))) for role, parts in wire["messages"])
+    messages = (
+        Message(role, tuple(map(_part_from_wire, parts))) for role, parts in wire["messages"]
+    )
     context = Context(*wire["context"]) if wire["context"] else None
     return Step((), wire["done"], wire["info"], wire["reward"], context), tuple(messages)
 
 
 def digest_of(wire: Wire) -> str:
-    """Hash of what has to be the same when an episode is played again: all of a step but its `info`."""
+    """Hash of what has to be the same when an episode is played again: all of a step but its
+    `info`."""
     told = {name: value for name, value in wire.items() if name != "info"}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def checked_step(step: Any) -> Step:
-    """``step`` with Python's own numbers in the place of numpy's. EnvironmentFault: an environment may not answer
-    that."""
+    """``step`` with Python's own numbers in the place of numpy's. EnvironmentFault: an environment
+    may not answer that."""
     _expect(step, Step, "step()")
     checked_observations(step.observations)
     done, reward, context = plain_number(step.done), step.reward, step.context
@@ -82,7 +91,9 @@ def checked_step(step: Any) -> Step:
         _expect(context.turns, int, "context.turns")
     if not (step.observations or done):
         raise _bad("observations: found none, allowed: at least one unless the episode is done")
-    return dataclasses.replace(step, done=done, info=_checked_info(step.info), reward=reward, context=context)
+    return dataclasses.replace(
+        step, done=done, info=_checked_info(step.info), reward=reward, context=context
+    )
 
 
 def checked_observations(found: Any) -> tuple[Observation, ...]:
@@ -97,27 +108,39 @@ def checked_observations(found: Any) -> tuple[Observation, ...]:
 
 
 def checked_messages(messages: Iterable[tuple[Role, Any]]) -> list[Message]:
-    """Messages of roles and parts. EnvironmentFault: some are none, or all together are too long."""
+    """Messages of roles and parts. EnvironmentFault: some are none, or all together are too
+    long."""
     found = [Message(role, _checked_parts(parts)) for role, parts in messages]
     parts = [part for message in found for part in message.parts]
     characters = sum(len(part) for part in parts if isinstance(part, str))
-    size = sum(len(part.source) for part in parts if isinstance(part, MediaPart) and isinstance(part.source, bytes))
+    size = sum(
+        len(part.source)
+        for part in parts
+        if isinstance(part, MediaPart) and isinstance(part.source, bytes)
+    )
     if characters > MOST_CHARACTERS or size > MOST_MEDIA_BYTES:
         limits = f"allowed {MOST_CHARACTERS} and {MOST_MEDIA_BYTES}"
-        raise _bad(f"observations: found {characters} characters and {size} bytes of media, {limits}")
+        raise _bad(
+            f"observations: found {characters} characters and {size} bytes of media, {limits}"
+        )
     return found
 
 
 def _checked_parts(parts: Any) -> tuple[Part, ...]:
     if not isinstance(parts, list | tuple):
-        raise _bad(f"format_observation(): found {type(parts).__name__}, allowed: a tuple of texts and MediaPart")
+        raise _bad(
+            f"format_observation(): found {type(parts).__name__}, allowed: a tuple of texts and "
+            "MediaPart"
+        )
     for part in parts:
         if isinstance(part, MediaPart):
             _check_medium(part)
         else:
             _expect(part, str, "part of a message")
             if not _is_text(part):
-                raise _bad("text: found half of a surrogate pair, such as \\ud800, which is no text")
+                raise _bad(
+                    "text: found half of a surrogate pair, such as \\ud800, which is no text"
+                )
     return tuple(parts)
 
 
@@ -125,7 +148,9 @@ def _check_medium(part: MediaPart) -> None:
     if part.kind not in _KINDS:
         raise _bad(f"media: found kind {part.kind!r}, allowed: {', '.join(_KINDS)}")
     if not isinstance(part.source, bytes | Path):
-        raise _bad(f"media: found a source of {type(part.source).__name__}, allowed: bytes or a Path")
+        raise _bad(
+            f"media: found a source of {type(part.source).__name__}, allowed: bytes or a Path"
+        )
 
 
 def _is_text(text: str) -> bool:
@@ -137,7 +162,8 @@ def _is_text(text: str) -> bool:
 
 
 def _checked_info(info: Any) -> dict[str, Any]:
-    """``info`` as JSON values. EnvironmentFault: it is too long, or has what JSON has no word for."""
+    """``info`` as JSON values. EnvironmentFault: it is too long, or has what JSON has no word
+    for."""
     _expect(info, Mapping, "info")
     try:
         values = plain_values(info)
@@ -174,4 +200,6 @@ def _part_to_wire(part: Part) -> str | Wire:
 def _part_from_wire(wire: str | Wire) -> Any:
     if isinstance(wire, str):
         return wire
-    return MediaPart(wire["kind"], Path(wire["path"]) if "path" in wire else base64.b64decode(wire["base64"]))
+    return MediaPart(
+        wire["kind"], Path(wire["path"]) if "path" in wire else base64.b64decode(wire["base64"])
+    )

@@ -1,4 +1,5 @@
-"""The environment `tools`: the policy calls tools, and is done when it says something without a call."""
+"""The environment `tools`: the policy calls tools, and is done when it says something without a
+call."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from relax_hpc.environments.tools import tools_of
 
 
 class WithTools(Environment):
-    """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus: texts.sqlite}}}`.
+    """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus:
+    texts.sqlite}}}`.
 
-    Each call of a turn gets one observation, in their order; a malformed call gets its error. A call within a thought
-    (`<think>`) stays a thought. `info` has the names of the tools that the episode has called so far, and how many of
-    its calls failed.
+    Each call of a turn gets one observation, in their order; a malformed call gets its error. A
+    call within a thought (`<think>`) stays a thought. `info` has the names of the tools that the
+    episode has called so far, and how many of its calls failed.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
@@ -44,7 +46,9 @@ class WithTools(Environment):
         if isinstance(call, ToolError):
             return call
         if call.name not in self._tools:
-            return ToolError(f"there is no tool {call.name[:80]!r}; allowed: {', '.join(self._tools)}")
+            return ToolError(
+                f"there is no tool {call.name[:80]!r}; allowed: {', '.join(self._tools)}"
+            )
         try:
             return self._tools[call.name].called(call.arguments)
         except ToolError as error:

@@ -1,7 +1,7 @@
 """`python -m relax_hpc.environments.worker`: a process of environments, see `host`.
 
-A plain method is called in a thread that its environment has to itself, so that one that waits holds up no other;
-`async def` in one event loop. What is printed goes to the role's log.
+A plain method is called in a thread that its environment has to itself, so that one that waits
+holds up no other; `async def` in one event loop. What is printed goes to the role's log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 from relax_hpc.environments import environment_class, made_with
-from relax_hpc.environments.base import Environment, EnvironmentFault, Message, Observation, Response, Step
+from relax_hpc.environments.base import (
+    Environment,
+    EnvironmentFault,
+    Message,
+    Observation,
+    Response,
+    Step,
+)
 from relax_hpc.environments.wire import (
     Wire,
     beginning_from_wire,
@@ -35,19 +42,20 @@ from relax_hpc.workers.serving import bound_memory, requests, serve, write
 T = TypeVar("T")
 _SIGNALS = "signal only works in main thread"
 _ADVICE = (
-    "methods of environments run in threads, where signal.alarm() cannot be used; environment.step_timeout_s limits "
+    "methods of environments run in threads, where signal.alarm() cannot be used; "
+    "environment.step_timeout_s limits "
     "their time, or run the work in a process that you can kill"
 )
 _STACK_BYTES = 2 << 20
-"""Stack of an environment's thread. All stacks count against the process's memory, and the system's 8 MiB are too many
-where hundreds of environments live in one."""
+"""Stack of an environment's thread. All stacks count against the process's memory, and the system's
+8 MiB are too many where hundreds of environments live in one."""
 
 
 class ThreadLoops(asyncio.DefaultEventLoopPolicy):
     """Policy that gives each thread an event loop when it asks for one.
 
-    Scorers written for the main thread call `asyncio.get_event_loop().run_until_complete(...)`. In other threads
-    asyncio's own policy raises RuntimeError then (Python 3.11).
+    Scorers written for the main thread call `asyncio.get_event_loop().run_until_complete(...)`. In
+    other threads asyncio's own policy raises RuntimeError then (Python 3.11).
     """
 
     def __init__(self) -> None:
@@ -98,12 +106,15 @@ class Live:
         return await self._within(self._step(Response(**wire)))
 
     async def again(self, begun: Wire, played: list[Wire], digests: list[str]) -> Wire:
-        """Play all again that was played in another process; the last answer. EnvironmentFault: one differs now."""
+        """Play all again that was played in another process; the last answer. EnvironmentFault: one
+        differs now."""
         last = await self.begin(begun)
         for number, digest in enumerate(digests):
             if digest_of(last) != digest:
                 where = f"after response {number}" if number else "at its beginning"
-                raise EnvironmentFault("environment_differs", f"it said something else {where} when played again")
+                raise EnvironmentFault(
+                    "environment_differs", f"it said something else {where} when played again"
+                )
             if number < len(played):
                 last = await self.step(played[number])
         return last
@@ -115,7 +126,9 @@ class Live:
 
     async def _begin(self, wire: Wire) -> Wire:
         self._environment = await self._call(self._make)
-        said = checked_observations(await self._call(self._environment.reset, beginning_from_wire(wire)))
+        said = checked_observations(
+            await self._call(self._environment.reset, beginning_from_wire(wire))
+        )
         return step_to_wire(Step(said), await self._formatted(said))
 
     async def _step(self, response: Response) -> Wire:
@@ -124,7 +137,9 @@ class Live:
 
     async def _formatted(self, observations: tuple[Observation, ...]) -> list[Message]:
         form = self._environment.format_observation
-        return checked_messages([(said.role, await self._call(form, said)) for said in observations])
+        return checked_messages(
+            [(said.role, await self._call(form, said)) for said in observations]
+        )
 
     async def _close(self) -> None:
         try:
@@ -150,7 +165,9 @@ class Live:
                 return await work
         except (EnvironmentFault, ConfigError, asyncio.CancelledError):
             raise
-        except BaseException as error:  # a user's method may raise what no `except Exception` catches
+        except (
+            BaseException
+        ) as error:  # a user's method may raise what no `except Exception` catches
             if isinstance(error, TimeoutError) and clock.expired():
                 self._is_over_time = True
                 limit = f"{self._limit_s:g} s (environment.step_timeout_s)"
@@ -206,7 +223,9 @@ class Host:
         found: Wire = {}
         if history := message["history"]:
             self._live[session] = Live(self.make, self._limit_s)
-            found = await self._live[session].again(history["begun"], history["played"], history["digests"])
+            found = await self._live[session].again(
+                history["begun"], history["played"], history["digests"]
+            )
         if message["response"]:
             found = await self._live[session].step(message["response"])
         return {"step": found, "digest": digest_of(found)}

@@ -1,5 +1,5 @@
-"""The environment `zoom`: the policy looks at the pictures of its prompt again, a part of one or a turned one, until it
-answers."""
+"""The environment `zoom`: the policy looks at the pictures of its prompt again, a part of one or a
+turned one, until it answers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ class ZoomIn(WithTools):
         least_side: int = 28,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
-        """``unit``: of boxes: pixels of the picture's file, or thousandths of its sides, as Qwen3-VL counts.
-        ``least_side``: pixels of what is shown, at least. ``limits``: fields of `multimodal.limits.Limits`.
+        """``unit``: of boxes: pixels of the picture's file, or thousandths of its sides, as
+        Qwen3-VL counts. ``least_side``: pixels of what is shown, at least. ``limits``: fields of
+        `multimodal.limits.Limits`.
 
         ConfigError: one of them is not allowed.
         """
         super().__init__(tools or {}, most_calls)
         if unit not in get_args(Unit):
-            raise ConfigError(f"environment.options.unit: found {unit!r}, allowed: {', '.join(get_args(Unit))}")
+            raise ConfigError(
+                f"environment.options.unit: found {unit!r}, allowed: {', '.join(get_args(Unit))}"
+            )
         if not isinstance(least_side, int) or least_side < 1:
-            raise ConfigError(f"environment.options.least_side: found {least_side!r}, allowed: pixels, at least 1")
+            raise ConfigError(
+                f"environment.options.least_side: found {least_side!r}, allowed: pixels, at least 1"
+            )
         self._unit, self._least = unit, least_side
         self._limits = _limits(limits or {})
         self._look_at([])
@@ -52,5 +57,7 @@ class ZoomIn(WithTools):
 def _limits(wanted: Mapping[str, Any]) -> Limits:
     names = [field.name for field in dataclasses.fields(Limits)]
     if unknown := sorted(set(wanted).difference(names)):
-        raise ConfigError(f"environment.options.limits: found {', '.join(unknown)}, allowed: {', '.join(names)}")
+        raise ConfigError(
+            f"environment.options.limits: found {', '.join(unknown)}, allowed: {', '.join(names)}"
+        )
     return Limits(**wanted)

@@ -1,4 +1,5 @@
-"""Sessions, and the rollout processes that have opened them: who asks by a bearer is answered by its opener."""
+"""Sessions, and the rollout processes that have opened them: who asks by a bearer is answered by
+its opener."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class _Session:
 
 
 class Broker:
-    """Listening end of the connections of rollout processes and forwarders, which hold the run's token."""
+    """Listening end of the connections of rollout processes and forwarders, which hold the run's
+    token."""
 
     def __init__(self, listening: socket.socket, token: bytes, purpose: bytes) -> None:
         """See `CallListener`."""
@@ -68,7 +70,9 @@ class Broker:
             case "knows":
                 return {"known": await self.knows(message["key"])}
             case "request":
-                request = Asked(*(message[name] for name in ("key", "path", "body", "repeats", "idempotency")))
+                request = Asked(
+                    *(message[name] for name in ("key", "path", "body", "repeats", "idempotency"))
+                )
                 return message_of(await self.ask(request))
             case other:
                 raise ValueError(f"found {other!r}")

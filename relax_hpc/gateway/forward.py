@@ -1,7 +1,8 @@
-"""`python -m relax_hpc.gateway.forward --run_dir RUN`: the endpoint on a node on which the gateway is not.
+"""`python -m relax_hpc.gateway.forward --run_dir RUN`: the endpoint on a node on which the gateway
+is not.
 
-It prints its address in one line, and ends with the process that has started it, or when the run's gateway is gone for
-long.
+It prints its address in one line, and ends with the process that has started it, or when the run's
+gateway is gone for long.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Forwarder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m relax_hpc.gateway.forward", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.gateway.forward", description=__doc__
+    )
     parser.add_argument("--run_dir", type=Path, required=True)
     stay_private()
     die_with_parent()

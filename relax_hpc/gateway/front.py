@@ -1,4 +1,5 @@
-"""The HTTP side: who shows the bearer of a session may post requests of bounded size to it, others nothing."""
+"""The HTTP side: who shows the bearer of a session may post requests of bounded size to it, others
+nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Asked:
     repeats: int | None = None
     """Times that its client has sent it before; None: the client does not say."""
     idempotency: str = ""
-    """Digest of its idempotency key, which requests have in common that are one; empty: it has none."""
+    """Digest of its idempotency key, which requests have in common that are one; empty: it has
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,14 @@ class Reply:
 
     @classmethod
     def error(cls, status: int, code: str, detail: str, path: str = "") -> Reply:
-        """Error as the clients of a ``path`` read it: Anthropic's, or else OpenAI's. Both have the ``code``."""
+        """Error as the clients of a ``path`` read it: Anthropic's, or else OpenAI's. Both have the
+        ``code``."""
         if path.startswith(MESSAGES):
-            error = {"type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"), "message": detail, "code": code}
+            error = {
+                "type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"),
+                "message": detail,
+                "code": code,
+            }
             return cls(status, json.dumps({"type": "error", "error": error}).encode())
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": detail, "type": kind, "param": None, "code": code}
@@ -88,8 +95,11 @@ class Reply:
 class Front:
     """Server on the loopback address; for one event loop."""
 
-    def __init__(self, knows: Callable[[str], Awaitable[bool]], ask: Callable[[Asked], Awaitable[Reply]]) -> None:
-        """``knows`` the digest of a bearer, before more is read of its request; ``ask`` gives the answer."""
+    def __init__(
+        self, knows: Callable[[str], Awaitable[bool]], ask: Callable[[Asked], Awaitable[Reply]]
+    ) -> None:
+        """``knows`` the digest of a bearer, before more is read of its request; ``ask`` gives the
+        answer."""
         self._knows, self._ask = knows, ask
         self.refused: Counter[str] = Counter()
         """Requests, and connections, that came to nothing, by reason."""
@@ -117,7 +127,8 @@ class Front:
         await self._server.shutdown(1.0)
 
     def _malformed_logger(self) -> logging.Logger:
-        """Logger of aiohttp that counts its records: malformed requests, whose text may have a bearer in it."""
+        """Logger of aiohttp that counts its records: malformed requests, whose text may have a
+        bearer in it."""
 
         def count(record: logging.LogRecord) -> bool:
             if record.levelno >= logging.ERROR:
@@ -147,7 +158,9 @@ class Front:
         reply = await self._reply(request)
         # Nothing gets better by asking again at once, and each try would count.
         headers = {} if reply.status == 200 else {"x-should-retry": "false"}
-        return web.Response(status=reply.status, body=reply.body, content_type=reply.content_type, headers=headers)
+        return web.Response(
+            status=reply.status, body=reply.body, content_type=reply.content_type, headers=headers
+        )
 
     async def _reply(self, request: web.BaseRequest) -> Reply:
         key = key_of(_bearer(request))
@@ -162,13 +175,19 @@ class Front:
                 body = await _read(request)
         except TimeoutError:
             self.refused["slow"] += 1
-            return Reply.error(408, "slow", f"the body has not come within {_BODY_S:g} s", request.path)
+            return Reply.error(
+                408, "slow", f"the body has not come within {_BODY_S:g} s", request.path
+            )
         except web.RequestPayloadError:
             self.refused["malformed"] += 1
-            return Reply.error(400, "malformed", "the body is not encoded as its headers say", request.path)
+            return Reply.error(
+                400, "malformed", "the body is not encoded as its headers say", request.path
+            )
         if body is None:
             return self._too_large(request.path)
-        return await self._ask(Asked(key, request.path, body, _repeats(request), _idempotency(request)))
+        return await self._ask(
+            Asked(key, request.path, body, _repeats(request), _idempotency(request))
+        )
 
     def _too_large(self, path: str) -> Reply:
         self.refused["too_large"] += 1

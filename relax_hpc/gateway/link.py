@@ -22,14 +22,18 @@ _AGAIN_S = 0.2
 class Link(CallLink):
     """A connection to the gateway at a place, opened by `reach`; for one event loop."""
 
-    def __init__(self, place: Place, connection: Connection, serve: Callable[[Message], Awaitable[Message]]) -> None:
+    def __init__(
+        self, place: Place, connection: Connection, serve: Callable[[Message], Awaitable[Message]]
+    ) -> None:
         super().__init__(connection, serve)
         self.place = place
 
 
-async def reach(run: RunDir, serve: Callable[[Message], Awaitable[Message]], limit_s: float) -> Link:
-    """A connection to the newest gateway of a run; ``serve`` answers what it asks. DeadlineError: there is none within
-    ``limit_s``."""
+async def reach(
+    run: RunDir, serve: Callable[[Message], Awaitable[Message]], limit_s: float
+) -> Link:
+    """A connection to the newest gateway of a run; ``serve`` answers what it asks. DeadlineError:
+    there is none within ``limit_s``."""
     until, why = time.monotonic() + limit_s, "none has said where it is"
     while time.monotonic() < until:
         if place := await asyncio.to_thread(newest_place, run):
@@ -41,4 +45,6 @@ async def reach(run: RunDir, serve: Callable[[Message], Awaitable[Message]], lim
             except OSError as error:
                 why = f"{place.endpoint}: {error}"
         await asyncio.sleep(_AGAIN_S)
-    raise DeadlineError(f"no gateway within {limit_s:.0f} s: {why}; open the log of role gateway in logs/hub")
+    raise DeadlineError(
+        f"no gateway within {limit_s:.0f} s: {why}; open the log of role gateway in logs/hub"
+    )

@@ -1,4 +1,5 @@
-"""Place of the gateway of a run: a file of each incarnation of the hub, of which the newest counts."""
+"""Place of the gateway of a run: a file of each incarnation of the hub, of which the newest
+counts."""
 
 from __future__ import annotations
 
@@ -45,8 +46,12 @@ def publish_place(run: RunDir, place: Place) -> None:
 def newest_place(run: RunDir) -> Place | None:
     """Place of the newest gateway; None: none has said where it is."""
     try:
-        paths = sorted(path for path in run.rendezvous("hub").iterdir() if _FILE.fullmatch(path.name))
+        paths = sorted(
+            path for path in run.rendezvous("hub").iterdir() if _FILE.fullmatch(path.name)
+        )
     except OSError:
         return None
-    values = (read_map(path, incarnation=int, host=str, url=str, endpoint=str) for path in reversed(paths))
+    values = (
+        read_map(path, incarnation=int, host=str, url=str, endpoint=str) for path in reversed(paths)
+    )
     return next((Place(**value) for value in values if value), None)

@@ -27,9 +27,11 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(run: RunDir, incarnation: int = 1, address: str = LOOPBACK, host: str = "") -> AsyncIterator[Gateway]:
-    """Have a gateway of ``run`` serve while the body goes on; rollout processes connect at ``address``. ``host``: node
-    that it is said to be on; empty: this one."""
+async def gateway(
+    run: RunDir, incarnation: int = 1, address: str = LOOPBACK, host: str = ""
+) -> AsyncIterator[Gateway]:
+    """Have a gateway of ``run`` serve while the body goes on; rollout processes connect at
+    ``address``. ``host``: node that it is said to be on; empty: this one."""
     broker = Broker(listen(address), run.token(), purpose_of(incarnation))
     front = Front(broker.knows, broker.ask)
     await front.start()

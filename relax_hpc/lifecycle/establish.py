@@ -23,7 +23,8 @@ FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "war
 
 
 def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
-    """Make the run directory of ``config``, or go back to it; ConfigError if it is not as it should be."""
+    """Make the run directory of ``config``, or go back to it; ConfigError if it is not as it should
+    be."""
     config = resolve(config)
     directory = RunDir(Path(config.run_dir))
     if findings := check(config):
@@ -31,12 +32,17 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
     keep_date(directory, config)
     if directory.config.exists():
         if not resume:
-            raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
+            raise ConfigError(
+                f"run_dir: {directory.root} holds a run already; add --resume or name another "
+                "--run_dir"
+            )
         check_resumable(directory, config)
         if directory.finished.exists():
             return directory, config
     elif not directory.token_file.exists() and directory.holds_other_files():
-        raise ConfigError(f"run_dir: {directory.root} holds other files; name a new or empty folder")
+        raise ConfigError(
+            f"run_dir: {directory.root} holds other files; name a new or empty folder"
+        )
     directory.create()
     directory.stop.unlink(missing_ok=True)
     dump(config, directory.config)
@@ -47,18 +53,20 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
 
 
 def keep_date(directory: RunDir, config: Config) -> None:
-    """Give ``config`` the date that its chat templates read: that of the run in ``directory``, or today's if the run
-    begins now."""
+    """Give ``config`` the date that its chat templates read: that of the run in ``directory``, or
+    today's if the run begins now."""
     data = config.data
     if data.template_date or not (data.chat_template or config.environment.kind == AGENT):
         return
     resumed = directory.config.exists()
-    data.template_date = load_resolved(directory.root).data.template_date if resumed else str(date.today())
+    data.template_date = (
+        load_resolved(directory.root).data.template_date if resumed else str(date.today())
+    )
 
 
 def check_resumable(directory: RunDir, config: Config) -> None:
-    """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a finished run with more
-    steps is reopened."""
+    """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a
+    finished run with more steps is reopened."""
     before = load_resolved(directory.root)
     changed = Mistakes()
     for name in FIXED:
@@ -69,17 +77,26 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     # Sets are numbered through in their order, by which tickets get their rows.
     if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
         text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"
-        raise ConfigError(f"{directory.config}: data.train_sets: {text}; list the sets in that order")
+        raise ConfigError(
+            f"{directory.config}: data.train_sets: {text}; list the sets in that order"
+        )
     if (found := [*trainers_of(config.groups)]) != (kept := [*trainers_of(before.groups)]):
         text = f"found {', '.join(found)} for the roles that train, a run keeps {', '.join(kept)}"
-        raise ConfigError(f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir")
+        raise ConfigError(
+            f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir"
+        )
     saved = max((step for step, _ in directory.saved()), default=0)
     if config.steps < saved:
-        raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")
+        raise ConfigError(
+            f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least "
+            f"{saved}"
+        )
     check_unchanged(directory, config)
     if not directory.finished.exists():
         if status(directory, _ANSWER_S)["hub"]:
-            raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")
+            raise ConfigError(
+                f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN"
+            )
     elif config.steps > before.steps:
         reopen(directory)
 
@@ -89,5 +106,12 @@ def reopen(directory: RunDir) -> None:
     for mark in directory.root.glob("logs/*/inc-*/exit-*.json"):
         # What a power loss has emptied says nothing.
         if read_map(mark).get("status") == "done":
-            write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
+            write_json(
+                mark,
+                {
+                    "status": "stopped",
+                    "code": EXIT_DONE,
+                    "reason": "the run goes on with more steps",
+                },
+            )
     directory.finished.unlink()

@@ -19,7 +19,8 @@ _PATIENCE_S, _LOOK_S = 10.0, 0.1
 
 
 def start_guard(run: RunDir) -> None:
-    """Start the guard of a run that this process supervises. To be called while there is one thread.
+    """Start the guard of a run that this process supervises. To be called while there is one
+    thread.
 
     It ends with this process. Then it removes from /dev/shm what no living process of the run uses.
     """
@@ -52,7 +53,8 @@ def _guard(run: RunDir, reader: int, writer: int) -> NoReturn:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close all other descriptors. A copy of one would keep a lock of the run that its process has lost."""
+    """Close all other descriptors. A copy of one would keep a lock of the run that its process has
+    lost."""
     for path in Path("/proc/self/fd").iterdir():
         if int(path.name) not in kept:
             # The descriptor of the listing itself is closed already.

@@ -1,7 +1,9 @@
-"""`python -m relax_hpc.lifecycle.head`: what a batch script runs, and the hub's second node as well.
+"""`python -m relax_hpc.lifecycle.head`: what a batch script runs, and the hub's second node as
+well.
 
-Without --group it supervises a whole heterogeneous job, with --group one group inside a job of its own. Every head
-begins as a candidate: whoever finds the lease free leads, the others wait until the leader is gone or done.
+Without --group it supervises a whole heterogeneous job, with --group one group inside a job of its
+own. Every head begins as a candidate: whoever finds the lease free leads, the others wait until the
+leader is gone or done.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.disk import await_room, keep_printing
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, DeadlineError, FencedError, NoProgressError, RelaxError
+from relax_hpc.errors import (
+    EXIT_DONE,
+    EXIT_RETRY,
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    NoProgressError,
+    RelaxError,
+)
 from relax_hpc.lifecycle.establish import establish
 from relax_hpc.lifecycle.local import prepare
 from relax_hpc.lifecycle.on_end import FAILED, report_end
@@ -48,9 +58,11 @@ from relax_hpc.weights.node_cache import clear_staging, staging_root
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0
 _SIGHTS = 1024
-"""Times that a sign can be looked at; who finds no room is a candidate too many, which waits like the others."""
+"""Times that a sign can be looked at; who finds no room is a candidate too many, which waits like
+the others."""
 _DEATHS, _DEATHS_S = 5, 600.0
-"""Deaths of a head, and the seconds within which so many mean that something is wrong with the node."""
+"""Deaths of a head, and the seconds within which so many mean that something is wrong with the
+node."""
 
 
 class Head:
@@ -67,16 +79,25 @@ class Head:
         self._foreign = ""
 
     def serve(self) -> int:
-        """Wait for the lease, lead, and wait again when somebody else has taken over; the exit code."""
+        """Wait for the lease, lead, and wait again when somebody else has taken over; the exit
+        code."""
         while True:
-            lease = Lease(self.run, self.name, self.config.liveness, self.node, self.allocation.name, self._gone)
+            lease = Lease(
+                self.run,
+                self.name,
+                self.config.liveness,
+                self.node,
+                self.allocation.name,
+                self._gone,
+            )
             deadline = time.monotonic() + self.config.liveness.start_timeout_s
             while not lease.free():
                 if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:
                     return code
                 if self._foreign and time.monotonic() > deadline:
                     raise ConfigError(
-                        f"run_dir: {self.run.root} is being run by job {self._foreign} already; end this job, "
+                        f"run_dir: {self.run.root} is being run by job {self._foreign} already; "
+                        "end this job, "
                         f"or that one: relax-hpc stop {self.run.root}"
                     )
                 time.sleep(_LOOK_S)
@@ -90,7 +111,8 @@ class Head:
                 await_room(self.run.root)
 
     def _gone(self, allocation: str) -> bool:
-        """Whether one life of a job (its id and number of restarts) is over, as far as Slurm knows."""
+        """Whether one life of a job (its id and number of restarts) is over, as far as Slurm
+        knows."""
         job = allocation.rpartition("-")[0]
         if job == self.allocation.job:
             return True
@@ -110,7 +132,9 @@ class Head:
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
         job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
         # Whose user has cancelled it may have been killed before it could say so.
-        if (former := ledger.predecessor(self.allocation.job)) and heed_user(self.run, self.slurm, former):
+        if (former := ledger.predecessor(self.allocation.job)) and heed_user(
+            self.run, self.slurm, former
+        ):
             print(f"head: job {former} was cancelled, so the run stops", flush=True)
             self._report_end()
             job.end(EXIT_DONE)
@@ -127,7 +151,8 @@ class Head:
             code = error.exit_code
             failure = None if code == EXIT_RETRY else (FAILED, str(error))
             print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
-        # What is not written here, such as a bug of ours, ends this process, and another candidate goes on.
+        # What is not written here, such as a bug of ours, ends this process, and another candidate
+        # goes on.
         leave_outcome(self.run, self.name, self.allocation.name, code)
         lease.give_up()
         self._report_end(failure)
@@ -144,7 +169,9 @@ class Head:
 
     def _supervise(self, lease: Lease, job: GroupJob | HetJob) -> int:
         with contextlib.ExitStack() as stack:
-            terminal = stack.enter_context(contextlib.closing(Terminal(self.run, self.config, "hub" in self.names)))
+            terminal = stack.enter_context(
+                contextlib.closing(Terminal(self.run, self.config, "hub" in self.names))
+            )
             steps = job.launcher()
             local = LocalLauncher(self.run, self.allocation.job, steps.ending)
             supervisor = Supervisor(
@@ -158,7 +185,8 @@ class Head:
                 lease.former,
             )
             lease.hold(supervisor.incarnation)
-            # After the supervisor has ended its groups: one that still lives would stage a version anew.
+            # After the supervisor has ended its groups: one that still lives would stage a version
+            # anew.
             stack.callback(self._clear_staging, supervisor)
             stack.enter_context(supervisor)
             if "hub" in self.names:
@@ -197,7 +225,8 @@ class Head:
             clear_staging(self.run)
 
     def _prepared(self, terminal: Terminal) -> bool:
-        """Make what the run starts from; False if a signal came. NoProgressError if that failed in each life so far."""
+        """Make what the run starts from; False if a signal came. NoProgressError if that failed in
+        each life so far."""
         try:
             return prepare(self.run, self.config, terminal)
         except ConfigError:
@@ -210,7 +239,8 @@ class Head:
             raise NoProgressError(f"{error}; allowed liveness.max_restarts={limit}") from error
 
     def _has_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
-        """Jobs start in any order; without the hub there is nothing to do, and no node's time to burn on restarts.
+        """Jobs start in any order; without the hub there is nothing to do, and no node's time to
+        burn on restarts.
 
         False if this job is to end before. DeadlineError if that takes too long.
         """
@@ -223,7 +253,8 @@ class Head:
             supervisor.check_fenced()
             if time.monotonic() - began > limit:
                 raise DeadlineError(
-                    f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in squeue, and its logs"
+                    f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in "
+                    "squeue, and its logs"
                 )
             lease.tick()
             job.watch(supervisor)
@@ -235,8 +266,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.lifecycle.head", description=__doc__)
     parser.add_argument("--run_dir", type=Path, help="of a run that relax-hpc submit has made")
     parser.add_argument("--group", default="", help="supervise this group alone")
-    parser.add_argument("--standby", action="store_true", help="end at once where a head of the run is already")
-    parser.add_argument("--config", action="append", default=[], help="make the run directory from these files")
+    parser.add_argument(
+        "--standby", action="store_true", help="end at once where a head of the run is already"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], help="make the run directory from these files"
+    )
     return parser.parse_args(argv)
 
 
@@ -256,10 +291,11 @@ def head(args: argparse.Namespace) -> int:
 
 
 def _sign(run: RunDir, group: str, allocation: str) -> socket.socket | None:
-    """Tells the heads of this life of a job that come to this node that one is here, as long as this process lives;
-    None if one is.
+    """Tells the heads of this life of a job that come to this node that one is here, as long as
+    this process lives; None if one is.
 
-    All users of the node see its name while it is there, and may take it when it is gone: theirs is no sign.
+    All users of the node see its name while it is there, and may take it when it is gone: theirs is
+    no sign.
     """
     words = "\0".join([str(run.root), group, allocation, node_name()]).encode()
     name = f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}"
@@ -295,7 +331,8 @@ def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """A head that is killed, or fails on what nobody has thought of, is started again at once, as a candidate."""
+    """A head that is killed, or fails on what nobody has thought of, is started again at once, as a
+    candidate."""
     stay_private()
     args = parse(argv)
     deaths: deque[float] = deque(maxlen=_DEATHS)

@@ -1,4 +1,5 @@
-"""The local layout: all groups of a run as process trees on this machine, watched by one small supervisor."""
+"""The local layout: all groups of a run as process trees on this machine, watched by one small
+supervisor."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from relax_hpc.weights.node_cache import staging_root
 
 
 def run(config: Config, resume: bool) -> int:
-    """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc run``."""
+    """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc
+    run``."""
     keep_printing()
     directory, config = establish(config, resume)
     if directory.finished.exists():
@@ -44,7 +46,9 @@ def run(config: Config, resume: bool) -> int:
             return EXIT_INTERRUPTED
         launcher, names = LocalLauncher(directory), start_order(config)
         attempt = new_attempt(directory)
-        supervisor = Supervisor(directory, config, SUPERVISOR, names, lambda _: launcher, attempt, terminal)
+        supervisor = Supervisor(
+            directory, config, SUPERVISOR, names, lambda _: launcher, attempt, terminal
+        )
         outcome = stack.enter_context(supervisor).supervise()
         if outcome is Outcome.FINISHED:
             terminal.summary()
@@ -54,14 +58,17 @@ def run(config: Config, resume: bool) -> int:
 
 
 def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
-    """Make the model, data and warm start in a process of its own, so that the supervisor stays small.
+    """Make the model, data and warm start in a process of its own, so that the supervisor stays
+    small.
 
     False if a signal came in its middle. ConfigError if what the user named is of no use.
     """
     words = [sys.executable, "-m", "relax_hpc.roles.prepare", "--run_dir", str(directory.root)]
     log = directory.root / "logs" / "prepare.log"
     log.parent.mkdir(exist_ok=True)
-    terminal.say(f"preparing {'model, data and warm start' if config.warm_start.steps else 'model and data'}")
+    terminal.say(
+        f"preparing {'model, data and warm start' if config.warm_start.steps else 'model and data'}"
+    )
     interrupted: list[int] = []
 
     def interrupt(number: int, _: object) -> None:

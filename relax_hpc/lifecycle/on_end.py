@@ -21,8 +21,8 @@ INTERRUPTED = ("stopped", "interrupted by a signal")
 def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = None) -> None:
     """Call `site.on_end` if the run has ended for good; by the supervisor of its hub.
 
-    Its last arguments are the state (finished, stopped, failed), the run directory and the reason. A
-    command that fails, or takes too long, changes nothing. ``otherwise``: state and reason if the
+    Its last arguments are the state (finished, stopped, failed), the run directory and the reason.
+    A command that fails, or takes too long, changes nothing. ``otherwise``: state and reason if the
     run directory names none; None: another job continues the run.
     """
     end = _end_of(run) or otherwise

@@ -1,7 +1,8 @@
-"""`relax-hpc resubmit`: replace one group of a living run, also with another size or setting; the others go on.
+"""`relax-hpc resubmit`: replace one group of a living run, also with another size or setting; the
+others go on.
 
-In place, where its nodes stay the same; else the supervisor stops the group in good order, and a job of its own takes
-over, in the queue before the old nodes are free.
+In place, where its nodes stay the same; else the supervisor stops the group in good order, and a
+job of its own takes over, in the queue before the old nodes are free.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Wish:
     code: str | None = None
     """Folder with the package that the group shall run."""
     new_job: bool = False
-    """Whether it shall get a job of its own, even where a restart in place is the rule (layout het)."""
+    """Whether it shall get a job of its own, even where a restart in place is the rule (layout
+    het)."""
     in_place: bool = False
     """Whether it shall stay on its nodes, even where a new job is the rule (layout jobs)."""
     parsable: bool = False
@@ -73,7 +75,9 @@ def change(run: RunDir, config: Config, wish: Wish) -> None:
     """Validate and keep what the group shall have from its next start on."""
     size = {} if wish.nodes is None else {f"groups.{wish.group}.resources.nodes": wish.nodes}
     if wish.code is not None:
-        size[f"groups.{base_name(wish.group, config.groups)}.code"] = _own_code(run, Path(wish.code))
+        size[f"groups.{base_name(wish.group, config.groups)}.code"] = _own_code(
+            run, Path(wish.code)
+        )
 
     def judge(found: Config) -> None:
         if findings := check(found):
@@ -90,7 +94,8 @@ def change(run: RunDir, config: Config, wish: Wish) -> None:
 
 
 def _own_code(run: RunDir, source: Path) -> str:
-    """A copy in the run of the package below ``source``. ConfigError unless the other groups understand it."""
+    """A copy in the run of the package below ``source``. ConfigError unless the other groups
+    understand it."""
     if hub := latest_card(run, "hub"):
         hub.check_protocol()
     if why := misfit(source):
@@ -101,14 +106,18 @@ def _own_code(run: RunDir, source: Path) -> str:
 def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
     """Have a group stop where it lives, and its next job take over; that job's id.
 
-    The job is submitted held before anything is stopped: if Slurm does not take it, the group goes on as it is.
+    The job is submitted held before anything is stopped: if Slurm does not take it, the group goes
+    on as it is.
     """
     found = known_jobs(run, config, slurm).get(job_of(run, group))
     lives = found is not None and found.state not in (*ENDED, "PENDING")
     after = found.id if lives and own_job(run, group) == found.id else ""
-    job = slurm.submit(_script(run, group), "--hold", *([f"--dependency=afterany:{after}"] if after else []))
+    job = slurm.submit(
+        _script(run, group), "--hold", *([f"--dependency=afterany:{after}"] if after else [])
+    )
     ledger, attempt = Ledger(run), latest_attempt(run)
-    # Known from now on: should this command be killed, the job is used, or withdrawn, like any other spare one.
+    # Known from now on: should this command be killed, the job is used, or withdrawn, like any
+    # other spare one.
     ledger.add(Entry(job, "spare", group, attempt=attempt))
     try:
         release(run, config, slurm, group, found)
@@ -118,14 +127,16 @@ def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
     ledger.add(Entry(job, "group", group, attempt=attempt))
     slurm.release(job)
     if after:
-        # One that stays although its group has left is ended, which of the hub's would be taken for the user's wish.
+        # One that stays although its group has left is ended, which of the hub's would be taken for
+        # the user's wish.
         ledger.give_way(after)
         see_off(slurm, after)
     return job
 
 
 def release(run: RunDir, config: Config, slurm: Slurm, group: str, job: Job | None) -> None:
-    """Have a group stop where it lives, in ``job``; DeadlineError if that runs and no supervisor answers."""
+    """Have a group stop where it lives, in ``job``; DeadlineError if that runs and no supervisor
+    answers."""
     if job is None or job.state in ENDED:
         tell(f"{group}: no job of it is left, so there is nothing to stop")
     elif not withdrawn(slurm, group, job):
@@ -154,7 +165,8 @@ def requested(run: RunDir, config: Config, op: str, *groups: str) -> None:
 
 
 def see_off(slurm: Slurm, *jobs: str) -> None:
-    """Wait until jobs whose groups were released are gone; one that stays although it has no work left is ended."""
+    """Wait until jobs whose groups were released are gone; one that stays although it has no work
+    left is ended."""
     began, left = time.monotonic(), list(jobs)
     while time.monotonic() - began < ANSWER_S:
         known = slurm.jobs(*left)
@@ -165,7 +177,9 @@ def see_off(slurm: Slurm, *jobs: str) -> None:
             if known[job].state == "PENDING" or time.monotonic() - began > GRACE_S:
                 slurm.cancel(job)
         time.sleep(LOOK_S)
-    raise RelaxError(f"jobs {', '.join(left)} do not end; look at scontrol show job {left[0]}, and scancel them")
+    raise RelaxError(
+        f"jobs {', '.join(left)} do not end; look at scontrol show job {left[0]}, and scancel them"
+    )
 
 
 def announce(name: str, job: str, parsable: bool) -> None:
@@ -189,13 +203,22 @@ def _script(run: RunDir, group: str) -> Path:
 def _in_place(run: RunDir, config: Config, wish: Wish) -> bool:
     """Whether the group starts again where it is; ConfigError for what cannot be."""
     if wish.in_place and (wish.new_job or wish.nodes is not None):
-        raise ConfigError("--in-place: found with --nodes or --new-job, which need a new job; leave out one of them")
+        raise ConfigError(
+            "--in-place: found with --nodes or --new-job, which need a new job; leave out one of "
+            "them"
+        )
     whole = config.layout == "het" and not own_job(run, wish.group)
-    if config.layout == "local" or wish.in_place or (whole and not wish.new_job and wish.nodes is None):
+    if (
+        config.layout == "local"
+        or wish.in_place
+        or (whole and not wish.new_job and wish.nodes is None)
+    ):
         return True
     if whole and wish.group in components(config)[0].groups:
         raise ConfigError(
-            f"{wish.group}: lives in component 0 of the het job, which is the job itself; leave out --nodes and "
-            "--new-job to restart it in place, or stop the run and submit --resume with the new size"
+            f"{wish.group}: lives in component 0 of the het job, which is the job itself; leave "
+            "out --nodes and "
+            "--new-job to restart it in place, or stop the run and submit --resume with the new "
+            "size"
         )
     return False

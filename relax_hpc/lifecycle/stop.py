@@ -39,7 +39,8 @@ def main(root: str, now: bool) -> int:
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     check_may_change(run.root)
-    # Its records name the jobs and processes that would be ended, which might be others of this user.
+    # Its records name the jobs and processes that would be ended, which might be others of this
+    # user.
     check_owner(run.root, "stop")
     config = load_resolved(run.root)
     if run.finished.exists():
@@ -55,14 +56,19 @@ def main(root: str, now: bool) -> int:
 
 
 def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
-    """Stop the run's jobs, queued ones first, successors and spares before all: the end of a job must not start one."""
+    """Stop the run's jobs, queued ones first, successors and spares before all: the end of a job
+    must not start one."""
     kinds = {entry.job: entry.kind for entry in Ledger(run).entries()}
     try:
         queued = _left(run, config, slurm, ("PENDING",))
     except SlurmError:
-        # The hub needs no Slurm to save and to end the run, and a successor that starts finds the request.
+        # The hub needs no Slurm to save and to end the run, and a successor that starts finds the
+        # request.
         ask_to_stop(run)
-        tell(f"{run.root}: asked to stop, and saves; call stop again once Slurm answers, to withdraw what is queued")
+        tell(
+            f"{run.root}: asked to stop, and saves; call stop again once Slurm answers, to "
+            "withdraw what is queued"
+        )
         raise
     for job in sorted(queued, key=lambda job: kinds.get(job) not in ("successor", "spare")):
         slurm.cancel(job)
@@ -77,18 +83,25 @@ def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
     # Roles of a job that is completing still hold its memory, and the hub's place.
     _until(time.monotonic() + _COMPLETING_S, lambda: not known_jobs(run, config, slurm))
     if left := _left(run, config, slurm):
-        raise DeadlineError(f"jobs {', '.join(left)} do not end; see scontrol show job {left[0]}, and run stop again")
+        raise DeadlineError(
+            f"jobs {', '.join(left)} do not end; see scontrol show job {left[0]}, and run stop "
+            "again"
+        )
 
 
 def _left(run: RunDir, config: Config, slurm: Slurm, states: Collection[str] = ()) -> list[str]:
-    """Jobs of the run that hold nodes or may start; of a het job the leader alone, with which all of it ends."""
-    jobs = {job.id: job for job in known_jobs(run, config, slurm).values() if job.state not in ENDED}
+    """Jobs of the run that hold nodes or may start; of a het job the leader alone, with which all
+    of it ends."""
+    jobs = {
+        job.id: job for job in known_jobs(run, config, slurm).values() if job.state not in ENDED
+    }
     whole = [job for job in jobs.values() if not job.het_offset or job.het_leader not in jobs]
     return [job.id for job in whole if not states or job.state in states]
 
 
 def _stop_processes(run: RunDir, config: Config, now: bool) -> None:
-    """A run of this machine: its supervisor ends it, with ``now`` at once, or dies, and its processes with it."""
+    """A run of this machine: its supervisor ends it, with ``now`` at once, or dies, and its
+    processes with it."""
     supervisor = _supervisor(run)
     if supervisor is None and not _answers(run):
         tell(f"{run.root}: nothing of it runs on this machine")
@@ -105,12 +118,14 @@ def _stop_processes(run: RunDir, config: Config, now: bool) -> None:
         tell(f"killed supervisor {supervisor.pid}")
     elif lives():
         raise DeadlineError(
-            f"{run.root}: has not ended, and its supervisor is not to be seen here; call stop where relax-hpc run is"
+            f"{run.root}: has not ended, and its supervisor is not to be seen here; call stop "
+            "where relax-hpc run is"
         )
 
 
 def _hurry(supervisor: psutil.Process) -> None:
-    """Give it a moment to end its groups, as it was asked to, and to say so. The signal is for one that prepares."""
+    """Give it a moment to end its groups, as it was asked to, and to say so. The signal is for one
+    that prepares."""
     with contextlib.suppress(psutil.Error):
         supervisor.send_signal(signal.SIGTERM)
     _until(time.monotonic() + _HURRY_S, lambda: not _alive(supervisor))
@@ -121,7 +136,8 @@ def _answers(run: RunDir) -> bool:
 
 
 def _supervisor(run: RunDir) -> psutil.Process | None:
-    """`relax-hpc run`, the parent of what it prepares with and of roles without ranks; when it dies, they do."""
+    """`relax-hpc run`, the parent of what it prepares with and of roles without ranks; when it
+    dies, they do."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if words[1:2] == ["-m"] and words[3:5] == ["--run_dir", str(run.root)] and _is_child(words):
@@ -131,7 +147,8 @@ def _supervisor(run: RunDir) -> psutil.Process | None:
 
 
 def _is_child(words: list[str]) -> bool:
-    """Whether a process of a run was started by its supervisor itself rather than by an MPI launcher."""
+    """Whether a process of a run was started by its supervisor itself rather than by an MPI
+    launcher."""
     if words[2] != "relax_hpc.roles":
         return words[2] == "relax_hpc.roles.prepare"
     return not any(a == "--role" and b in RANKED for a, b in pairwise(words))
@@ -160,7 +177,9 @@ def _until(deadline: float, condition: Callable[[], bool]) -> bool:
 
 def _say_what_is_saved(run: RunDir, config: Config) -> None:
     saved = last_checkpoint(run, config)
-    what = f"step {saved['step']} is saved in {saved['path']}" if saved else "no checkpoint was made"
+    what = (
+        f"step {saved['step']} is saved in {saved['path']}" if saved else "no checkpoint was made"
+    )
     print(f"stopped: {what}")
     if not run.finished.exists():
         print(f"go on with: {resume_words(run)}")

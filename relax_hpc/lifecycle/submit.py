@@ -23,7 +23,8 @@ from relax_hpc.supervise.attempts import latest_attempt, new_attempt
 
 
 def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
-    """Submit a run, or with ``dry_run`` only write what would be; ``form``: "json" or "parsable" for programs."""
+    """Submit a run, or with ``dry_run`` only write what would be; ``form``: "json" or "parsable"
+    for programs."""
     # What cannot be had leaves no run directory behind.
     render(config)
     if not dry_run:
@@ -47,7 +48,9 @@ def _refuse_mistakes(config: Config) -> None:
     """Print what `relax-hpc doctor` finds on stderr; ConfigError if any of it is an error."""
     found = [finding for finding in diagnose(config, Slurm()) if finding.severity != "ok"]
     errors = [finding.text for finding in found if finding.severity == "error"]
-    for text in [f"warning: {finding.text}" for finding in found if finding.severity == "warning"] + errors[1:]:
+    for text in [
+        f"warning: {finding.text}" for finding in found if finding.severity == "warning"
+    ] + errors[1:]:
         print(f"relax-hpc: {text}", file=sys.stderr)
     if errors:
         raise ConfigError(errors[0])
@@ -81,7 +84,8 @@ def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
 
 
 def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
-    """The job of all groups; where nodes may not call sbatch, with its successors and the groups' spares."""
+    """The job of all groups; where nodes may not call sbatch, with its successors and the groups'
+    spares."""
     attempt, script = latest_attempt(run), run.submit / "run.sbatch"
     job = slurm.submit(script)
     yield Entry(job, "run", attempt=attempt)
@@ -96,7 +100,8 @@ def _whole(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
 
 
 def _successors(run: RunDir, config: Config, slurm: Slurm, job: str) -> Iterator[Entry]:
-    """Submit all jobs that may follow ``job``, each after the one before, where nodes may not call sbatch."""
+    """Submit all jobs that may follow ``job``, each after the one before, where nodes may not call
+    sbatch."""
     if config.site.sbatch_on_nodes:
         return
     followers = Successors(run, config, slurm, latest_attempt(run))
@@ -112,22 +117,38 @@ def successors(config: Config) -> int:
 
 
 def cost_line(config: Config) -> str:
-    """Line about the hours that a run asks for until the first time limit, and about what may follow."""
+    """Line about the hours that a run asks for until the first time limit, and about what may
+    follow."""
     gpus, nodes, more = gpu_hours(config), node_hours(config), successors(config)
     line = f"asks for {gpus:.1f} GPU-hours ({nodes:.1f} node-hours) at most"
     if config.layout == "jobs":
-        return f"{line} until the first time limit; the jobs are then requeued until the run is finished"
+        return (
+            f"{line} until the first time limit; the jobs are then requeued until the run is "
+            "finished"
+        )
     if not more:
         return line
     total = f"{gpus * (more + 1):.1f} GPU-hours ({nodes * (more + 1):.1f} node-hours)"
-    return f"{line} in one job; up to {more} jobs follow until the run is finished (slurm.successors): {total} at most"
+    return (
+        f"{line} in one job; up to {more} jobs follow until the run is finished "
+        f"(slurm.successors): {total} at most"
+    )
 
 
 def _tell(run: RunDir, config: Config, entries: list[Entry], form: str) -> None:
     hours = {"gpu_hours": round(gpu_hours(config), 1), "node_hours": round(node_hours(config), 1)}
     if form == "json":
         counts = {"successors": successors(config)}
-        print(json.dumps({"run_dir": str(run.root), **hours, **counts, "jobs": [asdict(entry) for entry in entries]}))
+        print(
+            json.dumps(
+                {
+                    "run_dir": str(run.root),
+                    **hours,
+                    **counts,
+                    "jobs": [asdict(entry) for entry in entries],
+                }
+            )
+        )
         return
     if form == "parsable":
         print("\n".join(entry.job for entry in entries))

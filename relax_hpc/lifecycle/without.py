@@ -1,7 +1,8 @@
-"""`relax-hpc scale --without`: single engines of a rollout group leave, or come back, while the run goes on.
+"""`relax-hpc scale --without`: single engines of a rollout group leave, or come back, while the run
+goes on.
 
-The processes of the group follow the change by themselves: nothing is started again, and what their engines were at is
-handed on to others.
+The processes of the group follow the change by themselves: nothing is started again, and what their
+engines were at is handed on to others.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from relax_hpc.slurm.job_lookup import living_run
 
 
 def main(root: str, group: str, numbers: str) -> int:
-    """Have all engines of ``group`` serve but those of ``numbers``, such as `3,5`; empty: all of them."""
+    """Have all engines of ``group`` serve but those of ``numbers``, such as `3,5`; empty: all of
+    them."""
     run = RunDir(root)
     config = living_run(run)
     if "rollout" not in group_of(config, group).roles:
-        raise ConfigError(f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout")
+        raise ConfigError(
+            f"--group: found {group!r}, whose roles have no engines, allowed: a group with rollout"
+        )
     base = base_name(group, config.groups)
     before = load_resolved(run.root, base).rollout.without
     others = [name for name in before if name.rpartition("/")[0] != group]
@@ -28,7 +32,9 @@ def main(root: str, group: str, numbers: str) -> int:
         tell(f"{group}: its engines are as asked already")
         return EXIT_DONE
     change(run, config, Wish(base, overrides={"rollout.without": without}))
-    tell(f"{group}: without {', '.join(without[len(others) :]) or 'none'}; status shows who has left")
+    tell(
+        f"{group}: without {', '.join(without[len(others) :]) or 'none'}; status shows who has left"
+    )
     return EXIT_DONE
 
 

@@ -1,1 +1,2 @@
-"""Reports of a run about itself: metrics.jsonl and TensorBoard, progress lines, time spans, plots."""
+"""Reports of a run about itself: metrics.jsonl and TensorBoard, progress lines, time spans,
+plots."""

@@ -1,4 +1,5 @@
-"""Time put down once: every second of a worker belongs to one label, and what follows from that. Pure arithmetic."""
+"""Time put down once: every second of a worker belongs to one label, and what follows from that.
+Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -6,13 +7,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-PRIORITY = ("engine_update", "generate", "train", "forward", "eval", "publish", "checkpoint", "weights", "queue")
+PRIORITY = (
+    "engine_update",
+    "generate",
+    "train",
+    "forward",
+    "eval",
+    "publish",
+    "checkpoint",
+    "weights",
+    "queue",
+)
 PRIORITY += ("start", "wait")
-"""Kinds by priority: where they overlap a second belongs to the first, so an engine that is updated does not
-generate."""
+"""Kinds by priority: where they overlap a second belongs to the first, so an engine that is updated
+does not generate."""
 OTHER, UNFINISHED = "other", "unfinished"
-"""Kinds of the time between spans, and after the last span of a process that left no word of its end: one that it never
-finished."""
+"""Kinds of the time between spans, and after the last span of a process that left no word of its
+end: one that it never finished."""
 IDLE = ("wait", "start", OTHER, UNFINISHED)
 """Kinds that are no work."""
 
@@ -36,7 +47,8 @@ class Account:
     """One worker's seconds by label, as it begins and ends what it is at. Times never decrease.
 
     >>> account = Account(0.0)
-    >>> account.begin(Label("wait"), 1.0); account.begin(Label("train"), 3.0); account.end(Label("train"), 7.0)
+    >>> account.begin(Label("wait"), 1.0); account.begin(Label("train"), 3.0);
+    account.end(Label("train"), 7.0)
     >>> {label.what: seconds for label, seconds in account.take(8.0).items()}
     {'other': 1.0, 'wait': 3.0, 'train': 4.0}
     """
@@ -57,7 +69,8 @@ class Account:
             del self._running[label]
 
     def move(self, label: Label, others: Mapping[Label, float]) -> None:
-        """Move seconds from ``label`` to ``others``, for so many seconds each, or as many of them as there are.
+        """Move seconds from ``label`` to ``others``, for so many seconds each, or as many of them
+        as there are.
 
         Seconds of ``label`` beyond theirs stay.
         """
@@ -118,15 +131,19 @@ def work_of(seconds: Mapping[Label, float]) -> float:
 
 
 def even_split(rollout_s: float, actor_s: float, rollout: int, actor: int) -> tuple[int, int]:
-    """Division of ``rollout`` + ``actor`` units by which the busy time of a step is as even as it can be.
+    """Division of ``rollout`` + ``actor`` units by which the busy time of a step is as even as it
+    can be.
 
-    Work is taken to scale linearly: twice the units do it in half the time. At least one unit is on either side.
+    Work is taken to scale linearly: twice the units do it in half the time. At least one unit is on
+    either side.
 
     >>> even_split(rollout_s=30.0, actor_s=10.0, rollout=4, actor=4)
     (6, 2)
     """
     total = rollout + actor
-    best = min(range(1, total), key=lambda n: max(rollout_s * rollout / n, actor_s * actor / (total - n)))
+    best = min(
+        range(1, total), key=lambda n: max(rollout_s * rollout / n, actor_s * actor / (total - n))
+    )
     return best, total - best
 
 

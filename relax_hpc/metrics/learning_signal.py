@@ -9,7 +9,8 @@ def why_nothing_learned(values: Mapping[str, float | None], updates: int) -> str
     """Reason why no reward has changed the policy in a step of so many ``updates``; empty: one has,
     or it is unknown.
 
-    >>> why_nothing_learned({"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0, "reward/mean": 0.0}, 1)
+    >>> why_nothing_learned({"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0,
+    "reward/mean": 0.0}, 1)
     'all rewards inside each prompt group are equal (reward/zero_std_share 1, reward/mean 0.000)'
     >>> why_nothing_learned({"loss/zero_advantage_share": 0.99}, 1)
     ''
@@ -21,4 +22,7 @@ def why_nothing_learned(values: Mapping[str, float | None], updates: int) -> str
     if (values.get("reward/zero_std_share") or 0) < 1:
         return "all advantages are 0 (loss/zero_advantage_share 1)"
     mean = values.get("reward/mean") or 0.0
-    return f"all rewards inside each prompt group are equal (reward/zero_std_share 1, reward/mean {mean:.3f})"
+    return (
+        "all rewards inside each prompt group are equal (reward/zero_std_share 1, reward/mean "
+        f"{mean:.3f})"
+    )

@@ -1,4 +1,5 @@
-"""Plots of one or several runs from their metrics.jsonl: reward, held-out scores, and whatever else is asked for."""
+"""Plots of one or several runs from their metrics.jsonl: reward, held-out scores, and whatever else
+is asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _TITLES = {
     HELD_OUT_LOSS: "Held-out loss",
 }
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette, which readers with any colour vision tell apart (https://jfly.uni-koeln.de/color/)."""
+"""Okabe and Ito's palette, which readers with any colour vision tell apart
+(https://jfly.uni-koeln.de/color/)."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 _UNITS = (
     ("*_share", "share"),
@@ -69,14 +71,15 @@ class _Run:
 
 
 def main(runs: list[str], output: str, tags: list[str]) -> int:
-    """Plot run directories into the file `output`, print its name and return 0; errors as in `plot_runs`."""
+    """Plot run directories into the file `output`, print its name and return 0; errors as in
+    `plot_runs`."""
     print(plot_runs([Path(run) for run in runs], Path(output), tags))
     return 0
 
 
 def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> Path:
-    """Draw one panel for training reward, or for the loss where there is none, one for held-out scores and one for each
-    of `tags`, under one another.
+    """Draw one panel for training reward, or for the loss where there is none, one for held-out
+    scores and one for each of `tags`, under one another.
 
     Args:
         runs: run directories, each with a metrics.jsonl.
@@ -84,7 +87,8 @@ def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> P
         tags: tags or patterns (`idle/*`), a panel each.
 
     Raises:
-        ConfigError: no runs, a run without anything to show, tags that no run has, an unknown picture format,
+        ConfigError: no runs, a run without anything to show, tags that no run has, an unknown
+        picture format,
             or no matplotlib.
     """
     loaded = [_load(path, label) for path, label in zip(runs, run_labels(runs), strict=True)]
@@ -94,7 +98,8 @@ def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> P
     learned = LOSS if LOSS in known and REWARD not in known else REWARD
     patterns = list(dict.fromkeys((learned, HELD_OUT, *tags)))
     panels = {
-        pattern: [c for number, run in enumerate(loaded) for c in _curves(number, run, pattern)] for pattern in patterns
+        pattern: [c for number, run in enumerate(loaded) for c in _curves(number, run, pattern)]
+        for pattern in patterns
     }
     _check(loaded, panels, tags)
     # A loss is not between 0 and 1: on the axis of scores it would flatten their curves.
@@ -116,7 +121,8 @@ def run_labels(runs: Sequence[Path]) -> list[str]:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean of [n] finite values over an odd window; at the ends over the part of it that exists."""
+    """Centred moving mean of [n] finite values over an odd window; at the ends over the part of it
+    that exists."""
     ones, half = np.ones(window), window // 2
     sums, counts = np.convolve(values, ones), np.convolve(np.ones(len(values)), ones)
     return (sums / counts)[half : half + len(values)]
@@ -125,7 +131,10 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def _load(path: Path, label: str) -> _Run:
     metrics = load_metrics(path)
     if not metrics.rows:
-        raise ConfigError(f"{path}: no steps in {path / METRICS_FILE}; expected a run directory with at least one step")
+        raise ConfigError(
+            f"{path}: no steps in {path / METRICS_FILE}; expected a run directory with at least "
+            "one step"
+        )
     return _Run(path, label, metrics)
 
 
@@ -133,7 +142,11 @@ def _curves(number: int, run: _Run, pattern: str) -> list[Curve]:
     curves = []
     for tag in tags_of(run.metrics.rows):
         if fnmatchcase(tag, pattern):
-            points = [(row["step"], row[tag]) for row in run.metrics.rows if math.isfinite(row.get(tag, math.nan))]
+            points = [
+                (row["step"], row[tag])
+                for row in run.metrics.rows
+                if math.isfinite(row.get(tag, math.nan))
+            ]
             if points:
                 x, y = np.array(points, dtype=float).T
                 curves.append(Curve(number, tag, x, y))
@@ -149,7 +162,9 @@ def _check(runs: list[_Run], panels: dict[str, list[Curve]], tags: Sequence[str]
         run = (lacking or runs)[0]
         looked = ", ".join(missing or panels)
         found = ", ".join(tags_of(run.metrics.rows)) or "none"
-        raise ConfigError(f"{run.path / METRICS_FILE}: no values for {looked}; it has the tags: {found}")
+        raise ConfigError(
+            f"{run.path / METRICS_FILE}: no values for {looked}; it has the tags: {found}"
+        )
 
 
 def _draw(runs: list[_Run], panels: dict[str, list[Curve]], output: Path) -> Path:
@@ -165,8 +180,12 @@ def _draw(runs: list[_Run], panels: dict[str, list[Curve]], output: Path) -> Pat
     figure = Figure(figsize=(9.5, 0.6 + 2.9 * len(panels)), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     if output.suffix.lstrip(".") not in canvas.get_supported_filetypes():
-        raise ConfigError(f"plot: output {output} has an unknown picture format; use .png, .pdf or .svg")
-    with mpl.rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "svg.fonttype": "none"}):
+        raise ConfigError(
+            f"plot: output {output} has an unknown picture format; use .png, .pdf or .svg"
+        )
+    with mpl.rc_context(
+        {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "svg.fonttype": "none"}
+    ):
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (pattern, curves) in zip(all_axes, panels.items(), strict=True):
             _panel(axes, pattern, curves, runs)
@@ -190,7 +209,13 @@ def _panel(axes: Axes, pattern: str, curves: list[Curve], runs: list[_Run]) -> N
         window = max(window, _line(axes, curve, colour, dash))
     restarted = [_mark_restarts(axes, number, runs) for number in shown]
     _dress(axes, _title(pattern, tags, window), curves)
-    _legend(axes, [runs[number].label for number in shown] if len(runs) > 1 else [], shown, tags, any(restarted))
+    _legend(
+        axes,
+        [runs[number].label for number in shown] if len(runs) > 1 else [],
+        shown,
+        tags,
+        any(restarted),
+    )
 
 
 def _line(axes: Axes, curve: Curve, colour: str, dash: Any) -> int:
@@ -206,12 +231,19 @@ def _line(axes: Axes, curve: Curve, colour: str, dash: Any) -> int:
 
 
 def _mark_restarts(axes: Axes, number: int, runs: list[_Run]) -> bool:
-    """Thin vertical lines at the steps where a run was taken up again; returns whether there are any."""
+    """Thin vertical lines at the steps where a run was taken up again; returns whether there are
+    any."""
     metrics = runs[number].metrics
-    steps = {row["step"] for before, row in pairwise(metrics.rows) if row["incarnation"] > before["incarnation"]}
+    steps = {
+        row["step"]
+        for before, row in pairwise(metrics.rows)
+        if row["incarnation"] > before["incarnation"]
+    }
     steps |= {step for _, step in metrics.rollbacks}
     for step in steps:
-        axes.axvline(step, color=_COLOURS[number % len(_COLOURS)] if len(runs) > 1 else _GREY, **_RESTART)
+        axes.axvline(
+            step, color=_COLOURS[number % len(_COLOURS)] if len(runs) > 1 else _GREY, **_RESTART
+        )
     return bool(steps)
 
 
@@ -223,8 +255,11 @@ def _title(pattern: str, tags: list[str], window: int) -> str:
 
 
 def from_0_to_1(curves: Sequence[Curve]) -> bool:
-    """Whether these are shares or scores, all of whose values lie there: then all such axes are alike."""
-    known = all(unit_of(curve.tag) in _SHARES or fnmatchcase(curve.tag, HELD_OUT) for curve in curves)
+    """Whether these are shares or scores, all of whose values lie there: then all such axes are
+    alike."""
+    known = all(
+        unit_of(curve.tag) in _SHARES or fnmatchcase(curve.tag, HELD_OUT) for curve in curves
+    )
     return known and all(curve.y.min() >= 0.0 and curve.y.max() <= 1.0 for curve in curves)
 
 
@@ -244,13 +279,16 @@ def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes: Axes, labels: list[str], shown: list[int], tags: list[str], restarted: bool) -> None:
-    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries are next to
-    the title, so that the data has the whole width; long ones are right of the data."""
+def _legend(
+    axes: Axes, labels: list[str], shown: list[int], tags: list[str], restarted: bool
+) -> None:
+    """Runs by colour, then tags by dash (or colour), then the dotted line. Short entries are next
+    to the title, so that the data has the whole width; long ones are right of the data."""
     from matplotlib.lines import Line2D
 
     entries = [
-        Line2D([], [], color=_COLOURS[n % len(_COLOURS)], lw=1.8, label=s) for n, s in zip(shown, labels, strict=False)
+        Line2D([], [], color=_COLOURS[n % len(_COLOURS)], lw=1.8, label=s)
+        for n, s in zip(shown, labels, strict=False)
     ]
     for number, name in enumerate(short_names(tags) if len(tags) > 1 else []):
         colour = _GREY if labels else _COLOURS[number % len(_COLOURS)]
@@ -258,7 +296,12 @@ def _legend(axes: Axes, labels: list[str], shown: list[int], tags: list[str], re
         entries.append(Line2D([], [], color=colour, linestyle=dash, lw=1.8, label=name))
     if restarted:
         entries.append(Line2D([], [], color=_GREY, label="restart", **_RESTART))
-    style: dict[str, Any] = {"handles": entries, "borderaxespad": 0, "frameon": False, "fontsize": 9}
+    style: dict[str, Any] = {
+        "handles": entries,
+        "borderaxespad": 0,
+        "frameon": False,
+        "fontsize": 9,
+    }
     if sum(len(str(entry.get_label())) + _HANDLE_CHARS for entry in entries) <= _LEGEND_CHARS:
         style |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.01), "ncols": len(entries)}
     else:
@@ -283,4 +326,6 @@ def short_names(tags: Sequence[str]) -> list[str]:
 
 def unit_of(tag: str) -> str:
     """Unit on the axis of a tag; its last part where nothing better is known."""
-    return next((unit for pattern, unit in _UNITS if fnmatchcase(tag, pattern)), tag.rsplit("/", 1)[-1])
+    return next(
+        (unit for pattern, unit in _UNITS if fnmatchcase(tag, pattern)), tag.rsplit("/", 1)[-1]
+    )

@@ -15,25 +15,34 @@ from relax_hpc.metrics.shares import is_by_peer
 from relax_hpc.terminal_text import harmless, one_line, unfiltered
 
 WIDTH = 79
-"""Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be overwritten."""
+"""Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be
+overwritten."""
 _WINDOW = 20
 _SPEED, _TRAINED, _LOSS = "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "loss/policy"
 _TO_LINE_END = "\x1b[K"
 
 
 def progress_line(
-    step: int, steps: int, values: Mapping[str, float], eta_s: float | None = None, width: int = WIDTH
+    step: int,
+    steps: int,
+    values: Mapping[str, float],
+    eta_s: float | None = None,
+    width: int = WIDTH,
 ) -> str:
-    """One aligned line of at most `width` characters; what is missing from `values` shows as a dash.
+    """One aligned line of at most `width` characters; what is missing from `values` shows as a
+    dash.
 
     Args:
         step: the step just finished, from 0, as in metrics.jsonl.
         steps: steps of the whole run.
-        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, or, where nothing is drawn, loss/policy and
-            perf/train_tokens_per_s; eval/<set>/<reward> where an evaluation has just come in, and idle/<role> (share
+        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, or, where nothing is drawn,
+        loss/policy and
+            perf/train_tokens_per_s; eval/<set>/<reward> where an evaluation has just come in, and
+            idle/<role> (share
             of time, 0 to 1); other tags are left alone.
         eta_s: seconds to the end of the run, if known.
-        width: what comes last and does not fit is left out: of idle roles, of evaluations, and so on.
+        width: what comes last and does not fit is left out: of idle roles, of evaluations, and so
+        on.
 
     >>> progress_line(7, 300, {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}, eta_s=90)
     'eta  1m30s  step   7/300  reward 0.500  stale 0.0      - tok/s  idle actor 25%'
@@ -43,18 +52,28 @@ def progress_line(
         f"step {step:{len(str(steps))}d}/{steps}",
         *_learned(values),
     ]
-    parts += [f"{tag.split('/')[1]} {_number(values[tag], '.3f')}" for tag in sorted(values) if _is_score(tag)]
+    parts += [
+        f"{tag.split('/')[1]} {_number(values[tag], '.3f')}"
+        for tag in sorted(values)
+        if _is_score(tag)
+    ]
     line = "  ".join(_fitting(parts, "  ", width))
-    tags = sorted((tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag)), key=_place)
+    tags = sorted(
+        (tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag)), key=_place
+    )
     idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in tags]
     shown = _fitting(idle, " ", width - len(f"{line}  idle "))
     return f"{line}  idle {' '.join(shown)}" if shown else line
 
 
 def _learned(values: Mapping[str, float]) -> list[str]:
-    """Reward of the policy for what it draws, and the speed; or, where nothing is drawn, its loss."""
+    """Reward of the policy for what it draws, and the speed; or, where nothing is drawn, its
+    loss."""
     if _LOSS in values and "reward/mean" not in values:
-        return [f"loss {_number(values[_LOSS], '.4f')}", f"{_thousands(values.get(_TRAINED)):>5} tok/s"]
+        return [
+            f"loss {_number(values[_LOSS], '.4f')}",
+            f"{_thousands(values.get(_TRAINED)):>5} tok/s",
+        ]
     return [
         f"reward {_number(values.get('reward/mean'), '.3f'):>5}",
         f"stale {_number(values.get('staleness/mean'), '.1f'):>3}",
@@ -69,10 +88,12 @@ def _fitting(parts: Sequence[str], between: str, width: int) -> list[str]:
 
 
 class Progress:
-    """Prints progress lines: every step in a log; on a terminal one that overwrites itself, some of which stay."""
+    """Prints progress lines: every step in a log; on a terminal one that overwrites itself, some of
+    which stay."""
 
     def __init__(self, steps: int, stream: TextIO | None = None, keep_every: int = 10) -> None:
-        """`keep_every`: steps between lines that stay on a terminal, besides those with evaluations and the last."""
+        """`keep_every`: steps between lines that stay on a terminal, besides those with evaluations
+        and the last."""
         self._steps = steps
         self._stream = unfiltered(sys.stdout) if stream is None else stream
         self._keep_every = keep_every
@@ -87,7 +108,9 @@ class Progress:
         self._speed = values.get(_SPEED, self._speed)
         width = shutil.get_terminal_size().columns - 1 if self.terminal else WIDTH
         eta_s = self._eta(step, time.time() if at is None else at)
-        line = harmless(progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width))
+        line = harmless(
+            progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width)
+        )
         if self.terminal and not self._stays(step, values):
             self.show(line)
         else:
@@ -97,7 +120,9 @@ class Progress:
     def show(self, text: str) -> None:
         """Show ``text`` on a terminal, as a line that the next one overwrites; cut to its width."""
         if self.terminal:
-            self._write(f"\r{one_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
+            self._write(
+                f"\r{one_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}"
+            )
             self._open = True
 
     def close(self) -> None:
@@ -111,7 +136,9 @@ class Progress:
         self._stream.flush()
 
     def _stays(self, step: int, values: Mapping[str, float]) -> bool:
-        return step % self._keep_every == 0 or step >= self._steps - 1 or any(map(_is_score, values))
+        return (
+            step % self._keep_every == 0 or step >= self._steps - 1 or any(map(_is_score, values))
+        )
 
     def _eta(self, step: int, now: float) -> float | None:
         """Seconds left at the pace of the last steps; None until there is a pace."""

@@ -25,7 +25,8 @@ class Metrics:
     """Content of metrics.jsonl."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null is nan."""
+    """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null
+    is nan."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Lines of all steps that were ever written, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
@@ -35,7 +36,8 @@ class Metrics:
 
 
 def is_step(row: Mapping[str, Any]) -> bool:
-    """Whether a row, or a line, has what a training step reports; others are of evaluations alone."""
+    """Whether a row, or a line, has what a training step reports; others are of evaluations
+    alone."""
     return "reward/mean" in row or "perf/step_s" in row
 
 
@@ -47,10 +49,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def load_metrics(run_dir: Path) -> Metrics:
     """Read and merge <run_dir>/metrics.jsonl.
 
-    A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after it in its own; a
-    straggler of an older one cannot come back. Evaluations at the very step of the rollback stay: they are of the
-    weights that training resumed from. Of the remaining lines of a step the newest incarnation wins, tag by tag.
-    ConfigError: the file is no regular file of a run, or too large to be metrics.
+    A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after
+    it in its own; a straggler of an older one cannot come back. Evaluations at the very step of the
+    rollback stay: they are of the weights that training resumed from. Of the remaining lines of a
+    step the newest incarnation wins, tag by tag. ConfigError: the file is no regular file of a run,
+    or too large to be metrics.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
@@ -59,14 +62,23 @@ def load_metrics(run_dir: Path) -> Metrics:
         lines, torn = parse_lines(_lines(path))
     except ForeignFileError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    cuts = [(line["incarnation"], place, line["step"]) for place, line in enumerate(lines) if "event" in line]
+    cuts = [
+        (line["incarnation"], place, line["step"])
+        for place, line in enumerate(lines)
+        if "event" in line
+    ]
     merged: dict[int, dict[str, Any]] = {}
     for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0])):
         if "event" not in line and (kept := _surviving(line, place, cuts)):
             merged.setdefault(line["step"], {}).update(kept)
     rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
     written = [line for line in lines if "event" not in line]
-    return Metrics(rows=[merged[step] for step in sorted(merged)], lines=written, rollbacks=rollbacks, torn=torn)
+    return Metrics(
+        rows=[merged[step] for step in sorted(merged)],
+        lines=written,
+        rollbacks=rollbacks,
+        torn=torn,
+    )
 
 
 def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -74,9 +86,13 @@ def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
     return sorted({key for row in rows for key in row} - RESERVED)
 
 
-def _surviving(line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]) -> dict[str, Any] | None:
+def _surviving(
+    line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]
+) -> dict[str, Any] | None:
     """Part of a line that no rollback has superseded: all of it, its evaluations, or None."""
-    later = [step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)]
+    later = [
+        step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)
+    ]
     cut = min(later, default=math.inf)
     if line["step"] < cut:
         return line
@@ -90,7 +106,9 @@ def _lines(path: Path) -> Iterator[bytes]:
     """Lines of a file of metrics. ForeignFileError: it is not read."""
     with open_in_run(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
-            raise ForeignFileError(errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path))
+            raise ForeignFileError(
+                errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
+            )
         yield from lines_of(file)
 
 
@@ -102,14 +120,22 @@ def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
             continue
         try:
             line = parse_json(text)
-            step, incarnation, time = int(line["step"]), int(line["incarnation"]), float(line["time"])
+            step, incarnation, time = (
+                int(line["step"]),
+                int(line["incarnation"]),
+                float(line["time"]),
+            )
         except (ValueError, KeyError, TypeError, OverflowError):
             torn += 1
             continue
         if max(abs(step), abs(incarnation)) > _LARGEST or not math.isfinite(time):
             torn += 1
             continue
-        values = {key: _number(value) for key, value in line.items() if _is_number(value) or key in RESERVED}
+        values = {
+            key: _number(value)
+            for key, value in line.items()
+            if _is_number(value) or key in RESERVED
+        }
         lines.append(values | {"step": step, "incarnation": incarnation, "time": time})
     return lines, torn
 

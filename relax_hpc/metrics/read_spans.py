@@ -15,7 +15,13 @@ from relax_hpc.rundir import is_map
 
 _FILE = re.compile(r"inc-(\d{6})/spans-(\w+)-(\d+)\.jsonl", re.ASCII)
 _TEXT, _TIME = (str, type(None)), (int, float)
-_CLOCK = {"role": str, "boot": str, "wall": _TIME, "monotonic": _TIME, "began": (*_TIME, type(None))}
+_CLOCK = {
+    "role": str,
+    "boot": str,
+    "wall": _TIME,
+    "monotonic": _TIME,
+    "began": (*_TIME, type(None)),
+}
 _SPAN = {"role": str, "what": str, "step": (int, type(None)), "start": _TIME, "end": _TIME}
 _SPAN |= {"peer": _TEXT, "reason": _TEXT, "lane": _TEXT}
 _LONGEST = 1e12
@@ -24,7 +30,8 @@ _LONGEST = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Span of a role's time in [start, end], wall-clock seconds that agree exactly between processes of one machine."""
+    """Span of a role's time in [start, end], wall-clock seconds that agree exactly between
+    processes of one machine."""
 
     role: str
     what: str
@@ -68,7 +75,8 @@ def read_spans(run_dir: Path) -> list[Span]:
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """All processes that wrote spans, by group, incarnation and name; what is none of ours is left out."""
+    """All processes that wrote spans, by group, incarnation and name; what is none of ours is left
+    out."""
     offsets: dict[str, float] = {}
     paths = sorted(run_dir.glob("logs/*/inc-*/spans-*.jsonl"))
     found = (_read_process(path, offsets) for path in paths)
@@ -76,7 +84,8 @@ def read_processes(run_dir: Path) -> list[Process]:
 
 
 def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
-    """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a machine."""
+    """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a
+    machine."""
     process, offset = None, 0.0
     named = _FILE.fullmatch("/".join(path.parts[-2:]))
     for line in _lines(path) if named and path.is_file() else ():
@@ -84,7 +93,9 @@ def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
             offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
             if process is None:
                 began = line["monotonic"] if line.get("began") is None else line["began"]
-                process = Process(path.parts[-3], int(named[1]), line["role"], named[3], began + offset)
+                process = Process(
+                    path.parts[-3], int(named[1]), line["role"], named[3], began + offset
+                )
         elif process and is_map(line, ended=_TIME):
             process.ended = line["ended"] + offset
         elif process and is_map(line, **_SPAN):
@@ -94,7 +105,14 @@ def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
 
 def _span(line: dict, offset: float) -> Span:
     about = (line.get(name) or "" for name in ("peer", "reason", "lane"))
-    return Span(line["role"], line["what"], line["step"], line["start"] + offset, line["end"] + offset, *about)
+    return Span(
+        line["role"],
+        line["what"],
+        line["step"],
+        line["start"] + offset,
+        line["end"] + offset,
+        *about,
+    )
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:

@@ -17,14 +17,21 @@ _WAITED = re.compile(rf"{IDLE}(.+?){FOR}(.+)")
 
 
 def tags_of_time(role: str, seconds: Mapping[str, float]) -> dict[str, float]:
-    """``seconds`` as `Spans.take` gives them, as tags: what was waited, of all, for whom, and seconds by kind."""
+    """``seconds`` as `Spans.take` gives them, as tags: what was waited, of all, for whom, and
+    seconds by kind."""
     total = sum(seconds.values())
     if not total:
         return {}
     waited = {what: spent for what, spent in seconds.items() if what.startswith(_WAIT)}
     tags = {f"{IDLE}{role}": sum(waited.values()) / total}
-    tags |= {f"{IDLE}{role}{what[len(_WAIT) :]}": s / total for what, s in waited.items() if what != _WAIT}
-    kinds = {what: spent for what, spent in seconds.items() if what not in waited} | {_WAIT: sum(waited.values())}
+    tags |= {
+        f"{IDLE}{role}{what[len(_WAIT) :]}": s / total
+        for what, s in waited.items()
+        if what != _WAIT
+    }
+    kinds = {what: spent for what, spent in seconds.items() if what not in waited} | {
+        _WAIT: sum(waited.values())
+    }
     return tags | {f"perf/{role}_{what}_s": spent for what, spent in kinds.items()}
 
 
@@ -38,7 +45,8 @@ def is_by_peer(tag: str) -> bool:
 
 
 def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Shares of each role's time in these steps: `at` the kinds, which add up to 1, and of the waiting `for` whom.
+    """Shares of each role's time in these steps: `at` the kinds, which add up to 1, and of the
+    waiting `for` whom.
 
     >>> shares_of_time([{"idle/actor": 0.25, "idle/actor_for_rollout": 0.25, "perf/actor_train_s": 3, \\
     ...                  "perf/actor_wait_s": 1}])
@@ -64,4 +72,8 @@ def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dic
 
 def _over(seconds: Mapping[str, float], total: float) -> dict[str, float]:
     """Shares of ``total``, largest first."""
-    return {what: spent / total for what, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent}
+    return {
+        what: spent / total
+        for what, spent in sorted(seconds.items(), key=lambda item: -item[1])
+        if spent
+    }

@@ -25,14 +25,16 @@ FOR = "_for_"
 
 _FLUSH_S = 1.0
 PART_BYTES, _KEPT_PARTS = 16 << 20, 128
-"""Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that compressed."""
+"""Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that
+compressed."""
 _ROUND_TRIP_S = 0.05
 """Seconds by which a wait may be longer than the queue says it was."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_began() -> float:
-    """Time at which this process was started, of the monotonic clock, to a hundredth of a second."""
+    """Time at which this process was started, of the monotonic clock, to a hundredth of a
+    second."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
@@ -57,7 +59,8 @@ class OpenSpan:
         return Label(self.what, *self.cause)
 
     def because(self, waited: Iterable[Sequence]) -> None:
-        """The wait ends now, and was for these (peer, reason, seconds) one after the other; before them for `cause`."""
+        """The wait ends now, and was for these (peer, reason, seconds) one after the other; before
+        them for `cause`."""
         end = time.monotonic()
         low = self.parts[-1][2] if self.parts else self.start
         found = []
@@ -85,10 +88,11 @@ class OpenSpan:
 
 
 class Spans:
-    """Accounts the time of one process, in a file and in totals since the last ``take``; safe to use from threads.
+    """Accounts the time of one process, in a file and in totals since the last ``take``; safe to
+    use from threads.
 
-    A process may have several lanes, such as one an engine, each with an account of its own. Where spans of a lane
-    overlap, totals have each second once (`accounting.PRIORITY`).
+    A process may have several lanes, such as one an engine, each with an account of its own. Where
+    spans of a lane overlap, totals have each second once (`accounting.PRIORITY`).
 
     >>> spans = Spans(log_dir / "spans-rollout-0.jsonl", "rollout")
     >>> with spans("generate", step=3):
@@ -98,7 +102,8 @@ class Spans:
     """
 
     def __init__(self, path: Path, role: str, began: float | None = None) -> None:
-        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to wall time.
+        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to
+        wall time.
 
         ``began``: when the process was; from then to the first span of each lane is its `start`.
         """
@@ -131,8 +136,9 @@ class Spans:
             self._finish(span)
 
     def take(self) -> dict[str, float]:
-        """Seconds of each kind since the last take, spans still running counted up to now; they add up to the time
-        that has passed, in each lane. A wait for a peer that is known is `wait_for_<peer>`.
+        """Seconds of each kind since the last take, spans still running counted up to now; they add
+        up to the time that has passed, in each lane. A wait for a peer that is known is
+        `wait_for_<peer>`.
 
         Those that run for long are written up to now too, so that little is lost with the process.
         """
@@ -145,11 +151,14 @@ class Spans:
                     span.start, span.parts = now, []
             for account in self._accounts.values():
                 for label, seconds in account.take(now).items():
-                    totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += seconds
+                    totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += (
+                        seconds
+                    )
         return dict(totals)
 
     def busy(self) -> float:
-        """Seconds that the longest piece of work has been going on; 0 while there is only waiting."""
+        """Seconds that the longest piece of work has been going on; 0 while there is only
+        waiting."""
         with self._lock:
             begun = [span.begun for span in self._open.values() if span.what != "wait"]
         return max((time.monotonic() - start for start in begun), default=0.0)
@@ -160,7 +169,8 @@ class Spans:
             return not self._accounts
 
     def close(self) -> None:
-        """Write that the process ends in good order, and close the file; a second call does nothing."""
+        """Write that the process ends in good order, and close the file; a second call does
+        nothing."""
         with self._lock:
             self._write({"ended": time.monotonic()})
             self._file.close()
@@ -188,7 +198,13 @@ class Spans:
 
     def _write_pieces(self, span: OpenSpan, end: float) -> None:
         for label, start, until in span.pieces(end):
-            line = {"role": self._role, "what": span.what, "step": span.step, "start": start, "end": until}
+            line = {
+                "role": self._role,
+                "what": span.what,
+                "step": span.step,
+                "start": start,
+                "end": until,
+            }
             about = {"lane": span.lane, "peer": label.peer, "reason": label.reason}
             self._write(line | {name: value for name, value in about.items() if value})
 
@@ -199,7 +215,15 @@ class Spans:
         """Each file and part of it has the line without which its spans have no time."""
         self._file = Lines(self._path)
         now, wall = time.monotonic(), time.time()
-        self._write({"role": self._role, "monotonic": now, "wall": wall, "boot": _boot(), "began": self._began})
+        self._write(
+            {
+                "role": self._role,
+                "monotonic": now,
+                "wall": wall,
+                "boot": _boot(),
+                "began": self._began,
+            }
+        )
         self._file.flush()
 
     def _flush_if_due(self, now: float) -> None:

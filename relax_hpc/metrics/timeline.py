@@ -1,4 +1,5 @@
-"""The workers of a run over time: whole seconds by label, the steps that were trained, and the pace of both sides."""
+"""The workers of a run over time: whole seconds by label, the steps that were trained, and the pace
+of both sides."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ from relax_hpc.metrics.accounting import (
 from relax_hpc.metrics.read_spans import Process, Span, merge_intervals
 
 USEFUL = ("generate", "train", "forward", "eval", "queue")
-"""Work that a new incarnation of a group goes on with; to load or to publish old weights is none."""
+"""Work that a new incarnation of a group goes on with; to load or to publish old weights is
+none."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A rank of a role, or one of the engines of a rank, from the start of its process to its end."""
+    """A rank of a role, or one of the engines of a rank, from the start of its process to its
+    end."""
 
     group: str
     incarnation: int
@@ -41,7 +44,9 @@ class Worker:
     @cached_property
     def stretches(self) -> list[Stretch]:
         """Spans of the worker, and the rest that none tells of."""
-        found = [(Label(span.what, span.peer, span.reason), span.start, span.end) for span in self.spans]
+        found = [
+            (Label(span.what, span.peer, span.reason), span.start, span.end) for span in self.spans
+        ]
         if not found:
             return [(Label("start"), self.began, self.ended)]
         last = max(end for _, _, end in found)
@@ -50,13 +55,17 @@ class Worker:
     @cached_property
     def busy(self) -> list[Interval]:
         """Intervals in which it worked, merged."""
-        return merge_intervals((start, end) for label, start, end in self.stretches if label.what not in IDLE)
+        return merge_intervals(
+            (start, end) for label, start, end in self.stretches if label.what not in IDLE
+        )
 
     def lived(self, start: float, end: float) -> float:
         """Seconds of its life in [start, end]."""
         return max(0.0, min(end, self.ended) - max(start, self.began))
 
-    def seconds(self, start: float, end: float, holes: Iterable[Interval] = ()) -> dict[Label, float]:
+    def seconds(
+        self, start: float, end: float, holes: Iterable[Interval] = ()
+    ) -> dict[Label, float]:
         """Seconds of its life in [start, end], but for ``holes``, by label; each one once."""
         parts = without((max(start, self.began), min(end, self.ended)), holes)
         return added(partition(self.stretches, low, high) for low, high in parts)
@@ -64,7 +73,9 @@ class Worker:
     def useful(self) -> Interval | None:
         """The start of its first work that helps the run, and the end of its last."""
         spans = [span for span in self.spans if span.what in USEFUL]
-        return (min(span.start for span in spans), max(span.end for span in spans)) if spans else None
+        return (
+            (min(span.start for span in spans), max(span.end for span in spans)) if spans else None
+        )
 
 
 def workers_of(process: Process, ended: float) -> list[Worker]:
@@ -75,7 +86,8 @@ def workers_of(process: Process, ended: float) -> list[Worker]:
 
 
 def step_ends(workers: Iterable[Worker]) -> dict[int, float]:
-    """Time at which each step was trained, the last time that it was, in ascending order of steps."""
+    """Time at which each step was trained, the last time that it was, in ascending order of
+    steps."""
     ends: dict[int, float] = {}
     for _, span in _training(workers):
         if span.step is not None:
@@ -85,7 +97,9 @@ def step_ends(workers: Iterable[Worker]) -> dict[int, float]:
 
 def trained_again(workers: Iterable[Worker]) -> list[tuple[Worker, Span]]:
     """Training whose step a later incarnation of the actor had to train once more."""
-    trained = [(worker, span, span.step) for worker, span in _training(workers) if span.step is not None]
+    trained = [
+        (worker, span, span.step) for worker, span in _training(workers) if span.step is not None
+    ]
     newest: dict[int, int] = {}
     for worker, _, step in trained:
         newest[step] = max(worker.incarnation, newest.get(step, 0))
@@ -113,14 +127,17 @@ class Pace:
 
 
 def pace(workers: Sequence[Worker], ends: dict[int, float]) -> Pace | None:
-    """The pace of the steps in ``ends`` whose step before is there too and ended before; None without any.
+    """The pace of the steps in ``ends`` whose step before is there too and ended before; None
+    without any.
 
     Busy is the mean over the workers of a role that live at the time.
     """
     windows = [(ends[step - 1], end) for step, end in ends.items() if ends.get(step - 1, end) < end]
     if not windows:
         return None
-    rollout, actor = ([worker for worker in workers if worker.role == role] for role in ("rollout", "actor"))
+    rollout, actor = (
+        [worker for worker in workers if worker.role == role] for role in ("rollout", "actor")
+    )
     sides = [median(_busy(side, start, end) for start, end in windows) for side in (rollout, actor)]
     return Pace(len(windows), median(end - start for start, end in windows), *sides)
 
@@ -129,7 +146,11 @@ def _busy(workers: Iterable[Worker], start: float, end: float) -> float:
     """Seconds of [start, end] in which ``workers`` were busy, on average."""
     lives = [(worker, lived) for worker in workers if (lived := worker.lived(start, end))]
     whole = sum(lived for _, lived in lives)
-    return (end - start) * sum(_covered(worker.busy, start, end) for worker, _ in lives) / whole if whole else 0.0
+    return (
+        (end - start) * sum(_covered(worker.busy, start, end) for worker, _ in lives) / whole
+        if whole
+        else 0.0
+    )
 
 
 def _covered(merged: Sequence[Interval], start: float, end: float) -> float:

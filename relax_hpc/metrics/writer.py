@@ -1,4 +1,5 @@
-"""The metrics of a run, written by the hub alone: one JSON line a step, and the same scalars for TensorBoard."""
+"""The metrics of a run, written by the hub alone: one JSON line a step, and the same scalars for
+TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from relax_hpc.disk import Lines
 from relax_hpc.metrics.trackers.tensorboard import TensorBoard
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
-"""Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
-both, and the hub makes `reward/mean_generated` of them."""
+"""Samples that were drawn and given a reward since the last step, kept or not, and the sum of it:
+rollouts report both, and the hub makes `reward/mean_generated` of them."""
 
 COMPONENT_SUM, COMPONENT_COUNT = "reward/component_sum/", "reward/component_count/"
-"""Prefixes of the name of a component of the reward: its sum over samples, and over how many. The hub makes
-`reward/component_<name>` of them."""
+"""Prefixes of the name of a component of the reward: its sum over samples, and over how many. The
+hub makes `reward/component_<name>` of them."""
 
 READ, CACHED = "perf/read_tokens", "perf/cached_tokens"
-"""Tokens that engines were asked with since the last step, and those of them whose keys and values they had: the hub
-makes `perf/cached_share` of both."""
+"""Tokens that engines were asked with since the last step, and those of them whose keys and values
+they had: the hub makes `perf/cached_share` of both."""
 
 SKIPPED = "queue/samples_skipped"
 
@@ -32,23 +33,26 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends to <run_dir>/metrics.jsonl and to one event file an incarnation in <run_dir>/tensorboard.
+    """Appends to <run_dir>/metrics.jsonl and to one event file an incarnation in
+    <run_dir>/tensorboard.
 
-    Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no longer count and
-    `relax_hpc.metrics.read` leaves them out.
+    Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no
+    longer count and `relax_hpc.metrics.read` leaves them out.
 
     >>> with MetricsWriter(run_dir, incarnation=1) as metrics:
     ...     metrics.write(0, {"reward/mean": 0.25})
     """
 
     def __init__(self, run_dir: Path, incarnation: int) -> None:
-        """Open for appending, making directories as needed; `incarnation` is the incarnation that writes."""
+        """Open for appending, making directories as needed; `incarnation` is the incarnation that
+        writes."""
         self.incarnation = incarnation
         self._file = Lines(run_dir / METRICS_FILE)
         self.tensorboard = TensorBoard(run_dir, incarnation)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
-        """Record the scalars of a step; several lines of one step add up, and of one tag the later value counts.
+        """Record the scalars of a step; several lines of one step add up, and of one tag the later
+        value counts.
 
         Args:
             step: the training step, from 0. What is measured on version v belongs to step v.
@@ -59,7 +63,10 @@ class MetricsWriter:
             ValueError: a tag has the name of one of the line's own fields.
         """
         if taken := RESERVED.intersection(values):
-            raise ValueError(f"metrics: {sorted(taken)} are fields of the line itself; use a tag such as perf/time_s")
+            raise ValueError(
+                f"metrics: {sorted(taken)} are fields of the line itself; use a tag such as "
+                "perf/time_s"
+            )
         time = clock.time() if time is None else time
         scalars = {tag: float(value) for tag, value in values.items()}
         finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
@@ -67,9 +74,12 @@ class MetricsWriter:
         self.tensorboard.log(step, scalars, time)
 
     def rolled_back(self, step: int) -> None:
-        """Training goes on at `step`: what was written before for this and later steps no longer counts."""
+        """Training goes on at `step`: what was written before for this and later steps no longer
+        counts."""
         now = clock.time()
-        self._append({"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"})
+        self._append(
+            {"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"}
+        )
         self.tensorboard.rolled_back(step)
 
     def close(self) -> None:
@@ -84,5 +94,10 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()

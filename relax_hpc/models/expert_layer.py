@@ -1,4 +1,5 @@
-"""Layers of experts: megatron-core's, whose routers know what each token is worth, and count what they choose."""
+"""Layers of experts: megatron-core's, whose routers know what each token is worth, and count what
+they choose."""
 
 from __future__ import annotations
 
@@ -19,13 +20,18 @@ from relax_hpc.models.replay import RoutedLayer, Routes
 
 
 class ExpertLayer(MoELayer):
-    """Layer of experts: megatron-core's, without shared experts. Its `padding_mask` is no mask: see `Router`."""
+    """Layer of experts: megatron-core's, without shared experts. Its `padding_mask` is no mask: see
+    `Router`."""
 
     replay: RoutedLayer | None = None
-    """Holder of the routes of the present micro-batch, if it has some; see `relax_hpc.models.replay`."""
+    """Holder of the routes of the present micro-batch, if it has some; see
+    `relax_hpc.models.replay`."""
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: None = None,
+        padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> the same shape, and no bias. ``padding_mask`` [1, t]: `Batch.shares`."""
         shares = None if padding_mask is None else self._own(padding_mask.flatten(), hidden_states)
@@ -35,11 +41,16 @@ class ExpertLayer(MoELayer):
         return compute(hidden_states, shares), None
 
     def _own(self, shares: Tensor, hidden_states: Tensor) -> Tensor:
-        """Shares of this rank's tokens; under sequence parallelism only the first pipeline stage has them cut."""
+        """Shares of this rank's tokens; under sequence parallelism only the first pipeline stage
+        has them cut."""
         size = hidden_states.shape[0]
-        return shares if len(shares) == size else shares.narrow(0, self.tp_group.rank() * size, size)
+        return (
+            shares if len(shares) == size else shares.narrow(0, self.tp_group.rank() * size, size)
+        )
 
-    def _compute(self, routes: Routes | None, hidden_states: Tensor, shares: Tensor | None) -> Tensor:
+    def _compute(
+        self, routes: Routes | None, hidden_states: Tensor, shares: Tensor | None
+    ) -> Tensor:
         if self.replay:
             # Computed again, it comes after other micro-batches, which had their own.
             self.replay.routes = routes
@@ -50,22 +61,25 @@ class ExpertLayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """Router of tokens to experts: megatron-core's, with a balance loss for gradients that are summed and divided once.
+    """Router of tokens to experts: megatron-core's, with a balance loss for gradients that are
+    summed and divided once.
 
-    Of a micro-batch with T tokens, of which f_i T k chose expert i, whose probabilities have the mean P_i, it is
-    coefficient * w * E * sum_i f_i P_i (Fedus et al., arXiv 2101.03961, equation 4), w being the micro-batch's weight
-    in the loss: the step's division by all weights leaves a weighted mean. Padding takes no part.
+    Of a micro-batch with T tokens, of which f_i T k chose expert i, whose probabilities have the
+    mean P_i, it is coefficient * w * E * sum_i f_i P_i (Fedus et al., arXiv 2101.03961, equation
+    4), w being the micro-batch's weight in the loss: the step's division by all weights leaves a
+    weighted mean. Padding takes no part.
     """
 
     coefficient = 0.0
     by_token = True
     """Whether a trained token weighs 1 in the loss, and not its share of its episode."""
     counted: Tensor | None = None
-    """Tokens of this rank that chose each expert, and its part of the loss, float64 [E + 1], since they were last
-    taken."""
+    """Tokens of this rank that chose each expert, and its part of the loss, float64 [E + 1], since
+    they were last taken."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``padding_mask`` [t]: `Batch.shares`; None: nothing is counted, as where nothing is learned."""
+        """``padding_mask`` [t]: `Batch.shares`; None: nothing is counted, as where nothing is
+        learned."""
         probs, chosen = super().routing(logits)
         if padding_mask is None or not torch.is_grad_enabled():
             return probs, chosen
@@ -105,7 +119,8 @@ def routers(module: torch.nn.Module) -> list[Router]:
 
 
 def put_experts(layer: Any, grouped: bool) -> None:
-    """Have the layers that are made of the spec ``layer`` be these, with experts that are ``grouped`` or not."""
+    """Have the layers that are made of the spec ``layer`` be these, with experts that are
+    ``grouped`` or not."""
     submodules = layer.submodules.mlp.submodules
     submodules.router = Router
     if grouped:

@@ -1,9 +1,10 @@
 """Families of models: the table by which `check`, the trainer and `convert` read a config.json.
 
-A key of config.json is understood (its value is checked, and used), harmless (nothing that is trained depends on it),
-or refused by name: a key that nobody here knows may change the arithmetic, and then the trained model is silently
-another one than the engine serves. `model.ignore_keys` overrules. Null counts as absent where transformers
-takes it so; where it does not load such a file, null is refused.
+A key of config.json is understood (its value is checked, and used), harmless (nothing that is
+trained depends on it), or refused by name: a key that nobody here knows may change the arithmetic,
+and then the trained model is silently another one than the engine serves. `model.ignore_keys`
+overrules. Null counts as absent where transformers takes it so; where it does not load such a file,
+null is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _FAMILIES: tuple[type[ModelSpec], ...] = (
     Qwen3OmniMoeThinker,
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
-"""Families by `model_type`. A new one is a class in a file of its own, and its name here; what Qwen3.5 would take is in
-docs/reference/towers.md."""
+"""Families by `model_type`. A new one is a class in a file of its own, and its name here; what
+Qwen3.5 would take is in docs/reference/towers.md."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 _HARMLESS = {
@@ -52,7 +53,10 @@ _HARMLESS = {
     "what a forward pass returns beside logits": """
         output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id problem_type
         finetuning_task task_specific_params is_decoder tf_legacy_loss""",
-    "dropout, and the router's own loss: no part of the function, and nothing here trains with them": """
+    (
+        "dropout, and the router's own loss: no part of the function, and nothing here trains with "
+        "them"
+    ): """
         attention_dropout router_aux_loss_coef output_router_logits""",
     "of a window that `use_sliding_window` false leaves unused": "sliding_window max_window_layers",
     "how to generate, which the run's settings say": """
@@ -81,27 +85,33 @@ _NOT_NULL_KEYS = """
     tts_pad_token_id use_cache use_sliding_window user_token_id video_token_id vision_end_token_id
     vision_start_token_id vocab_size"""
 _NOT_NULL = frozenset(_NOT_NULL_KEYS.split())
-"""Keys whose null transformers 5.12 does not load in one family or more, as the type of its field is
-not optional."""
+"""Keys whose null transformers 5.12 does not load in one family or more, as the type of its field
+is not optional."""
 _NOT_NULL_IN = {"qwen3": frozenset(["head_dim"]), "qwen3_vl": frozenset(["head_dim"])}
 """Further such keys by `model_type`; others load them."""
 
 
-def understood(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> dict[str, Any]:
-    """The content of config.json without what is null or to be ignored. ConfigError naming all that is not known."""
+def understood(
+    hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
+) -> dict[str, Any]:
+    """The content of config.json without what is null or to be ignored. ConfigError naming all that
+    is not known."""
     if found := list(problems(hf_config, ignore_keys, use)):
         raise ConfigError(f"config.json: {'; '.join(found)}")
     return _without(hf_config, ignore_keys)
 
 
-def spec_of(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> ModelSpec:
+def spec_of(
+    hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
+) -> ModelSpec:
     """The model that config.json describes. ConfigError as `understood`."""
     known = understood(hf_config, ignore_keys, use)
     return FAMILIES[known["model_type"]].of(known)
 
 
 def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
-    """Shape of the routes that come with the tokens of a run whose model is in ``directory``; None: none come.
+    """Shape of the routes that come with the tokens of a run whose model is in ``directory``; None:
+    none come.
 
     ConfigError as `understood`."""
     if model.routing_replay == "off":
@@ -109,8 +119,11 @@ def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
     return spec_of(read_json_object(directory / "config.json"), model.ignore_keys).route_shape
 
 
-def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> Iterator[str]:
-    """Mistakes in the content of config.json: keys that are missing, not supported or unknown, one line each."""
+def problems(
+    hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
+) -> Iterator[str]:
+    """Mistakes in the content of config.json: keys that are missing, not supported or unknown, one
+    line each."""
     known = _without(hf_config, ignore_keys)
     allowed = [name for name, family in FAMILIES.items() if use in family.uses]
     kind = known.get("model_type")
@@ -121,7 +134,11 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
     for place, section in FAMILIES[kind].sections().items():
         if found := _at(known, place):
             whole = _at(with_nulls, place)
-            for line in (*_nulls(kind, whole), *_mistakes(section, kind, found, use), *_null_base(whole)):
+            for line in (
+                *_nulls(kind, whole),
+                *_mistakes(section, kind, found, use),
+                *_null_base(whole),
+            ):
                 # Keys are foreign text.
                 yield one_line(f"{place}{line}")
 
@@ -146,7 +163,10 @@ def _mistakes(section: Section, kind: str, known: Mapping[str, Any], use: Use) -
         if rule is None and key in HARMLESS:
             continue
         if rule is None:
-            yield f"{key} is {_shown(value)}, which is not known here; {_OVERRULES[use]} takes it for harmless"
+            yield (
+                f"{key} is {_shown(value)}, which is not known here; {_OVERRULES[use]} takes it "
+                "for harmless"
+            )
         elif not rule.fits(value):
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
     yield from section.contradictions(known)
@@ -157,20 +177,28 @@ def _nulls(kind: str, whole: Mapping[str, Any]) -> Iterator[str]:
     not_null = _NOT_NULL | _NOT_NULL_IN.get(kind, frozenset())
     for key, value in whole.items():
         if value is None and key in not_null:
-            yield f"{key} is null, which transformers 5 does not load; give the published value, or remove the key"
+            yield (
+                f"{key} is null, which transformers 5 does not load; give the published value, "
+                "or remove the key"
+            )
 
 
 def _null_base(whole: Mapping[str, Any]) -> Iterator[str]:
     if place := _null_rope_theta(whole):
-        yield f"{place} is null, with which no engine starts; say what it is, as the published model does"
+        yield (
+            f"{place} is null, with which no engine starts; say what it is, as the published "
+            "model does"
+        )
 
 
 def _null_rope_theta(whole: Mapping[str, Any]) -> str:
-    """Key whose null keeps transformers from taking its default, or empty; a null with another value beside it does not
-    count."""
+    """Key whose null keeps transformers from taking its default, or empty; a null with another
+    value beside it does not count."""
     found = next((name for name in reversed(ROPE) if whole.get(name)), "")
     inside = whole[found] if found and isinstance(whole[found], dict) else {}
-    place, holder = (f"{found}.rope_theta", inside) if "rope_theta" in inside else ("rope_theta", whole)
+    place, holder = (
+        (f"{found}.rope_theta", inside) if "rope_theta" in inside else ("rope_theta", whole)
+    )
     return place if "rope_theta" in holder and holder["rope_theta"] is None else ""
 
 
@@ -182,9 +210,11 @@ def _flat(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", item) for name, item in value.items())
 
 
-def _without(hf_config: Mapping[str, Any], ignore_keys: Collection[str], nulls: bool = False) -> dict[str, Any]:
-    """``hf_config`` without ``ignore_keys``, which may lie inside of a mapping, as `rope_scaling.factor`, and, unless
-    they are wanted, ``nulls``."""
+def _without(
+    hf_config: Mapping[str, Any], ignore_keys: Collection[str], nulls: bool = False
+) -> dict[str, Any]:
+    """``hf_config`` without ``ignore_keys``, which may lie inside of a mapping, as
+    `rope_scaling.factor`, and, unless they are wanted, ``nulls``."""
 
     def kept(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         wanted = {key: one for key, one in mapping.items() if f"{prefix}{key}" not in ignore_keys}

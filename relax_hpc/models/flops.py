@@ -1,6 +1,8 @@
-"""Floating-point operations of training, and what share of its GPUs' peak it reaches (MFU, arXiv 2204.02311).
+"""Floating-point operations of training, and what share of its GPUs' peak it reaches (MFU, arXiv
+2204.02311).
 
-Counted is what the model needs: no recomputation, no padding, and half of the attention matrix, as it is causal.
+Counted is what the model needs: no recomputation, no padding, and half of the attention matrix, as
+it is causal.
 """
 
 from __future__ import annotations
@@ -25,28 +27,37 @@ PEAKS = (
     ("B200", 2250e12),
     ("L40S", 362e12),
 )
-"""Part of a device's name -> multiplications and additions a second that its maker states for bfloat16, dense (not
-sparse). The first that fits counts."""
+"""Part of a device's name -> multiplications and additions a second that its maker states for
+bfloat16, dense (not sparse). The first that fits counts."""
 
 
 def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
     """Floating-point operations of one forward pass over rows of so many tokens, each by itself.
 
-    A multiplication by a matrix is 2 for each of its elements. Attention is 2 for each pair of a token and one that it
-    sees, each of `heads * head_dim` channels, and both of its products.
+    A multiplication by a matrix is 2 for each of its elements. Attention is 2 for each pair of a
+    token and one that it sees, each of `heads * head_dim` channels, and both of its products.
     """
     rows = list(lengths)
     matrices = 2 * spec.multiplied() * sum(rows)
-    return matrices + 2 * spec.layers * spec.heads * spec.head_dim * sum(length * length for length in rows)
+    return matrices + 2 * spec.layers * spec.heads * spec.head_dim * sum(
+        length * length for length in rows
+    )
 
 
 def training_flops(
-    spec: ModelSpec, lengths: Iterable[int], media: Iterable[tuple[Kind, Grid]] = (), frozen: Collection[str] = ()
+    spec: ModelSpec,
+    lengths: Iterable[int],
+    media: Iterable[tuple[Kind, Grid]] = (),
+    frozen: Collection[str] = (),
 ) -> float:
-    """Floating-point operations of one forward and backward pass over rows of so many tokens and their distinct
-    ``media``: gradients of inputs and of weights are twice the forward pass, and towers that are ``frozen`` have none.
+    """Floating-point operations of one forward and backward pass over rows of so many tokens and
+    their distinct ``media``: gradients of inputs and of weights are twice the forward pass, and
+    towers that are ``frozen`` have none.
     """
-    found, towers = 3 * forward_flops(spec, lengths), {kind: tower for tower in spec.towers for kind in tower.kinds}
+    found, towers = (
+        3 * forward_flops(spec, lengths),
+        {kind: tower for tower in spec.towers for kind in tower.kinds},
+    )
     for kind, grid in media:
         tower = towers[kind]
         found += (1 if tower.name in frozen else 3) * 2 * tower.multiplied(grid)
@@ -54,7 +65,8 @@ def training_flops(
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak floating-point operations a second, in bfloat16, of a device by torch's name; None: not known here.
+    """Peak floating-point operations a second, in bfloat16, of a device by torch's name; None: not
+    known here.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("Quadro P400")
     (989000000000000.0, None)

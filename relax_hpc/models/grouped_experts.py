@@ -9,16 +9,20 @@ from torch import Tensor
 
 
 class GroupedExperts(SequentialMLP):
-    """megatron-core's sequential experts, their parameters and their checkpoints, computed together.
+    """megatron-core's sequential experts, their parameters and their checkpoints, computed
+    together.
 
     Their weights are copied into one piece for each pass through the layer.
     """
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """``permuted_local_hidden_states`` [n, h] in the order of experts, of whom each has so many; what they give,
-        weighted by ``permuted_probs`` [n]."""
+        """``permuted_local_hidden_states`` [n, h] in the order of experts, of whom each has so
+        many; what they give, weighted by ``permuted_probs`` [n]."""
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
         both = F.grouped_mm(tokens, self._weights("linear_fc1"), offs=ends)
@@ -28,4 +32,6 @@ class GroupedExperts(SequentialMLP):
 
     def _weights(self, name: str) -> Tensor:
         """[experts, in, out]"""
-        return torch.stack([getattr(expert, name).weight for expert in self.local_experts]).transpose(1, 2)
+        return torch.stack(
+            [getattr(expert, name).weight for expert in self.local_experts]
+        ).transpose(1, 2)

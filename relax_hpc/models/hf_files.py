@@ -1,4 +1,5 @@
-"""Hugging Face model directories: lazy reading of safetensors, and writing a whole directory at once."""
+"""Hugging Face model directories: lazy reading of safetensors, and writing a whole directory at
+once."""
 
 from __future__ import annotations
 
@@ -21,14 +22,22 @@ from relax_hpc.weight_files import weight_files
 if TYPE_CHECKING:
     from relax_hpc.models.spec import ModelSpec
 
-_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja")
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",
+)
 _COPIED_CONFIGS = ("generation_config.json", "*processor_config.json", "chat_template.json")
 
 
 class SafetensorFiles(Mapping[str, Any]):
     """The tensors of a directory by name, as lazy slices: `files[name][0:4]` reads four rows.
 
-    A context manager; ConfigError names the file that is missing or broken, or a tensor stored twice.
+    A context manager; ConfigError names the file that is missing or broken, or a tensor stored
+    twice.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +51,9 @@ class SafetensorFiles(Mapping[str, Any]):
                 raise ConfigError(f"{path}: not a whole safetensors file ({error})") from error
             for name in file.offset_keys():
                 if name in self._owner:
-                    raise ConfigError(f"{path}: tensor {name} lies in another file of the directory too")
+                    raise ConfigError(
+                        f"{path}: tensor {name} lies in another file of the directory too"
+                    )
                 self._owner[name] = file
 
     def __enter__(self) -> SafetensorFiles:
@@ -81,7 +92,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def write_directory(
     directory: Path, hf_config: dict[str, Any], tensors: Mapping[str, Tensor], source: Path | None
 ) -> None:
-    """Write config.json and model.safetensors, with tokenizer files of `source`, into a new `directory`.
+    """Write config.json and model.safetensors, with tokenizer files of `source`, into a new
+    `directory`.
 
     It appears whole, by rename. ConfigError if it is there already.
     """

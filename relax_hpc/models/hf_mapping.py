@@ -1,8 +1,9 @@
-"""Hugging Face tensors <-> megatron-core parameters: names, fusing, tensor-parallel slices, vocabulary padding.
+"""Hugging Face tensors <-> megatron-core parameters: names, fusing, tensor-parallel slices,
+vocabulary padding.
 
-Pure bookkeeping on names and tensors, used by every load and every export; names alone need no torch. A megatron-core
-parameter is made of one or more *pieces* (Hugging Face tensors). A piece is sliced first and fused after, so that a
-rank reads only its slices.
+Pure bookkeeping on names and tensors, used by every load and every export; names alone need no
+torch. A megatron-core parameter is made of one or more *pieces* (Hugging Face tensors). A piece is
+sliced first and fused after, so that a rank reads only its slices.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ NAMES = {"local": _LOCAL_NAMES, "te": _TE_NAMES}
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A parameter of equal blocks of `rows`, one for each key-value group; a piece begins in each at row `first`."""
+    """A parameter of equal blocks of `rows`, one for each key-value group; a piece begins in each
+    at row `first`."""
 
     groups: int
     rows: int
     first: int
 
     def bounds(self, size: int, tensor: int, rank: int) -> tuple[int, int]:
-        """Range (start, stop) of a piece's `size` rows that `rank` has where several ranks share a block, each an equal
-        part."""
+        """Range (start, stop) of a piece's `size` rows that `rank` has where several ranks share a
+        block, each an equal part."""
         sharing, mine = tensor // self.groups, size // self.groups
         group, part = divmod(rank, sharing)
         rows = self.rows // sharing
@@ -59,7 +61,8 @@ class Piece:
     """Blocks of the parameter that it is interleaved in."""
 
     def bounds(self, tensor: int, rank: int) -> tuple[int, int, int]:
-        """(start, stop, length) along `axis` of the slice of `rank`; length - (stop - start) rows of zeros follow."""
+        """(start, stop, length) along `axis` of the slice of `rank`; length - (stop - start) rows
+        of zeros follow."""
         size = self.shape[self.axis or 0]
         if self.blocks and tensor > self.blocks.groups:
             start, stop = self.blocks.bounds(size, tensor, rank)
@@ -70,13 +73,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """A tensor as a file may hold it: the bytes of its pieces, one after the other, or those of its blocks."""
+    """A tensor as a file may hold it: the bytes of its pieces, one after the other, or those of its
+    blocks."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     turned: bool = False
-    """Whether it is [blocks, columns, rows] of blocks that have each as many of the pieces, their rows one after the
-    other."""
+    """Whether it is [blocks, columns, rows] of blocks that have each as many of the pieces, their
+    rows one after the other."""
 
     @property
     def blocks(self) -> list[tuple[Piece, ...]]:
@@ -97,7 +101,8 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, a matrix or a vector: its pieces are fused along axis 0, see `fuse`."""
+        """Shape of the whole parameter, a matrix or a vector: its pieces are fused along axis 0,
+        see `fuse`."""
         rows = sum(piece.shape[0] for piece in self.pieces)
         return (rows, *self.pieces[0].shape[1:])
 
@@ -109,12 +114,13 @@ def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
 
 
 Forms = tuple[StoredForm, ...]
-"""Forms of one tensor, of other shapes each: as the family is published first, as transformers 5 has it last."""
+"""Forms of one tensor, of other shapes each: as the family is published first, as transformers 5
+has it last."""
 
 
 def stored_forms(spec: ModelSpec) -> dict[str, Forms]:
-    """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's copy, and those
-    that hold several pieces."""
+    """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's
+    copy, and those that hold several pieces."""
     pieces = all_pieces(spec)
     forms = {name: (alone(piece),) for name, piece in pieces.items()}
     if spec.tied:
@@ -125,7 +131,9 @@ def stored_forms(spec: ModelSpec) -> dict[str, Forms]:
 def published_forms(spec: ModelSpec) -> dict[str, StoredForm]:
     """Tensors of this model as its family is published, by name."""
     pieces = all_pieces(spec)
-    packed = {name: forms[0] for name, forms in spec.packed_forms(pieces).items() if spec.published_packed}
+    packed = {
+        name: forms[0] for name, forms in spec.packed_forms(pieces).items() if spec.published_packed
+    }
     held = {piece.name for form in packed.values() for piece in form.pieces}
     return {name: alone(piece) for name, piece in pieces.items() if name not in held} | packed
 
@@ -141,34 +149,51 @@ def form_of(forms: Forms, shape: tuple[int, ...]) -> StoredForm | None:
 
 
 def stage_entries(
-    spec: ModelSpec, layers: range, first: bool, last: bool, modules: Literal["local", "te"] = "local"
+    spec: ModelSpec,
+    layers: range,
+    first: bool,
+    last: bool,
+    modules: Literal["local", "te"] = "local",
 ) -> list[Entry]:
-    """Parameters of the pipeline stage that holds `layers` (global), towers and embedding if `first` and logits if
-    `last`."""
+    """Parameters of the pipeline stage that holds `layers` (global), towers and embedding if
+    `first` and logits if `last`."""
     entries: list[Entry] = []
     embedding = Piece(spec.embedding, (spec.vocab, spec.hidden), 0)
     if first:
         entries += (entry for tower in spec.towers for entry in tower.entries())
         entries.append(Entry("embedding.word_embeddings.weight", (embedding,)))
     for local, index in enumerate(layers):
-        entries += spec.layer_entries(f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}.", NAMES[modules])
+        entries += spec.layer_entries(
+            f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}.", NAMES[modules]
+        )
     if last:
-        entries.append(Entry("decoder.final_layernorm.weight", (Piece(f"{spec.decoder}norm.weight", (spec.hidden,)),)))
+        entries.append(
+            Entry(
+                "decoder.final_layernorm.weight",
+                (Piece(f"{spec.decoder}norm.weight", (spec.hidden,)),),
+            )
+        )
     if last and not spec.tied:
-        entries.append(Entry("output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),)))
+        entries.append(
+            Entry("output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),))
+        )
     if last and spec.tied and not first:
         entries.append(Entry("output_layer.weight", (embedding,)))
     return entries
 
 
 def of_experts(entries: Iterable[Entry], experts: range) -> list[Entry]:
-    """Entries, out of ``entries``, of a rank to which ``experts`` were dealt: it numbers them from 0."""
+    """Entries, out of ``entries``, of a rank to which ``experts`` were dealt: it numbers them from
+    0."""
     found = []
     for entry in entries:
         if entry.expert is None:
             found.append(entry)
         elif entry.expert in experts:
-            numbers = (f".local_experts.{number}." for number in (entry.expert, entry.expert - experts.start))
+            numbers = (
+                f".local_experts.{number}."
+                for number in (entry.expert, entry.expert - experts.start)
+            )
             found.append(replace(entry, name=entry.name.replace(*numbers)))
     return found
 
@@ -180,17 +205,26 @@ def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: s
     """
     expected = {name: piece.shape for name, piece in all_pieces(spec).items()}
     for name in found:
-        if name not in expected and not (spec.tied and name == spec.output) and not spec.carries(name):
-            raise ConfigError(f"{source}: unknown tensor {name}; this is not the model that config.json describes")
+        if (
+            name not in expected
+            and not (spec.tied and name == spec.output)
+            and not spec.carries(name)
+        ):
+            raise ConfigError(
+                f"{source}: unknown tensor {name}; this is not the model that config.json describes"
+            )
     for name, size in expected.items():
         if name not in found:
             raise ConfigError(f"{source}: tensor {name} is missing, expected shape {list(size)}")
         if tuple(found[name]) != size:
-            raise ConfigError(f"{source}: tensor {name} has shape {list(found[name])}, expected {list(size)}")
+            raise ConfigError(
+                f"{source}: tensor {name} has shape {list(found[name])}, expected {list(size)}"
+            )
 
 
 def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
-    """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without the rows of zeros.
+    """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without the
+    rows of zeros.
 
     `tensor` is the whole tensor or anything that slices like it, such as a lazy safetensors slice.
     """
@@ -204,28 +238,40 @@ def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
 
     if piece.axis is None:
         return parts[0]
-    return torch.cat(list(parts), dim=piece.axis).narrow(piece.axis, 0, piece.shape[piece.axis]).contiguous()
+    return (
+        torch.cat(list(parts), dim=piece.axis)
+        .narrow(piece.axis, 0, piece.shape[piece.axis])
+        .contiguous()
+    )
 
 
 def fuse(entry: Entry, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-    """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key, value]."""
+    """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key,
+    value]."""
     import torch
 
     groups = sum(map(len, pieces)) // spec.group_rows if entry.fuse == "qkv" else 0
     if groups:
-        return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(0, 1)
+        return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(
+            0, 1
+        )
     # Where ranks share a group, one has part of it.
     return pieces[0] if entry.fuse == "none" else torch.cat(list(pieces))
 
 
-def split(entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0) -> list[Tensor]:
+def split(
+    entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0
+) -> list[Tensor]:
     """Inverse of `fuse`, of tensor-parallel ``rank`` of ``tensor``."""
     views = split_views(entry, parameter, spec, tensor, rank)
     return [view.flatten(0, 1) for view in views] if entry.fuse == "qkv" else views
 
 
-def split_views(entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int) -> list[Tensor]:
-    """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions, by group."""
+def split_views(
+    entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int
+) -> list[Tensor]:
+    """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions,
+    by group."""
     if entry.fuse == "qkv":
         groups = max(spec.groups // tensor, 1)
         bounds = (piece.bounds(tensor, rank) for piece in entry.pieces)

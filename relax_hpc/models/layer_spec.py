@@ -1,4 +1,5 @@
-"""Modules that a transformer layer is made of: plain torch, Triton kernels, or Transformer Engine's."""
+"""Modules that a transformer layer is made of: plain torch, Triton kernels, or Transformer
+Engine's."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -21,8 +25,8 @@ from relax_hpc.models.expert_layer import put_experts
 
 
 def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm. Attention is the same in all, and how experts are
-    grouped."""
+    """The layers of this pipeline stage and the final norm. Attention is the same in all, and how
+    experts are grouped."""
     grouped = config.moe_grouped_gemm
     if kernels == "te":
         sequential = copy.copy(config)
@@ -35,7 +39,9 @@ def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockS
         return block
     norm = _norm(kernels)
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = norm
     layer.submodules.pre_mlp_layernorm = norm
@@ -48,7 +54,9 @@ def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockS
     if config.qk_layernorm:
         attention.q_layernorm = norm
         attention.k_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+    )
 
 
 def _norm(kernels: Kernels) -> type[RMSNorm]:
@@ -60,9 +68,12 @@ def _norm(kernels: Kernels) -> type[RMSNorm]:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient reduction."""
+    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient
+    reduction."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))

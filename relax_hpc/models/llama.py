@@ -11,8 +11,8 @@ from relax_hpc.models.spec import ModelSpec
 
 _SCALING = {"factor": NUMBER, "low_freq_factor": one_of(1.0), "high_freq_factor": one_of(4.0)}
 _SCALING["original_max_position_embeddings"] = one_of(8192)
-"""Rules for the scaling of the rotary embedding: megatron-core has these values, those of all published models, built
-in."""
+"""Rules for the scaling of the rotary embedding: megatron-core has these values, those of all
+published models, built in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,11 @@ class Llama(ModelSpec):
     own_rules: ClassVar[Mapping[str, Rule]] = {
         "mlp_bias": one_of(False),
         "pretraining_tp": one_of(1),
-        **{f"{name}.{key}": one_of("default", "llama3") for name in ROPE for key in ("rope_type", "type")},
+        **{
+            f"{name}.{key}": one_of("default", "llama3")
+            for name in ROPE
+            for key in ("rope_type", "type")
+        },
         **{f"{name}.{key}": rule for name in ROPE for key, rule in _SCALING.items()},
     }
 
@@ -44,11 +48,26 @@ class Llama(ModelSpec):
         kind, found = rope_kind(known), rope(known)
         for key in _SCALING:
             if (key in found) != (kind == "llama3"):
-                yield f"rope_scaling.{key} is {found.get(key, 'missing')} beside the rope_type {kind!r}"
+                yield (
+                    f"rope_scaling.{key} is {found.get(key, 'missing')} beside the rope_type "
+                    f"{kind!r}"
+                )
         heads, hidden = known.get("num_attention_heads"), known.get("hidden_size")
-        if "head_dim" not in known and type(heads) is type(hidden) is int and heads > 0 and hidden % (2 * heads):
-            yield f"hidden_size is {hidden}, supported without head_dim is a multiple of twice the {heads} heads"
+        if (
+            "head_dim" not in known
+            and type(heads) is type(hidden) is int
+            and heads > 0
+            and hidden % (2 * heads)
+        ):
+            yield (
+                f"hidden_size is {hidden}, supported without head_dim is a multiple of twice "
+                "the "
+                f"{heads} heads"
+            )
 
     def rotary(self) -> dict[str, Any]:
         """See `ModelSpec.rotary`."""
-        return super().rotary() | {"rope_scaling": self.rope_factor != 1.0, "rope_scaling_factor": self.rope_factor}
+        return super().rotary() | {
+            "rope_scaling": self.rope_factor != 1.0,
+            "rope_scaling_factor": self.rope_factor,
+        }

@@ -40,8 +40,8 @@ def check_frozen(spec: ModelSpec, model: ModelConfig) -> None:
 
 
 def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
-    """Settings of megatron-core's transformer configuration for a model that is trained. ConfigError: one may not be
-    set.
+    """Settings of megatron-core's transformer configuration for a model that is trained.
+    ConfigError: one may not be set.
 
     ``experts``: whether its layers have experts.
     """
@@ -49,7 +49,8 @@ def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
         raise ConfigError(*wrong)
     recompute = {
         "none": {},
-        # Scores of an attention are never kept, and its result is small: what is large is between the two matrices.
+        # Scores of an attention are never kept, and its result is small: what is large is between
+        # the two matrices.
         "selective": {"recompute_modules": ["layernorm", "moe" if experts else "mlp"]},
         "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
     }[actor.recompute]
@@ -65,7 +66,8 @@ def transformer_config(
     parallel: ParallelConfig,
     further: Mapping[str, Any] = _NONE,
 ) -> TransformerConfig:
-    """megatron-core's description of the model, split as `parallel` says, in the run's parameter type.
+    """megatron-core's description of the model, split as `parallel` says, in the run's parameter
+    type.
 
     The family of the model overrides standard settings, and ``further`` settings override both.
     ConfigError: megatron-core refuses a setting of the family, or ``further`` settings.
@@ -76,13 +78,16 @@ def transformer_config(
     except _REFUSALS as error:
         refusal = _refusal(standard | family)
         if not refusal:
-            raise ConfigError(f"actor.megatron: megatron-core refuses it beside the others: {error}") from error
+            raise ConfigError(
+                f"actor.megatron: megatron-core refuses it beside the others: {error}"
+            ) from error
         names = _refused_settings(standard, family)
         if not names:
             raise
         settings = ", ".join(f"{name}={family[name]!r}" for name in names)
         raise ConfigError(
-            f"model family {type(spec).__module__}.{type(spec).__qualname__}: megatron-core refuses "
+            f"model family {type(spec).__module__}.{type(spec).__qualname__}: megatron-core "
+            "refuses "
             f"what its method transformer() sets ({settings}): {refusal}; correct it there"
         ) from error
 
@@ -97,8 +102,8 @@ def _refusal(settings: Mapping[str, Any]) -> str:
 
 
 def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
-    """Settings of a family that megatron-core refuses: each without which it accepts the others, or all
-    if it accepts the standard settings alone. Empty: the cause is not in the family."""
+    """Settings of a family that megatron-core refuses: each without which it accepts the others, or
+    all if it accepts the standard settings alone. Empty: the cause is not in the family."""
     refused = []
     for name in family:
         others = {key: value for key, value in family.items() if key != name}
@@ -109,9 +114,11 @@ def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) ->
     return refused
 
 
-def _standard_settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    """Settings of megatron-core's transformer configuration that families share unless they override
-    them."""
+def _standard_settings(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig
+) -> dict[str, Any]:
+    """Settings of megatron-core's transformer configuration that families share unless they
+    override them."""
     dtype = DTYPES[model.dtype]
     return {
         "num_layers": spec.layers,
@@ -141,7 +148,8 @@ def _standard_settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelCo
         "calculate_per_token_loss": True,
         "use_cpu_initialization": model.device == "cpu",
         "attention_softmax_in_fp32": True,
-        # Fused kernels that need Apex or a compiler; see `relax_hpc.models.kernels` for those of ours.
+        # Fused kernels that need Apex or a compiler; see `relax_hpc.models.kernels` for those of
+        # ours.
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -152,8 +160,9 @@ def _standard_settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelCo
 
 
 class HiddenStateModel(GPTModel):
-    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this rank's share of s under
-    sequence parallelism): logits of all tokens are more than fits, and are needed of few.
+    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this
+    rank's share of s under sequence parallelism): logits of all tokens are more than fits, and are
+    needed of few.
     """
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -174,7 +183,8 @@ class MediaModel(HiddenStateModel):
     """A first stage with towers before it, whose embeddings stand in the places of media."""
 
     def take(self, towers: Towers) -> None:
-        """Have these ``towers``, before all other modules: buckets of gradients go by the order of parameters."""
+        """Have these ``towers``, before all other modules: buckets of gradients go by the order of
+        parameters."""
         others = dict(self._modules)
         self._modules.clear()
         self.towers = towers
@@ -187,9 +197,15 @@ class MediaModel(HiddenStateModel):
 
 
 def build(
-    spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool, kernels: Kernels = "plain"
+    spec: ModelSpec,
+    config: TransformerConfig,
+    device: str,
+    first: bool,
+    last: bool,
+    kernels: Kernels = "plain",
 ) -> HiddenStateModel:
-    """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
+    """A pipeline stage with random weights, holding the embedding if `first` and the output layer
+    if `last`."""
     model = (MediaModel if first and spec.towers else HiddenStateModel)(
         config=config,
         transformer_layer_spec=layer_spec(config, kernels),

@@ -1,6 +1,8 @@
-"""Settings of megatron-core that `actor.megatron` may have: those that it declares, but for those decided elsewhere.
+"""Settings of megatron-core that `actor.megatron` may have: those that it declares, but for those
+decided elsewhere.
 
-They are read from megatron-core's source: importing it takes seconds, and torch, which a login node may lack.
+They are read from megatron-core's source: importing it takes seconds, and torch, which a login node
+may lack.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from relax_hpc.config.clean import near
 from relax_hpc.config.schema import TrainerConfig
 
 Owner = Literal["transformer", "gradients"]
-"""TransformerConfig, which describes the model, or DistributedDataParallelConfig, which its gradients."""
+"""TransformerConfig, which describes the model, or DistributedDataParallelConfig, which its
+gradients."""
 
 _DECLARED: dict[tuple[str, str], Owner] = {
     ("model_parallel_config.py", "ModelParallelConfig"): "transformer",
     ("transformer/transformer_config.py", "TransformerConfig"): "transformer",
-    ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"): "gradients",
+    (
+        "distributed/distributed_data_parallel_config.py",
+        "DistributedDataParallelConfig",
+    ): "gradients",
 }
 _DECIDED = {
     "config.json of the model decides it": """
@@ -45,14 +51,20 @@ _DECIDED = {
         context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size
         hierarchical_context_parallel_sizes hybrid_context_parallel moe_extended_tp pipeline_model_parallel_size
         sequence_parallel tensor_model_parallel_size""",
-    "set model.dtype instead": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
-    "set model.device instead": "init_model_with_meta_device perform_initialization use_cpu_initialization",
+    (
+        "set model.dtype instead"
+    ): "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
+    (
+        "set model.device instead"
+    ): "init_model_with_meta_device perform_initialization use_cpu_initialization",
     "set model.routing_replay instead": "moe_enable_routing_replay",
     "set actor.kernels instead": """
         apply_rope_fusion bias_activation_fusion fused_single_qkv_rope gradient_accumulation_fusion
         use_te_activation_func""",
     "set actor.experts instead": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
-    "set algorithm.balance_coefficient instead": "moe_aux_loss_coeff moe_router_load_balancing_type",
+    (
+        "set algorithm.balance_coefficient instead"
+    ): "moe_aux_loss_coeff moe_router_load_balancing_type",
     "routers compute in float32": "moe_router_dtype",
     "ranks that share experts may have unequal numbers of tokens": "moe_token_dispatcher_type",
     "set actor.recompute instead": "moe_layer_recompute recompute_granularity",
@@ -78,29 +90,47 @@ _DECIDED = {
 }
 """Reason why settings are not the user's to decide -> those settings."""
 DECIDED = {name: why for why, names in _DECIDED.items() for name in names.split()}
-_PLAIN = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "List": list, "Tuple": list}
+_PLAIN = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "List": list,
+    "Tuple": list,
+}
 
 
 @functools.cache
 def declared() -> Mapping[str, tuple[Owner, ast.expr]]:
-    """Every setting that megatron-core declares: whose it is, and its annotation. None if it is not installed here."""
+    """Every setting that megatron-core declares: whose it is, and its annotation. None if it is not
+    installed here."""
     spec = find_spec("megatron")
-    folders = [Path(folder) / "core" for folder in spec.submodule_search_locations or ()] if spec else []
+    folders = (
+        [Path(folder) / "core" for folder in spec.submodule_search_locations or ()] if spec else []
+    )
     found: dict[str, tuple[Owner, ast.expr]] = {}
     for folder in folders:
         for (file, name), owner in _DECLARED.items():
             if not (folder / file).is_file():
                 return {}
-            classes = (node for node in ast.parse((folder / file).read_bytes()).body if isinstance(node, ast.ClassDef))
+            classes = (
+                node
+                for node in ast.parse((folder / file).read_bytes()).body
+                if isinstance(node, ast.ClassDef)
+            )
             for line in (line for node in classes if node.name == name for line in node.body):
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     found[line.target.id] = owner, line.annotation
     return found
 
 
-def findings(settings: TrainerConfig, is_here: bool = True, section: str = "actor") -> Iterator[str]:
-    """Mistakes in `megatron` of a trainer's ``section``, one line each. ``is_here``: the megatron-core of this
-    environment is the one that the run will have; else only what is decided elsewhere is known."""
+def findings(
+    settings: TrainerConfig, is_here: bool = True, section: str = "actor"
+) -> Iterator[str]:
+    """Mistakes in `megatron` of a trainer's ``section``, one line each. ``is_here``: the
+    megatron-core of this environment is the one that the run will have; else only what is decided
+    elsewhere is known."""
     known = declared() if is_here else {}
     for name, value in settings.megatron.items():
         key = f"{section}.megatron.{name}"
@@ -108,7 +138,10 @@ def findings(settings: TrainerConfig, is_here: bool = True, section: str = "acto
             yield f"{key}: found {value!r}, not allowed: {DECIDED[name]}"
         elif known and (name not in known or name.startswith("_")):
             free = sorted({*known}.difference(DECIDED))
-            yield f"{key}: neither TransformerConfig nor DistributedDataParallelConfig has it{near(name, free)}"
+            yield (
+                f"{key}: neither TransformerConfig nor DistributedDataParallelConfig has "
+                f"it{near(name, free)}"
+            )
         elif known and not _fits(known[name][1], value):
             yield f"{key}: found {value!r}, allowed: {ast.unparse(known[name][1])}"
     given = [name for name in settings.megatron if name.startswith("recompute_")]
@@ -120,13 +153,18 @@ def findings(settings: TrainerConfig, is_here: bool = True, section: str = "acto
 def of_owner(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
     """Settings out of `settings.megatron` that are ``owner``'s."""
     known = declared()
-    return {name: value for name, value in settings.megatron.items() if name in known and known[name][0] == owner}
+    return {
+        name: value
+        for name, value in settings.megatron.items()
+        if name in known and known[name][0] == owner
+    }
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
     """Whether a plain ``value`` is of a type; nothing that only Python can make is.
 
-    >>> [_fits(ast.parse(text, mode="eval").body, 2) for text in ("Optional[int]", "bool", "float", "Callable")]
+    >>> [_fits(ast.parse(text, mode="eval").body, 2) for text in ("Optional[int]", "bool", "float",
+    "Callable")]
     [True, False, True, False]
     """
     match annotation:

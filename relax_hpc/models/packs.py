@@ -1,7 +1,9 @@
-"""Layout of rows in a pack: one after the other in a single sequence, and cut over context-parallel ranks.
+"""Layout of rows in a pack: one after the other in a single sequence, and cut over context-parallel
+ranks.
 
-Each of `context` ranks has two pieces of every row, one from its front and the mirrored one from its end, so that all
-have the same work under a causal mask (zigzag; arXiv 2407.21783, section 3.3.2):
+Each of `context` ranks has two pieces of every row, one from its front and the mirrored one from
+its end, so that all have the same work under a causal mask (zigzag; arXiv 2407.21783, section
+3.3.2):
 
 >>> places = Places.of([5, 2], PackSplit(context=2))
 >>> [places.of_rank(rank).tolist() for rank in range(2)]                    # rows padded to 8 and 4: pieces of 2 and 1
@@ -60,10 +62,13 @@ class Places:
 
     @classmethod
     def of(cls, lengths: Sequence[int], split: PackSplit) -> Places:
-        """Rows of `lengths` under `split`: only context parallelism pads within, to twice its ranks at most."""
+        """Rows of `lengths` under `split`: only context parallelism pads within, to twice its ranks
+        at most."""
         pieces = 2 * split.context if split.context > 1 else 1
         widths = [-(-length // pieces) * pieces for length in lengths]
-        if rest := -sum(widths) % (split.context * math.lcm(split.sequence, 2 if split.context > 1 else 1)):
+        if rest := -sum(widths) % (
+            split.context * math.lcm(split.sequence, 2 if split.context > 1 else 1)
+        ):
             widths.append(rest)
         sizes = np.array(widths, np.int64)
         return cls(sizes, np.cumsum(sizes) - sizes, split.context)
@@ -86,11 +91,16 @@ class Places:
         if self.context == 1:
             return self.starts, self.widths
         size = self.widths // (2 * self.context)
-        firsts = np.stack([self.starts + rank * size, self.starts + (2 * self.context - 1 - rank) * size], 1)
+        firsts = np.stack(
+            [self.starts + rank * size, self.starts + (2 * self.context - 1 - rank) * size], 1
+        )
         return firsts.reshape(-1), np.repeat(size, 2)
 
-    def rows(self, rank: int, device: str | torch.device, positions: np.ndarray | None = None) -> PackedRows:
-        """Rows of a rank as attention takes them; ``positions`` of all places, None: those in their rows."""
+    def rows(
+        self, rank: int, device: str | torch.device, positions: np.ndarray | None = None
+    ) -> PackedRows:
+        """Rows of a rank as attention takes them; ``positions`` of all places, None: those in their
+        rows."""
         firsts, sizes = self._pieces(rank)
         positions = (self.positions() if positions is None else positions)[..., self.of_rank(rank)]
         if self.context == 1:
@@ -117,13 +127,16 @@ def _spans(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The rows of a pack as megatron-core hands them on to rotary embedding and attention, as `packed_seq_params`.
+    """The rows of a pack as megatron-core hands them on to rotary embedding and attention, as
+    `packed_seq_params`.
 
-    Pieces of queries lie one after the other. Piece i looks at keys of its own alone, of which it is the end.
+    Pieces of queries lie one after the other. Piece i looks at keys of its own alone, of which it
+    is the end.
     """
 
     positions: Tensor
-    """Positions of this rank's tokens in their rows: [t] int64, or of time, height and width, [3, t]."""
+    """Positions of this rank's tokens in their rows: [t] int64, or of time, height and width, [3,
+    t]."""
     queries: list[int]
     """Tokens of each piece."""
     keys: list[int]
@@ -132,7 +145,8 @@ class PackedRows:
     """[pieces + 1] int32: 0, and the end of each piece of queries."""
     key_ends: Tensor
     order: Tensor | None
-    """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
+    """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None:
+    this rank has all."""
     routes: Routes | None = None
     """Experts that compute its tokens; None: those that the routers choose."""
     media: MediaPass | None = None
@@ -150,8 +164,11 @@ class PackedRows:
         order: np.ndarray | None,
         device: str | torch.device,
     ) -> PackedRows:
-        """Build on `device`; fields that are no tensors stay on the host, so that nobody waits for them."""
-        ends = [np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32) for sizes in (queries, keys)]
+        """Build on `device`; fields that are no tensors stay on the host, so that nobody waits for
+        them."""
+        ends = [
+            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32) for sizes in (queries, keys)
+        ]
         return cls(
             positions=upload(positions, device),
             queries=queries.tolist(),

@@ -9,7 +9,8 @@ from relax_hpc.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(ModelSpec):
-    """Qwen3. Without num_key_value_heads transformers takes 32, whatever the other sizes are, and without head_dim
+    """Qwen3. Without num_key_value_heads transformers takes 32, whatever the other sizes are, and
+    without head_dim
     128."""
 
     model_type = "qwen3"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ModelSpec):
-    """Qwen3 with experts. Without num_key_value_heads transformers takes 4, whatever the other sizes are."""
+    """Qwen3 with experts. Without num_key_value_heads transformers takes 4, whatever the other
+    sizes are."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -61,10 +62,19 @@ class Qwen3Moe(ModelSpec):
         yield from super().contradictions(known)
         experts = [known[key] for key in ("num_experts", "num_local_experts") if key in known]
         if len({*map(str, experts)}) != 1:
-            yield f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a qwen3_moe model?"
+            yield (
+                f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a "
+                "qwen3_moe model?"
+            )
         counts = [known.get("num_hidden_layers"), *experts]
-        if all(type(count) is int for count in counts) and counts[0] * max(experts, default=0) > MAX_LAYER_EXPERTS:
-            yield f"num_hidden_layers is {counts[0]}, supported is at most {MAX_LAYER_EXPERTS} experts of all layers"
+        if (
+            all(type(count) is int for count in counts)
+            and counts[0] * max(experts, default=0) > MAX_LAYER_EXPERTS
+        ):
+            yield (
+                f"num_hidden_layers is {counts[0]}, supported is at most {MAX_LAYER_EXPERTS} "
+                "experts of all layers"
+            )
 
     @property
     def route_shape(self) -> RouteShape:
@@ -82,12 +92,16 @@ class Qwen3Moe(ModelSpec):
         yield from super().misfits(parallel)
         expert, stage = parallel.expert, parallel.tensor * parallel.context * parallel.data
         if self.experts % expert:
-            yield f"expert: found {expert}, allowed: a divisor of the model's num_experts, {self.experts}"
+            yield (
+                f"expert: found {expert}, allowed: a divisor of the model's num_experts, "
+                f"{self.experts}"
+            )
         if stage % expert:
             yield f"expert: found {expert}, allowed: a divisor of tensor * context * data, {stage}"
         if parallel.tensor > 1 and not parallel.sequence_parallel:
             yield (
-                f"sequence_parallel: found false with tensor {parallel.tensor}, allowed: true; each tensor rank would "
+                f"sequence_parallel: found false with tensor {parallel.tensor}, allowed: true; "
+                "each tensor rank would "
                 "send every token to the experts once more"
             )
 
@@ -107,13 +121,20 @@ class Qwen3Moe(ModelSpec):
             yield from self.gated(*names, self.inner, expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
-        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts, rows, columns]; of a
-        family that is published so, each turned around too."""
+        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts,
+        rows, columns]; of a family that is published so, each turned around too."""
         forms = {}
         for layer in range(self.layers):
             prefix = f"{self.decoder}layers.{layer}.mlp.experts."
-            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(self.experts) for part in parts]
+            for name, parts in (
+                ("gate_up_proj", ("gate_proj", "up_proj")),
+                ("down_proj", ("down_proj",)),
+            ):
+                packed = [
+                    pieces[f"{prefix}{e}.{part}.weight"]
+                    for e in range(self.experts)
+                    for part in parts
+                ]
                 rows, columns = packed[0].shape[0] * len(parts), packed[0].shape[1]
                 straight = StoredForm((self.experts, rows, columns), tuple(packed))
                 turned = StoredForm((self.experts, columns, rows), tuple(packed), turned=True)
@@ -126,7 +147,8 @@ class Qwen3Moe(ModelSpec):
             "num_moe_experts": self.experts,
             "moe_ffn_hidden_size": self.inner,
             "moe_router_topk": self.chosen,
-            # Without it the softmax is over the chosen experts, which is the same as normalising their probabilities.
+            # Without it the softmax is over the chosen experts, which is the same as normalising
+            # their probabilities.
             "moe_router_pre_softmax": not self.normalised,
             # Which experts are chosen hangs on the last bits.
             "moe_router_dtype": "fp32",

@@ -1,4 +1,5 @@
-"""Qwen3-Omni: its thinker, which is Qwen3 with experts behind towers for images, videos and sounds. arXiv 2509.17765.
+"""Qwen3-Omni: its thinker, which is Qwen3 with experts behind towers for images, videos and sounds.
+arXiv 2509.17765.
 
 What speaks, the talker and what makes sound of its tokens, is not trained.
 """
@@ -10,7 +11,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from relax_hpc.models.qwen3_moe import Qwen3Moe
-from relax_hpc.models.rules import ANYWHERE, FLAG, MAPPING, NUMBER, SIZE, TOKEN, Rule, Section, one_of
+from relax_hpc.models.rules import (
+    ANYWHERE,
+    FLAG,
+    MAPPING,
+    NUMBER,
+    SIZE,
+    TOKEN,
+    Rule,
+    Section,
+    one_of,
+)
 from relax_hpc.models.towers.audio import AudioTower
 from relax_hpc.models.towers.vision import VisionTower
 from relax_hpc.models.vision_language import VisionLanguage
@@ -21,7 +32,9 @@ class OmniVisionTower(VisionTower):
     """Vision tower of Qwen3-Omni: that of Qwen3-VL with other names."""
 
     own_rules: ClassVar[Mapping[str, Rule]] = {
-        **dict.fromkeys(("image_size", "in_chans", "spatial_patch_size", "tokens_per_second"), SIZE),
+        **dict.fromkeys(
+            ("image_size", "in_chans", "spatial_patch_size", "tokens_per_second"), SIZE
+        ),
         "apply_vit_abs_pos_embed": one_of(True),
     }
     built_by = "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"
@@ -50,7 +63,9 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
         "initializer_range": NUMBER,
     }
     vision = OmniVisionTower
-    widths_of_towers: ClassVar[Mapping[str, str]] = VisionLanguage.widths_of_towers | {"audio_config": "output_dim"}
+    widths_of_towers: ClassVar[Mapping[str, str]] = VisionLanguage.widths_of_towers | {
+        "audio_config": "output_dim"
+    }
     tower_place = "visual."
     audio_place: ClassVar[str] = "audio_tower."
     """Beginning of the names of the audio tower's tensors in Hugging Face files."""
@@ -64,7 +79,9 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
     def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
         """See `ModelSpec.sizes`."""
         found = super().sizes(known)
-        return found | {"towers": (*found["towers"], AudioTower.of(known["audio_config"], cls.audio_place))}
+        return found | {
+            "towers": (*found["towers"], AudioTower.of(known["audio_config"], cls.audio_place))
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +100,16 @@ class Qwen3OmniMoe(Qwen3OmniMoeThinker):
     @classmethod
     def sections(cls) -> dict[str, Section]:
         """See `ModelSpec.sections`."""
-        tokens = ["assistant", "im_start", "im_end", "system", "user", "tts_bos", "tts_eos", "tts_pad"]
+        tokens = [
+            "assistant",
+            "im_start",
+            "im_end",
+            "system",
+            "user",
+            "tts_bos",
+            "tts_eos",
+            "tts_pad",
+        ]
         top = {
             **ANYWHERE,
             "architectures": one_of([cls.architecture]),

@@ -10,7 +10,8 @@ from relax_hpc.models.vision_language import VisionLanguage
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VL(VisionLanguage, Qwen3):
-    """Qwen3-VL. Its embedding is the output layer if `tie_word_embeddings` beside `text_config` says so."""
+    """Qwen3-VL. Its embedding is the output layer if `tie_word_embeddings` beside `text_config`
+    says so."""
 
     model_type = "qwen3_vl"
     architecture = "Qwen3VLForConditionalGeneration"

@@ -21,7 +21,8 @@ class Qwen3VLMoe(VisionLanguage, Qwen3Moe):
     vision_types = ("qwen3_vl_moe_vision", "qwen3_vl_moe")
     own_rules: ClassVar[Mapping[str, Rule]] = Qwen3Moe.own_rules | {"norm_topk_prob": one_of(True)}
     decoder = "model.language_model."
-    # Each expert turned around, as transformers and SGLang read it; what transformers 5 saves itself is not.
+    # Each expert turned around, as transformers and SGLang read it; what transformers 5 saves
+    # itself is not.
     published_packed = True
 
     @classmethod
@@ -31,7 +32,8 @@ class Qwen3VLMoe(VisionLanguage, Qwen3Moe):
         hidden, inner = known.get("hidden_size"), known.get("moe_intermediate_size")
         if SIZE.fits(hidden) and inner in (hidden, hidden / 2):
             yield (
-                f"moe_intermediate_size is {inner}, supported is neither hidden_size, {hidden}, nor half of it: that "
+                f"moe_intermediate_size is {inner}, supported is neither hidden_size, {hidden}, "
+                "nor half of it: that "
                 "experts of a file are turned around is told by their shapes alone"
             )
 

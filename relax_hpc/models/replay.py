@@ -1,8 +1,10 @@
-"""Rollout routing replay (arXiv 2510.11370): tokens are computed by the experts that the engine chose for them.
+"""Rollout routing replay (arXiv 2510.11370): tokens are computed by the experts that the engine
+chose for them.
 
-Whose routes a layer takes is said by what it is called with, `PackedRows.routes` of the micro-batch. So each pass has
-its own, whatever passes of other micro-batches a pipeline puts in between, and a pass that is computed again the same.
-Probabilities are the router's own, by its present weights, of the experts that were chosen: it learns.
+Whose routes a layer takes is said by what it is called with, `PackedRows.routes` of the
+micro-batch. So each pass has its own, whatever passes of other micro-batches a pipeline puts in
+between, and a pass that is computed again the same. Probabilities are the router's own, by its
+present weights, of the experts that were chosen: it learns.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ class Routes:
     """Routes by the engine, of the tokens of a micro-batch that this rank's routers see."""
 
     packed: Tensor
-    """uint8 [t, layers, chosen, width], see `relax_hpc.routes`; all bits set of tokens without one."""
+    """uint8 [t, layers, chosen, width], see `relax_hpc.routes`; all bits set of tokens without
+    one."""
     replays: bool
     """Whether they are replayed; else they are compared alone."""
     known: Tensor = field(init=False)
     """bool [t]: whether a token has a route."""
     equal: dict[int, Tensor] = field(default_factory=dict)
-    """Whether a layer's router would have chosen the same, bool [t], by layer, once that is computed."""
+    """Whether a layer's router would have chosen the same, bool [t], by layer, once that is
+    computed."""
 
     def __post_init__(self) -> None:
         self.known = self.packed[:, 0].ne(NONE).flatten(1).any(1)
@@ -65,7 +69,8 @@ class RoutedLayer:
         group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [t, experts] -> those of the experts that are taken, and their numbers, [t, topk] each."""
+        """Scores [t, experts] -> those of the experts that are taken, and their numbers, [t, topk]
+        each."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.routes is None:
             return values, own
@@ -78,7 +83,8 @@ class RoutedLayer:
 
 
 def install(stage: torch.nn.Module, layers: Sequence[int]) -> None:
-    """Have all layers of a stage, by their numbers in the whole model, take the routes that they are called with."""
+    """Have all layers of a stage, by their numbers in the whole model, take the routes that they
+    are called with."""
     for number, layer in zip(layers, stage.decoder.layers, strict=True):
         routed = RoutedLayer(number)
         layer.mlp.router.router_replay = routed

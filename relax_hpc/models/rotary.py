@@ -1,4 +1,5 @@
-"""The rotary embedding of packs, whose positions begin anew with every row, and may have three axes."""
+"""The rotary embedding of packs, whose positions begin anew with every row, and may have three
+axes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 
 class PackRotary(torch.nn.Module):
-    """Stands for megatron-core's module, whose frequencies it takes: angles of the positions that a pack has.
+    """Stands for megatron-core's module, whose frequencies it takes: angles of the positions that a
+    pack has.
 
-    megatron-core's own way through a pack reads the ends of the rows back from the device in each layer.
+    megatron-core's own way through a pack reads the ends of the rows back from the device in each
+    layer.
     """
 
     def __init__(self, plain: RotaryEmbedding, device: str, sections: Sequence[int] = ()) -> None:
@@ -28,20 +31,24 @@ class PackRotary(torch.nn.Module):
         self.axes = torch.tensor(interleaved(len(self.frequencies), sections), device=device)
 
     def get_rotary_seq_len(self, *about: Any) -> Tensor:
-        """Argument of `forward`: not a length, but the positions [t]. Called with the pack as last argument."""
+        """Argument of `forward`: not a length, but the positions [t]. Called with the pack as last
+        argument."""
         rows: PackedRows = about[-1]
         return rows.positions
 
     def forward(self, positions: Tensor, **_: Any) -> Tensor:
         """[t], or [3, t] by axis -> angles [t, 1, 1, dim], float32."""
-        of_each = positions[:, None] if positions.dim() == 1 else positions.index_select(0, self.axes).t()
+        of_each = (
+            positions[:, None] if positions.dim() == 1 else positions.index_select(0, self.axes).t()
+        )
         half = of_each.to(self.frequencies.dtype) * self.frequencies
         return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
 def interleaved(frequencies: int, sections: Sequence[int]) -> list[int]:
-    """Axis (0: time, 1: height, 2: width) with which each frequency turns. The three take turns until height and width
-    have as many as ``sections`` say (interleaved mRoPE, arXiv 2511.21631, section 2.2); time has the rest.
+    """Axis (0: time, 1: height, 2: width) with which each frequency turns. The three take turns
+    until height and width have as many as ``sections`` say (interleaved mRoPE, arXiv 2511.21631,
+    section 2.2); time has the rest.
 
     >>> interleaved(8, (4, 2, 2))
     [0, 1, 2, 0, 1, 2, 0, 0]

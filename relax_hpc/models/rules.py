@@ -35,19 +35,26 @@ def one_of(*values: Any) -> Rule:
     """Any of ``values``, true and 1 being different ones."""
 
     def fits(found: Any) -> bool:
-        return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
+        return any(
+            found == value and isinstance(found, bool) == isinstance(value, bool)
+            for value in values
+        )
 
     return Rule(" or ".join(map(repr, values)), fits)
 
 
 def at_most(limit: int) -> Rule:
     """Positive integers up to ``limit``."""
-    return Rule(f"a positive integer, at most {limit}", lambda found: type(found) is int and 0 < found <= limit)
+    return Rule(
+        f"a positive integer, at most {limit}",
+        lambda found: type(found) is int and 0 < found <= limit,
+    )
 
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
-"""Layers of a model or of a tower, and experts of a layer. Published models have 128 and 512 of them at most. Each is a
-name or more, so that a config.json with a million would keep whoever reads it busy."""
+"""Layers of a model or of a tower, and experts of a layer. Published models have 128 and 512 of
+them at most. Each is a name or more, so that a config.json with a million would keep whoever reads
+it busy."""
 MAX_LAYER_EXPERTS = 1 << 17
 """Experts of all layers together; published models have 30,000 at most."""
 LAYERS, EXPERTS = at_most(MAX_LAYERS), at_most(MAX_EXPERTS)
@@ -58,7 +65,8 @@ FLAG = Rule("true or false", lambda found: isinstance(found, bool))
 MAPPING = Rule("a mapping", lambda found: isinstance(found, dict))
 
 ROPE = ("rope_parameters", "rope_scaling")
-"""Keys under which transformers 5, and releases before it, keep the rotary embedding; a set `rope_scaling` wins."""
+"""Keys under which transformers 5, and releases before it, keep the rotary embedding; a set
+`rope_scaling` wins."""
 
 
 def rope(known: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,8 +99,8 @@ ANYWHERE = {
     "tie_encoder_decoder": one_of(False),
     "pruned_heads": one_of({}),
 }
-"""Rules for keys that any mapping may have that describes a model or a part of one, by transformers'
-PretrainedConfig."""
+"""Rules for keys that any mapping may have that describes a model or a part of one, by
+transformers' PretrainedConfig."""
 
 DECODER = {
     "vocab_size": SIZE,
@@ -115,8 +123,10 @@ DECODER = {
     **{f"{name}.rope_theta": NUMBER for name in ROPE},
     # Both spellings, as in transformers: what is missed here is trained with the plain embedding.
     **{f"{name}.{key}": one_of("default") for name in ROPE for key in ("rope_type", "type")},
-    **{f"{name}partial_rotary_factor": one_of(1.0) for name in ("", *(f"{name}." for name in ROPE))},
+    **{
+        f"{name}partial_rotary_factor": one_of(1.0) for name in ("", *(f"{name}." for name in ROPE))
+    },
     **ANYWHERE,
 }
-"""Keys that any decoder with full attention may have, and what of them is understood; those of the rotary embedding's
-mappings as `rope_scaling.factor`."""
+"""Keys that any decoder with full attention may have, and what of them is understood; those of the
+rotary embedding's mappings as `rope_scaling.factor`."""

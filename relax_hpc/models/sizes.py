@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 READ_BYTES_PER_S = 100e6
-"""Bytes a second that a process reads from a busy shared filesystem, a low estimate: deadlines are made of it."""
+"""Bytes a second that a process reads from a busy shared filesystem, a low estimate: deadlines are
+made of it."""
 
 
 def weights_bytes(directory: Path | str) -> int:

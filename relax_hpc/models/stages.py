@@ -1,6 +1,8 @@
-"""Layers of pipeline stages: those with the embedding and with the output layer may have fewer than others.
+"""Layers of pipeline stages: those with the embedding and with the output layer may have fewer than
+others.
 
-As megatron-core divides them by `num_layers_in_first_pipeline_stage` and `num_layers_in_last_pipeline_stage`.
+As megatron-core divides them by `num_layers_in_first_pipeline_stage` and
+`num_layers_in_last_pipeline_stage`.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ def stage_misfits(layers: int, parallel: ParallelConfig) -> Iterator[str]:
     """Reason why stages cannot share ``layers`` so, a line that begins with the field.
 
     >>> next(stage_misfits(28, ParallelConfig(pipeline=4, last_stage_layers=5)))
-    'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages, allowed: what leaves each as many, 1 or more'
+    'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages, allowed: what leaves each
+    as many, 1 or more'
     """
     told = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(parallel, name)]
     others, left = _left(layers, parallel)
     if not told and left % others:
-        allowed = f"a divisor of the model's num_hidden_layers, {layers}, or any with last_stage_layers"
+        allowed = (
+            f"a divisor of the model's num_hidden_layers, {layers}, or any with last_stage_layers"
+        )
         yield f"pipeline: found {parallel.pipeline}, allowed: {allowed}"
     elif told and parallel.pipeline == 1:
         yield f"{told[0]}: found {getattr(parallel, told[0])} without a pipeline, allowed: 0"

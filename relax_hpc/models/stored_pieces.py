@@ -1,4 +1,5 @@
-"""Pieces of a model out of tensors that hold several of them, as some files do; see `hf_mapping.StoredForm`."""
+"""Pieces of a model out of tensors that hold several of them, as some files do; see
+`hf_mapping.StoredForm`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class StoredPiece:
     """One piece [rows, columns] of a tensor, read when it is sliced."""
 
     tensor: Any
-    """The tensor [blocks, ., .], or anything that slices like it, such as a lazy safetensors slice."""
+    """The tensor [blocks, ., .], or anything that slices like it, such as a lazy safetensors
+    slice."""
     block: int
     first: int
     """First row of it in its block."""
@@ -33,11 +35,18 @@ class StoredPiece:
         rows, columns = part if isinstance(part, tuple) else (part, slice(None))
         start, stop, _ = rows.indices(self.rows)
         block, own = slice(self.block, self.block + 1), slice(self.first + start, self.first + stop)
-        return self.tensor[block, columns, own][0].t() if self.turned else self.tensor[block, own, columns][0]
+        return (
+            self.tensor[block, columns, own][0].t()
+            if self.turned
+            else self.tensor[block, own, columns][0]
+        )
 
 
-def by_piece(spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes) -> tuple[Mapping[str, Any], Shapes]:
-    """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold several."""
+def by_piece(
+    spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes
+) -> tuple[Mapping[str, Any], Shapes]:
+    """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold
+    several."""
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
     there = ((name, form_of(some, shapes[name])) for name, some in forms.items() if name in shapes)
     found = {name: form for name, form in there if form}
@@ -47,13 +56,16 @@ def by_piece(spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes) -> tupl
     sizes = {name: shape for name, shape in shapes.items() if name not in found}
     for name, form in found.items():
         for piece, block, first in places(form):
-            pieces[piece.name] = StoredPiece(source[name], block, first, piece.shape[0], form.turned)
+            pieces[piece.name] = StoredPiece(
+                source[name], block, first, piece.shape[0], form.turned
+            )
             sizes[piece.name] = piece.shape
     return pieces, sizes
 
 
 def places(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
-    """Pieces of a tensor that holds several, with the number of the block, and of the first row there, of each."""
+    """Pieces of a tensor that holds several, with the number of the block, and of the first row
+    there, of each."""
     for number, block in enumerate(form.blocks):
         first = 0
         for piece in block:
@@ -67,9 +79,11 @@ def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole ``tensors`` of files as transformers 5 has them in memory: all experts of a layer in one, none turned
-    around."""
-    pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    """Whole ``tensors`` of files as transformers 5 has them in memory: all experts of a layer in
+    one, none turned around."""
+    pieces, _ = by_piece(
+        spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    )
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
     return _packed({name: some[-1] for name, some in forms.items()}, pieces)
 

@@ -1,4 +1,5 @@
-"""The part of a small random Qwen3-Omni that hears: its tower, its tokens, and what its processor is told."""
+"""The part of a small random Qwen3-Omni that hears: its tower, its tokens, and what its processor
+is told."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from relax_hpc.models import tiny_vision
 TOKENS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 """Special tokens, in the order of their ids, which come behind those of vision."""
 PLACE = "audio_tower."
-"""Part of the names of its tensors, whose weights keep the size of what goes through them (He et al., arXiv 1502.01852,
-section 2.2): by smaller ones a sound would be a ten-millionth of its positions, and a short run would learn nothing of
-it."""
+"""Part of the names of its tensors, whose weights keep the size of what goes through them (He et
+al., arXiv 1502.01852, section 2.2): by smaller ones a sound would be a ten-millionth of its
+positions, and a short run would learn nothing of it."""
 _NAMES = ("audio_start_token_id", "audio_end_token_id", "audio_token_id")
 """Keys of config.json for their ids."""
 _BINS, _CHANNELS, _HEADS = 64, 8, 2
@@ -20,8 +21,8 @@ _BINS, _CHANNELS, _HEADS = 64, 8, 2
 
 
 def hearing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
-    """The config.json of a Qwen3-Omni of `shape` that does not speak, whose language model has that of ``text``.
-    ``first``: id of the first of the tokens of vision."""
+    """The config.json of a Qwen3-Omni of `shape` that does not speak, whose language model has that
+    of ``text``. ``first``: id of the first of the tokens of vision."""
     types = "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"
     behind = first + len(tiny_vision.TOKENS)
     thinker = {
@@ -41,7 +42,8 @@ def hearing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[st
 
 
 def _tower(shape: TinyModelConfig) -> dict[str, Any]:
-    """Tower like that of the published models but for its width: chunks of a second, windows of eight."""
+    """Tower like that of the published models but for its width: chunks of a second, windows of
+    eight."""
     return {
         "model_type": "qwen3_omni_moe_audio_encoder",
         "num_mel_bins": _BINS,

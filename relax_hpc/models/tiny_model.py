@@ -1,5 +1,5 @@
-"""A small random Qwen3, Qwen3-VL or Qwen3-Omni model with a character tokenizer, made offline in the Hugging Face
-format."""
+"""A small random Qwen3, Qwen3-VL or Qwen3-Omni model with a character tokenizer, made offline in
+the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ INIT_STD = 0.02
 
 
 def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
-    """Write config, generation config, tokenizer and float32 weights drawn from `seed` into a new `directory`.
+    """Write config, generation config, tokenizer and float32 weights drawn from `seed` into a new
+    `directory`.
 
-    The directory appears whole, by rename; one that is there already is kept. ConfigError: it holds another shape,
-    or `shape` is impossible.
+    The directory appears whole, by rename; one that is there already is kept. ConfigError: it holds
+    another shape, or `shape` is impossible.
     """
     config = model_config(shape)
     if directory.exists():
@@ -57,7 +58,10 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
 
 def _media_tokens(shape: TinyModelConfig) -> tuple[str, ...]:
     """Special tokens by which a model of `shape` has places for media."""
-    return (*(tiny_vision.TOKENS if shape.vision_layers else ()), *(tiny_audio.TOKENS if shape.audio_layers else ()))
+    return (
+        *(tiny_vision.TOKENS if shape.vision_layers else ()),
+        *(tiny_audio.TOKENS if shape.audio_layers else ()),
+    )
 
 
 def _special_ids(shape: TinyModelConfig) -> dict[str, int]:
@@ -69,7 +73,11 @@ def _processors(shape: TinyModelConfig) -> dict[str, dict[str, Any]]:
     """Content of the files that say how media are prepared, by their names."""
     if shape.audio_layers:
         return tiny_audio.processors()
-    return tiny_vision.processors("Qwen3VLProcessor", "Qwen3VLVideoProcessor") if shape.vision_layers else {}
+    return (
+        tiny_vision.processors("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+        if shape.vision_layers
+        else {}
+    )
 
 
 def model_config(shape: TinyModelConfig) -> dict[str, Any]:
@@ -78,7 +86,8 @@ def model_config(shape: TinyModelConfig) -> dict[str, Any]:
     if shape.audio_layers:
         if not (shape.vision_layers and shape.num_experts):
             raise ConfigError(
-                f"model.tiny.audio_layers: found {shape.audio_layers}, allowed beside vision_layers and num_experts: "
+                f"model.tiny.audio_layers: found {shape.audio_layers}, allowed beside "
+                "vision_layers and num_experts: "
                 "what hears is a Qwen3-Omni, which sees too, and has experts"
             )
         return tiny_audio.hearing(shape, text, first)
@@ -91,11 +100,14 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
     """The config.json of the language model of `shape`. ConfigError if attention cannot have it."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise ConfigError(
-            f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed multiples of "
+            f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed "
+            "multiples of "
             f"num_key_value_heads ({shape.num_key_value_heads})"
         )
     if shape.head_dim % 2:
-        raise ConfigError(f"model.tiny.head_dim: found {shape.head_dim}, allowed even numbers (rotary embedding)")
+        raise ConfigError(
+            f"model.tiny.head_dim: found {shape.head_dim}, allowed even numbers (rotary embedding)"
+        )
     return {
         **_family(shape),
         "vocab_size": len(vocabulary(_media_tokens(shape), shape.chat, shape.words)),
@@ -123,7 +135,8 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if shape.num_experts_per_tok > shape.num_experts:
         raise ConfigError(
-            f"model.tiny.num_experts_per_tok: found {shape.num_experts_per_tok}, allowed at most num_experts "
+            f"model.tiny.num_experts_per_tok: found {shape.num_experts_per_tok}, allowed at most "
+            "num_experts "
             f"({shape.num_experts})"
         )
     return {
@@ -140,7 +153,9 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
 
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
-    return {name: form.shape for name, form in published_forms(spec_of(model_config(shape))).items()}
+    return {
+        name: form.shape for name, form in published_forms(spec_of(model_config(shape))).items()
+    }
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
@@ -164,12 +179,15 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
 
 
 def _check_same(directory: Path, config: dict[str, Any]) -> None:
-    found = read_json_object(directory / "config.json", "remove the directory, so that the model is made again")
+    found = read_json_object(
+        directory / "config.json", "remove the directory, so that the model is made again"
+    )
     differing = [key for key, value in config.items() if found.get(key) != value]
     if differing:
         key = differing[0]
         raise ConfigError(
-            f"{directory}: holds a model with {key} {found.get(key)}, model.tiny asks for {config[key]}; "
+            f"{directory}: holds a model with {key} {found.get(key)}, model.tiny asks for "
+            f"{config[key]}; "
             "use another run directory"
         )
 

@@ -1,5 +1,5 @@
-"""The tokenizer of a small model: one token a character, and, for chats with tools, words and a template in Qwen3's
-form."""
+"""The tokenizer of a small model: one token a character, and, for chats with tools, words and a
+template in Qwen3's form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ VOCAB_SIZE = 64
 """Tokens of characters alone, spare ones included; a larger vocabulary is a multiple of it."""
 TURN, TURN_END = "<|im_start|>", "<|im_end|>"
 _CHAT_CHARACTERS = '\n{}[]()"_/'
-_CHAT_WORDS = ("system", "user", "assistant", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_CHAT_WORDS = (
+    "system",
+    "user",
+    "assistant",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 _CHAT_WORDS += ('{"name": "', '", "arguments": {"', '": "', '": [', '"}}', "]}}")
 _TEMPLATE = """\
 {%- macro said(content) -%}
@@ -51,7 +59,8 @@ _TEMPLATE = """\
 
 
 def vocabulary(more: Sequence[str], chat: bool, words: Sequence[str]) -> list[str]:
-    """Texts of all tokens, by id; ``more`` are special tokens after all characters, see `write_tokenizer`."""
+    """Texts of all tokens, by id; ``more`` are special tokens after all characters, see
+    `write_tokenizer`."""
     found = [*SPECIAL, *CHARACTERS, *more]
     found += [TURN, TURN_END, *_CHAT_CHARACTERS, *_CHAT_WORDS] if chat else []
     found = list(dict.fromkeys([*found, *words]))
@@ -63,16 +72,20 @@ def end_of_response(more: Sequence[str], chat: bool) -> int:
     return vocabulary(more, chat, ()).index(TURN_END) if chat else EOS_ID
 
 
-def write_tokenizer(directory: Path, more: Sequence[str] = (), chat: bool = False, words: Sequence[str] = ()) -> None:
+def write_tokenizer(
+    directory: Path, more: Sequence[str] = (), chat: bool = False, words: Sequence[str] = ()
+) -> None:
     """Write the files of a tokenizer whose unknown characters become <pad>.
 
-    ``more``: special tokens beside those of all. ``chat``: it has what chats with tools need, and a template; without,
-    BOS goes before each text. ``words``: texts that have a token each.
+    ``more``: special tokens beside those of all. ``chat``: it has what chats with tools need, and a
+    template; without, BOS goes before each text. ``words``: texts that have a token each.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     all_words = vocabulary(more, chat, words)
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(all_words)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(all_words)}, unk_token="<pad>")
+    )
     longest_first = sorted([*(_CHAT_WORDS if chat else ()), *words], key=len, reverse=True)
     pieces = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
@@ -81,12 +94,20 @@ def write_tokenizer(directory: Path, more: Sequence[str] = (), chat: bool = Fals
     if chat:
         (directory / "chat_template.jinja").write_text(_TEMPLATE)
     else:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", BOS_ID)]
+        )
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": TURN_END if chat else "</s>", "pad_token": "<pad>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": not chat, "model_max_length": 256}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": not chat,
+        "model_max_length": 256,
+    }
     named = {"extra_special_tokens": _named(more)} if more else {}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings | names | named, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(settings | names | named, indent=2) + "\n"
+    )
 
 
 def _named(tokens: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The part of a small random model that sees: its tower, its tokens, and what its processor is told."""
+"""The part of a small random model that sees: its tower, its tokens, and what its processor is
+told."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _PIXELS = {"shortest_edge": 1024, "longest_edge": 1 << 20}
 
 
 def seeing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
-    """The config.json of a Qwen3-VL of `shape`, dense or with experts, whose language model has that of ``text``.
-    ``first``: id of the first of `TOKENS`."""
+    """The config.json of a Qwen3-VL of `shape`, dense or with experts, whose language model has
+    that of ``text``. ``first``: id of the first of `TOKENS`."""
     kind, name = ("qwen3_vl_moe", "Qwen3VLMoe") if shape.num_experts else ("qwen3_vl", "Qwen3VL")
     return {
         "architectures": [f"{name}ForConditionalGeneration"],
@@ -28,11 +29,18 @@ def seeing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str
     }
 
 
-def parts(shape: TinyModelConfig, text: dict[str, Any], first: int, types: tuple[str, str]) -> dict[str, Any]:
-    """Entries of config.json for a language model and the tower before it, of these ``types``. See `seeing`."""
+def parts(
+    shape: TinyModelConfig, text: dict[str, Any], first: int, types: tuple[str, str]
+) -> dict[str, Any]:
+    """Entries of config.json for a language model and the tower before it, of these ``types``. See
+    `seeing`."""
     half = shape.head_dim // 2
     side = half // 4
-    turns = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [half - 2 * side, side, side]}
+    turns = {
+        "rope_type": "default",
+        "mrope_interleaved": True,
+        "mrope_section": [half - 2 * side, side, side],
+    }
     text = {name: value for name, value in text.items() if name != "architectures"}
     return {
         "text_config": {**text, "model_type": types[0], "rope_scaling": turns},
@@ -62,11 +70,17 @@ def _tower(shape: TinyModelConfig) -> dict[str, Any]:
 
 
 def processors(family: str, videos: str) -> dict[str, dict[str, Any]]:
-    """Content of the files by which processors of images and videos are set up. ``family``, ``videos``: names of the
-    classes of the whole processor and of that of videos."""
-    about = {"patch_size": _PATCH, "temporal_patch_size": _TEMPORAL, "merge_size": _MERGE, "size": _PIXELS}
+    """Content of the files by which processors of images and videos are set up. ``family``,
+    ``videos``: names of the classes of the whole processor and of that of videos."""
+    about = {
+        "patch_size": _PATCH,
+        "temporal_patch_size": _TEMPORAL,
+        "merge_size": _MERGE,
+        "size": _PIXELS,
+    }
     about |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": family}
     return {
         "preprocessor_config": about | {"image_processor_type": "Qwen2VLImageProcessor"},
-        "video_preprocessor_config": about | {"video_processor_type": videos, "fps": 2, "min_frames": 4},
+        "video_preprocessor_config": about
+        | {"video_processor_type": videos, "fps": 2, "min_frames": 4},
     }

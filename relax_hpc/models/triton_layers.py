@@ -1,6 +1,8 @@
-"""Norm, rotary embedding and gated activation as one Triton kernel each, in place of a dozen launches.
+"""Norm, rotary embedding and gated activation as one Triton kernel each, in place of a dozen
+launches.
 
-Everything is computed in float32, whatever the tensors are of. Under TRITON_INTERPRET=1 they run on a CPU, slowly.
+Everything is computed in float32, whatever the tensors are of. Under TRITON_INTERPRET=1 they run on
+a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _PROGRAMS_PER_PROCESSOR = 4
 
 
 def install() -> None:
-    """Put these kernels where megatron-core calls those of Apex and Transformer Engine, under `apply_rope_fusion` and
-    `bias_activation_fusion` only."""
+    """Put these kernels where megatron-core calls those of Apex and Transformer Engine, under
+    `apply_rope_fusion` and `bias_activation_fusion` only."""
     rope_utils.fused_apply_rotary_pos_emb = rotary
     mlp.bias_swiglu_impl = swiglu
 
@@ -38,30 +40,39 @@ class FusedRMSNorm(RMSNorm):
 
 
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
-    """Queries or keys [s, b, heads, dim] turned by the angles `freqs` [s, 1, 1, dim] float32, whose halves are equal.
+    """Queries or keys [s, b, heads, dim] turned by the angles `freqs` [s, 1, 1, dim] float32, whose
+    halves are equal.
 
-    ValueError: angles of part of a head, or that differ between rows of a batch, or pairs that stand beside each other.
+    ValueError: angles of part of a head, or that differ between rows of a batch, or pairs that
+    stand beside each other.
     """
     if interleaved or freqs.shape != (t.shape[0], 1, 1, t.shape[3]):
-        raise ValueError(f"angles of shape {tuple(freqs.shape)} for {tuple(t.shape)}, interleaved {interleaved}")
+        raise ValueError(
+            f"angles of shape {tuple(freqs.shape)} for {tuple(t.shape)}, interleaved {interleaved}"
+        )
     return _Rotary.apply(t, freqs)
 
 
 def swiglu(x: Tensor, bias: None = None, *_: Any) -> Tensor:
-    """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; what follows it concerns others."""
+    """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; what follows it
+    concerns others."""
     if bias is not None:
         raise ValueError("swiglu: found a bias, allowed: none")
     return _SwiGLU.apply(x)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm: r = (mean x^2 + eps)^-1/2, n = r x, y = w n, dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
+    """RMS norm: r = (mean x^2 + eps)^-1/2, n = r x, y = w n, dx = r (w dy - n mean(w dy n)), dw =
+    sum of dy n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
-        y, scale = torch.empty_like(flat, memory_format=torch.contiguous_format), _vector(flat, rows)
+        y, scale = (
+            torch.empty_like(flat, memory_format=torch.contiguous_format),
+            _vector(flat, rows),
+        )
         shape = _rows_at_once(columns)
         _norm_forward[(triton.cdiv(rows, shape["ROWS"]),)](
             flat, weight, y, scale, rows, columns, flat.stride(0), eps, **shape
@@ -76,16 +87,32 @@ class _RMSNorm(torch.autograd.Function):
         rows, columns = x.shape
         shape = _rows_at_once(columns)
         programs = min(triton.cdiv(rows, shape["ROWS"]), _programs(x.device))
-        d_x, parts = torch.empty_like(x, memory_format=torch.contiguous_format), _vector(x, programs, columns)
+        d_x, parts = (
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            _vector(x, programs, columns),
+        )
         flat = d_y.reshape(-1, columns)
         _norm_backward[(programs,)](
-            x, weight, scale, flat, d_x, parts, rows, columns, x.stride(0), flat.stride(0), programs, **shape
+            x,
+            weight,
+            scale,
+            flat,
+            d_x,
+            parts,
+            rows,
+            columns,
+            x.stride(0),
+            flat.stride(0),
+            programs,
+            **shape,
         )
         return d_x.view(d_y.shape), parts.sum(0).to(weight.dtype), None
 
 
 @triton.jit
-def _norm_forward(X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _norm_forward(
+    X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -99,7 +126,19 @@ def _norm_forward(X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr
 
 @triton.jit
 def _norm_backward(
-    X, W, SCALE, DY, DX, DW, rows, columns, stride, d_stride, programs, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    X,
+    W,
+    SCALE,
+    DY,
+    DX,
+    DW,
+    rows,
+    columns,
+    stride,
+    d_stride,
+    programs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -109,17 +148,24 @@ def _norm_backward(
         row = start + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
-        x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        d_y = tl.load(DY + row[:, None] * d_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        d_y = tl.load(DY + row[:, None] * d_stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         normal, slope = x * scale[:, None], d_y * w[None, :]
         d_w += tl.sum(d_y * normal, 0)
         d_x = (slope - normal * (tl.sum(slope * normal, 1) / columns)[:, None]) * scale[:, None]
-        tl.store(DX + row[:, None] * columns + column[None, :], d_x.to(DX.dtype.element_ty), mask=inside)
+        tl.store(
+            DX + row[:, None] * columns + column[None, :], d_x.to(DX.dtype.element_ty), mask=inside
+        )
     tl.store(DW + first * columns + column, d_w, mask=column < columns)
 
 
 class _Rotary(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of the halves of a head; back by the opposite angle."""
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of the halves of a head; back by the opposite
+    angle."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
@@ -137,13 +183,26 @@ def _turned(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
     t = t if t.stride(3) == 1 else t.contiguous()
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
     blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
-    _turn[(s * batch,)](t, out, freqs.contiguous(), batch, heads, dim // 2, *t.stride()[:3], sign, **blocks)
+    _turn[(s * batch,)](
+        t, out, freqs.contiguous(), batch, heads, dim // 2, *t.stride()[:3], sign, **blocks
+    )
     return out
 
 
 @triton.jit
 def _turn(
-    X, Y, ANGLES, batch, heads, half, stride_s, stride_b, stride_h, sign, HEADS: tl.constexpr, HALF: tl.constexpr
+    X,
+    Y,
+    ANGLES,
+    batch,
+    heads,
+    half,
+    stride_s,
+    stride_b,
+    stride_h,
+    sign,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     token, line = place // batch, place % batch
@@ -160,14 +219,17 @@ def _turn(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU, q being the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a q."""
+    """SwiGLU, q being the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a
+    q."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x)
         y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-        _swiglu_forward[(triton.cdiv(y.numel(), _BLOCK),)](x, y, y.numel(), y.shape[-1], BLOCK=_BLOCK)
+        _swiglu_forward[(triton.cdiv(y.numel(), _BLOCK),)](
+            x, y, y.numel(), y.shape[-1], BLOCK=_BLOCK
+        )
         return y
 
     @staticmethod
@@ -175,7 +237,9 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         d_y, d_x = d_y.contiguous(), torch.empty_like(x)
-        _swiglu_backward[(triton.cdiv(d_y.numel(), _BLOCK),)](x, d_y, d_x, d_y.numel(), d_y.shape[-1], BLOCK=_BLOCK)
+        _swiglu_backward[(triton.cdiv(d_y.numel(), _BLOCK),)](
+            x, d_y, d_x, d_y.numel(), d_y.shape[-1], BLOCK=_BLOCK
+        )
         return d_x
 
 

@@ -1,4 +1,5 @@
-"""Decoders behind the vision tower of Qwen3-VL: a nested config.json, three positions a token, placeholders."""
+"""Decoders behind the vision tower of Qwen3-VL: a nested config.json, three positions a token,
+placeholders."""
 
 from __future__ import annotations
 
@@ -6,21 +7,38 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from relax_hpc.models.rules import ANYWHERE, FLAG, MAPPING, ROPE, SIZE, TOKEN, Rule, Section, one_of, rope
+from relax_hpc.models.rules import (
+    ANYWHERE,
+    FLAG,
+    MAPPING,
+    ROPE,
+    SIZE,
+    TOKEN,
+    Rule,
+    Section,
+    one_of,
+    rope,
+)
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.towers.vision import VisionTower
 
 _USUAL_SECTIONS = (24, 20, 20)
 """Sections of a model that does not say, as in transformers 5."""
 _SECTIONS = Rule(
-    "three positive integers", lambda found: isinstance(found, list) and len(found) == 3 and all(map(SIZE.fits, found))
+    "three positive integers",
+    lambda found: isinstance(found, list) and len(found) == 3 and all(map(SIZE.fits, found)),
 )
-_MROPE = {"mrope_section": _SECTIONS, "mrope_interleaved": one_of(True), "interleaved": one_of(True)}
+_MROPE = {
+    "mrope_section": _SECTIONS,
+    "mrope_interleaved": one_of(True),
+    "interleaved": one_of(True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguage(ModelSpec):
-    """Model of a tower and a decoder, which `vision_config` and `text_config` describe. Mixed into a decoder's spec."""
+    """Model of a tower and a decoder, which `vision_config` and `text_config` describe. Mixed into
+    a decoder's spec."""
 
     text_type: ClassVar[str]
     """Value of `text_config.model_type`."""
@@ -30,7 +48,10 @@ class VisionLanguage(ModelSpec):
     """Beginning of the keys of the mapping that holds all of this, such as `thinker_config.`."""
     placeholder_keys: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id")
     """Keys of the tokens in whose places media come."""
-    top_rules: ClassVar[Mapping[str, Rule]] = {"vision_start_token_id": TOKEN, "vision_end_token_id": TOKEN}
+    top_rules: ClassVar[Mapping[str, Rule]] = {
+        "vision_start_token_id": TOKEN,
+        "vision_end_token_id": TOKEN,
+    }
     """Rules for further keys beside `text_config`."""
     vision: ClassVar[type[VisionTower]] = VisionTower
     widths_of_towers: ClassVar[Mapping[str, str]] = {"vision_config": "out_hidden_size"}
@@ -56,7 +77,9 @@ class VisionLanguage(ModelSpec):
             }
         )
         return {
-            cls.within: Section(top, ("text_config", "vision_config", *cls.placeholder_keys), cls.mismatches),
+            cls.within: Section(
+                top, ("text_config", "vision_config", *cls.placeholder_keys), cls.mismatches
+            ),
             f"{cls.within}text_config.": Section(text, cls.needed, cls.contradictions),
             f"{cls.within}vision_config.": cls.vision.section(cls.vision_types),
         }
@@ -64,7 +87,9 @@ class VisionLanguage(ModelSpec):
     @classmethod
     def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
         """See `ModelSpec.sizes`."""
-        text = known["text_config"] | {"tie_word_embeddings": known.get("tie_word_embeddings", False)}
+        text = known["text_config"] | {
+            "tie_word_embeddings": known.get("tie_word_embeddings", False)
+        }
         return super().sizes(text) | {
             "towers": (cls.vision.of(known["vision_config"], cls.tower_place),),
             "rotary_sections": tuple(rope(text).get("mrope_section", _USUAL_SECTIONS)),
@@ -77,9 +102,15 @@ class VisionLanguage(ModelSpec):
         yield from super().contradictions(known)
         if "rope_theta" not in known and "rope_theta" not in rope(known):
             yield "rope_theta is missing; the engine and transformers take different ones then"
-        sections, dim = rope(known).get("mrope_section", list(_USUAL_SECTIONS)), known.get("head_dim")
+        sections, dim = (
+            rope(known).get("mrope_section", list(_USUAL_SECTIONS)),
+            known.get("head_dim"),
+        )
         if _SECTIONS.fits(sections) and SIZE.fits(dim) and 2 * sum(sections) != dim:
-            yield f"mrope_section is {sections}, supported are three numbers whose sum is half of head_dim, {dim}"
+            yield (
+                f"mrope_section is {sections}, supported are three numbers whose sum is half of "
+                f"head_dim, {dim}"
+            )
 
     @classmethod
     def mismatches(cls, known: Mapping[str, Any]) -> Iterator[str]:

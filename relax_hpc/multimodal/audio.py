@@ -52,7 +52,8 @@ def resampled(samples: np.ndarray, rate: int, model_rate: int) -> np.ndarray:
     bit for bit. librosa 0.11.0 itself compiles other functions of its module when
     `librosa.resample` is first used, which takes 10 s and 340 MB. With numba's cache on the node it
     takes 1.1 s and 210 MB in each worker, and soxr takes 5 ms. NUMBA_DISABLE_JIT is no way out: the
-    import of `librosa.core.audio` then fails, because numba 0.65.1 compiles its gufuncs all the same.
+    import of `librosa.core.audio` then fails, because numba 0.65.1 compiles its gufuncs all the
+    same.
     """
     if rate == model_rate:
         return samples

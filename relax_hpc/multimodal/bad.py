@@ -16,14 +16,16 @@ class Reason(StrEnum):
     URI = "bad_uri"
     """No path, file URI or data URI, or a data URI whose content cannot be decoded."""
     MISLABELLED = "mislabelled"
-    """Content of another kind than the prompt says: a sound where an image should be, a page of HTML."""
+    """Content of another kind than the prompt says: a sound where an image should be, a page of
+    HTML."""
     EXTENSION = "wrong_extension"
     """Content of the right kind in a file that is named as one of another kind."""
     UNSUPPORTED = "unsupported_format"
     """A format, codec or range of values that no decoder of the allow-list reads correctly."""
     CORRUPTED = "corrupted"
     TRUNCATED = "truncated"
-    """Shorter than the file itself says, found by a decoder or, where that is silent, by comparing."""
+    """Shorter than the file itself says, found by a decoder or, where that is silent, by
+    comparing."""
     NO_STREAM = "no_stream"
     """A container without a video, or without sound."""
     PIXELS = "too_many_pixels"

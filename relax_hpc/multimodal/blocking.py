@@ -1,4 +1,5 @@
-"""A worker that decodes media for callers that are no coroutines: whoever reads rows, or demonstrations."""
+"""A worker that decodes media for callers that are no coroutines: whoever reads rows, or
+demonstrations."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 
 class BlockingMediaPool:
-    """Pool of one worker, which starts with the first medium and ends with this object; safe to use from threads."""
+    """Pool of one worker, which starts with the first medium and ends with this object; safe to use
+    from threads."""
 
     def __init__(self, rules: Rules, limits: Limits) -> None:
         self._pool, self._loop = MediaPool(rules, limits), asyncio.new_event_loop()
@@ -27,15 +29,11 @@ class BlockingMediaPool:
         threading.Thread(target=_serve, args=(self._loop,), name="media", daemon=True).start()
         weakref.finalize(self, _end, self._pool, self._loop).atexit = False
 
-    def header(
-        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
-    ) -> Header:
+    def header(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Header:
         """Header of a medium. BadMedium: it cannot be used."""
         return self._waited(self._pool.header(kind, source, options))
 
-    def load(
-        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
-    ) -> Loaded:
+    def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
         return self._waited(self._pool.load(kind, source, options))
 

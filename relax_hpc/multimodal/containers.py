@@ -1,4 +1,5 @@
-"""Length that a file has by its own container. Decoders read what a shorter file holds, without an error.
+"""Length that a file has by its own container. Decoders read what a shorter file holds, without an
+error.
 
 MPEG streams, ADTS, AC-3 and AMR do not say how long they are.
 """
@@ -49,7 +50,8 @@ def declared_bytes(file: BinaryIO, size: int) -> int:
 
 
 def _chunk(head: bytes, form: str) -> int:
-    """End of the one chunk that a RIFF or AIFF file is, less its own header, with which not all writers reckon."""
+    """End of the one chunk that a RIFF or AIFF file is, less its own header, with which not all
+    writers reckon."""
     (length,) = struct.unpack(form, head[4:8])
     return length if length < _OPEN else 0
 
@@ -104,7 +106,8 @@ def _mp3(file: BinaryIO, head: bytes) -> int:
 
 
 def _boxes(file: BinaryIO, size: int) -> int:
-    """End of the last box of an MP4; one with only a part of its index or its frames ends beyond the file."""
+    """End of the last box of an MP4; one with only a part of its index or its frames ends beyond
+    the file."""
     at = 0
     for _ in range(_MOST_BOXES):
         if at >= size:
@@ -138,7 +141,8 @@ def _matroska(file: BinaryIO, size: int) -> int:
 
 
 def _ebml_length(file: BinaryIO) -> int | None:
-    """The number at the file's place whose first byte says how many bytes it has; None: it is left open."""
+    """The number at the file's place whose first byte says how many bytes it has; None: it is left
+    open."""
     first = file.read(1)
     if not first or not first[0]:
         return None
@@ -149,7 +153,8 @@ def _ebml_length(file: BinaryIO) -> int | None:
 
 
 def _ogg(file: BinaryIO, size: int) -> int:
-    """More than ``size`` where the last page is not marked as the last of its stream, or not whole."""
+    """More than ``size`` where the last page is not marked as the last of its stream, or not
+    whole."""
     file.seek(max(0, size - 2 * _MOST_TAIL))
     tail = file.read()
     page = tail[tail.rfind(b"OggS") :]

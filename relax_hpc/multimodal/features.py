@@ -20,7 +20,8 @@ from relax_hpc.multimodal.rules import Rules
 from relax_hpc.rundir import private_folder, write_atomic
 
 _MEL_FLOOR, _MEL_RANGE = 1e-10, 8.0
-"""Least power, and decades below the loudest that are kept (Whisper, arXiv 2212.04356, section 2.2)."""
+"""Least power, and decades below the loudest that are kept (Whisper, arXiv 2212.04356, section
+2.2)."""
 _FULL_SCALE = np.float32(32768)
 """Value of 1.0 in samples of 16 bits."""
 MOST_HERTZ = 8000.0
@@ -30,12 +31,18 @@ _LOCK_S, _LOCK_PAUSE_S = 60.0, 0.05
 
 
 def features(medium: Medium, rules: Rules) -> np.ndarray:
-    """Rows that the tower of a medium takes, float32: `patches`, or the frames of `mel`, [frames, bins]."""
-    return np.ascontiguousarray(mel(medium, rules).T) if medium.kind is Kind.AUDIO else patches(medium, rules)
+    """Rows that the tower of a medium takes, float32: `patches`, or the frames of `mel`, [frames,
+    bins]."""
+    return (
+        np.ascontiguousarray(mel(medium, rules).T)
+        if medium.kind is Kind.AUDIO
+        else patches(medium, rules)
+    )
 
 
 def patches(medium: Medium, rules: Rules) -> np.ndarray:
-    """Patches of an image or video, float32 [product of the grid, channels * temporal * patch * patch].
+    """Patches of an image or video, float32 [product of the grid, channels * temporal * patch *
+    patch].
 
     Rows go by time, then by squares that become a token, then by the patches of a square.
     """
@@ -43,28 +50,33 @@ def patches(medium: Medium, rules: Rules) -> np.ndarray:
 
 
 def raw_features(medium: Medium, rules: Rules) -> np.ndarray:
-    """Rows of `features` whose patches are pixels still, uint8: a quarter of the bytes on their way to a tower, whose
-    device makes numbers of them."""
+    """Rows of `features` whose patches are pixels still, uint8: a quarter of the bytes on their way
+    to a tower, whose device makes numbers of them."""
     if medium.kind is Kind.AUDIO:
         return features(medium, rules)
     return _repeated(_pixels(medium, rules), medium, rules)
 
 
 def _pixels(medium: Medium, rules: Rules) -> np.ndarray:
-    """Pixels of patches in the order of `patches`, uint8 [patches, channels, frames, patch, patch]; an image has one
-    frame."""
+    """Pixels of patches in the order of `patches`, uint8 [patches, channels, frames, patch, patch];
+    an image has one frame."""
     frames = medium.data[None] if medium.kind is Kind.IMAGE else medium.data
     time, height, width = medium.grid
     patch, merge, channels = rules.patch, rules.merge, frames.shape[-1]
     depth = 1 if medium.kind is Kind.IMAGE else rules.temporal
     frames = _filled(frames, time * depth)
-    split = frames.reshape(time, depth, height // merge, merge, patch, width // merge, merge, patch, channels)
+    split = frames.reshape(
+        time, depth, height // merge, merge, patch, width // merge, merge, patch, channels
+    )
     return split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
 
 
 def _repeated(values: np.ndarray, medium: Medium, rules: Rules) -> np.ndarray:
-    """``values`` in the shape of `_pixels` as rows, those of an image copied to all frames of a patch."""
-    return values.repeat(rules.temporal // values.shape[2], axis=2).reshape(math.prod(medium.grid), -1)
+    """``values`` in the shape of `_pixels` as rows, those of an image copied to all frames of a
+    patch."""
+    return values.repeat(rules.temporal // values.shape[2], axis=2).reshape(
+        math.prod(medium.grid), -1
+    )
 
 
 def _filled(frames: np.ndarray, count: int) -> np.ndarray:
@@ -76,7 +88,9 @@ def _filled(frames: np.ndarray, count: int) -> np.ndarray:
 
 def _normalised(values: np.ndarray, rules: Rules) -> np.ndarray:
     """uint8 [n, channels, ...] as float32 of about mean 0, deviation 1 a channel."""
-    mean, std = (np.array(each, np.float32).reshape(-1, 1, 1, 1) for each in (rules.mean, rules.std))
+    mean, std = (
+        np.array(each, np.float32).reshape(-1, 1, 1, 1) for each in (rules.mean, rules.std)
+    )
     found = values.astype(np.float32)
     found -= mean * np.float32(255)
     found /= std * np.float32(255)
@@ -93,13 +107,17 @@ def waveform(medium: Medium) -> np.ndarray:
 def mel(medium: Medium, rules: Rules) -> np.ndarray:
     """Log-mel spectrogram of a sound, float32 [bins, frames], as Whisper's of this sound alone.
 
-    In a padded batch the processor lets zeros follow a shorter sound instead of its reflection, so that two frames at
-    its end depend on the batch; here they never do.
+    In a padded batch the processor lets zeros follow a shorter sound instead of its reflection, so
+    that two frames at its end depend on the batch; here they never do.
     """
     padded = np.pad(waveform(medium), rules.window // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, rules.window)[:: rules.hop][: medium.grid[2]]
+    frames = np.lib.stride_tricks.sliding_window_view(padded, rules.window)[:: rules.hop][
+        : medium.grid[2]
+    ]
     logarithms = np.log10(np.maximum(_filters(rules) @ _power(frames).T, np.float32(_MEL_FLOOR)))
-    return (np.maximum(logarithms, logarithms.max() - np.float32(_MEL_RANGE)) + np.float32(4)) / np.float32(4)
+    return (
+        np.maximum(logarithms, logarithms.max() - np.float32(_MEL_RANGE)) + np.float32(4)
+    ) / np.float32(4)
 
 
 def _power(frames: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Limits of a file of media. What is beyond them by its header is refused before anything is decoded; time and memory
-are those of the worker that has it."""
+"""Limits of a file of media. What is beyond them by its header is refused before anything is
+decoded; time and memory are those of the worker that has it."""
 
 from __future__ import annotations
 

@@ -26,4 +26,6 @@ def load(kind: Kind, source: Source, rules: Rules, limits: Limits | None = None)
 
 def _refuse_silent(kind: Kind, rules: Rules) -> None:
     if kind is Kind.AUDIO and not rules.rate:
-        raise ConfigError("the prompts have sounds, which the model does not hear; allowed: qwen3_omni_moe")
+        raise ConfigError(
+            "the prompts have sounds, which the model does not hear; allowed: qwen3_omni_moe"
+        )

@@ -1,4 +1,5 @@
-"""A medium as it is stored, once a prompt group: decoded, resized, as pixels or samples, with a header."""
+"""A medium as it is stored, once a prompt group: decoded, resized, as pixels or samples, with a
+header."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import numpy as np
 from relax_hpc.multimodal.bad import BadMedium, Reason
 
 Grid = tuple[int, int, int]
-"""Patches (time, height, width) before merging; of a sound (1, 1, frames of its mel spectrogram)."""
+"""Patches (time, height, width) before merging; of a sound (1, 1, frames of its mel
+spectrogram)."""
 
 
 class Kind(StrEnum):
@@ -27,7 +29,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Medium without its content, as it is known before it is decoded: enough to count its tokens and to place them."""
+    """Medium without its content, as it is known before it is decoded: enough to count its tokens
+    and to place them."""
 
     kind: Kind
     grid: Grid
@@ -53,8 +56,9 @@ class Medium:
 
     kind: Kind
     data: np.ndarray
-    """Image: uint8 [height, width, 3]. Video: uint8 [frames, height, width, 3]. Sound: float32 [samples], one channel
-    at the rate of the model's family, full scale 1; int16 [samples], full scale 32768, of earlier releases."""
+    """Image: uint8 [height, width, 3]. Video: uint8 [frames, height, width, 3]. Sound: float32
+    [samples], one channel at the rate of the model's family, full scale 1; int16 [samples], full
+    scale 32768, of earlier releases."""
     grid: Grid
     seconds: tuple[float, ...] = ()
     """Time of each temporal patch of a video."""
@@ -68,24 +72,29 @@ class Medium:
     # video has many megabytes. These functions keep the memory that they are given.
 
     def to_bytes(self) -> bytes:
-        """A safetensors file, always the same of the same medium: its hash is the medium's name in the queue."""
+        """A safetensors file, always the same of the same medium: its hash is the medium's name in
+        the queue."""
         return b"".join(self.parts())
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """The two parts of `to_bytes`, the second over the medium's own memory: a video has many megabytes."""
+        """The two parts of `to_bytes`, the second over the medium's own memory: a video has many
+        megabytes."""
         about = json.dumps({"kind": self.kind, "grid": self.grid, "seconds": self.seconds})
         dtypes, _ = _FORMS[self.kind]
         dtype = next((name for name in dtypes if _DTYPES[name] == self.data.dtype), dtypes[0])
         data = np.ascontiguousarray(self.data, _DTYPES[dtype])
         tensor = {"dtype": dtype, "shape": data.shape, "data_offsets": (0, data.nbytes)}
         # One key of metadata: the order of several is left open by the format's own library.
-        head = json.dumps({"__metadata__": {"medium": about}, "data": tensor}, separators=(",", ":")).encode()
+        head = json.dumps(
+            {"__metadata__": {"medium": about}, "data": tensor}, separators=(",", ":")
+        ).encode()
         head += b" " * (-len(head) % 8)
         return _LENGTH.pack(len(head)) + head, memoryview(data).cast("B")
 
     @classmethod
     def from_bytes(cls, blob: bytes | memoryview) -> Medium:
-        """The medium that `to_bytes` has written as ``blob``, over its memory. BadMedium: it is none."""
+        """The medium that `to_bytes` has written as ``blob``, over its memory. BadMedium: it is
+        none."""
         view = memoryview(blob)
         try:
             (length,) = _LENGTH.unpack(view[: _LENGTH.size])
@@ -97,7 +106,9 @@ class Medium:
             data = np.frombuffer(view[body:], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
             return cls._checked(about, tensor["dtype"], data)
         except (ValueError, LookupError, TypeError, struct.error) as error:
-            raise BadMedium(Reason.BLOB, f"{view.nbytes} bytes that are no medium: {error}") from error
+            raise BadMedium(
+                Reason.BLOB, f"{view.nbytes} bytes that are no medium: {error}"
+            ) from error
 
     @classmethod
     def _checked(cls, about: dict[str, Any], dtype: str, data: np.ndarray) -> Medium:

@@ -58,7 +58,11 @@ class MediumOptions:
                 allowed = ", ".join(_NAMES[kind]) or "none"
                 raise BadMedium(Reason.OPTION, f"{kind}: found {name!r}, allowed: {allowed}")
             number = float if name in _FLOATS else int
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != number(value):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or value != number(value)
+            ):
                 raise _bad_value(name, value, f"a number ({number.__name__})")
             if not math.isfinite(value) or value < 0 or (value == 0 and name != "video_start"):
                 raise _bad_value(name, value, "a positive number")
@@ -74,11 +78,15 @@ class MediumOptions:
     def _check(self) -> None:
         """BadMedium: options contradict each other."""
         if (self.resized_height is None) != (self.resized_width is None):
-            raise BadMedium(Reason.OPTION, "resized_height and resized_width: found one, allowed: both")
+            raise BadMedium(
+                Reason.OPTION, "resized_height and resized_width: found one, allowed: both"
+            )
         if self.fps is not None and self.nframes is not None:
             raise BadMedium(Reason.OPTION, "fps and nframes: found both, allowed: one of them")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise _bad_value("min_pixels", self.min_pixels, f"at most max_pixels, {self.max_pixels}")
+            raise _bad_value(
+                "min_pixels", self.min_pixels, f"at most max_pixels, {self.max_pixels}"
+            )
 
 
 NO_OPTIONS = MediumOptions()
@@ -138,7 +146,8 @@ class RulesWithOptions(Rules):
         if first >= last and (first, last) != (0, total - 1):
             raise BadMedium(
                 Reason.OPTION,
-                f"video_start and video_end: found frames {first} to {last}, allowed: two frames or more "
+                f"video_start and video_end: found frames {first} to {last}, allowed: two frames "
+                "or more "
                 f"of {total} in {seconds:.2f} s",
             )
         return first, last
@@ -155,7 +164,8 @@ class RulesWithOptions(Rules):
             count = _round_down(min(max(wanted, low), high, total))
         if not _FRAME_FACTOR <= count <= total:
             raise BadMedium(
-                Reason.OPTION, f"found {count} frames to take of {total}, allowed: {_FRAME_FACTOR} to {total}"
+                Reason.OPTION,
+                f"found {count} frames to take of {total}, allowed: {_FRAME_FACTOR} to {total}",
             )
         return count
 

@@ -16,21 +16,24 @@ Run = tuple[Kind, int]
 
 
 def time_stamp(seconds: float) -> str:
-    """Text before the temporal patch of a video at ``seconds``, in families that have such stamps."""
+    """Text before the temporal patch of a video at ``seconds``, in families that have such
+    stamps."""
     return f"<{seconds:.1f} seconds>"
 
 
 def stamped_runs(video: Header | Medium, rules: Rules) -> list[tuple[str, Run]]:
-    """Time stamp and placeholders of each temporal patch; each run stands between the tokens that begin and end
-    vision."""
+    """Time stamp and placeholders of each temporal patch; each run stands between the tokens that
+    begin and end vision."""
     run = Kind.VIDEO, rules.tokens(video) // video.grid[0]
     return [(time_stamp(seconds), run) for seconds in video.seconds]
 
 
 def runs_with_sound(video: Header | Medium, sound: Header | Medium, rules: Rules) -> list[Run]:
-    """Placeholders of a video and of its own sound (`use_audio_in_video`), in the order of their times; at the same
-    time the video's come first."""
-    return [(kind, len(list(run))) for kind, run in itertools.groupby(_in_order(video, sound, rules))]
+    """Placeholders of a video and of its own sound (`use_audio_in_video`), in the order of their
+    times; at the same time the video's come first."""
+    return [
+        (kind, len(list(run))) for kind, run in itertools.groupby(_in_order(video, sound, rules))
+    ]
 
 
 def _in_order(video: Header | Medium, sound: Header | Medium, rules: Rules) -> Iterator[Kind]:

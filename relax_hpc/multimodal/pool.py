@@ -1,5 +1,5 @@
-"""Worker processes that decode media: a file on which a decoder hangs, crashes or takes too much memory costs its own
-worker alone, and is bad."""
+"""Worker processes that decode media: a file on which a decoder hangs, crashes or takes too much
+memory costs its own worker alone, and is bad."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class MediaPool:
     def __init__(self, rules: Rules, limits: Limits | None = None, count: int = 1) -> None:
         self._pool = Pool(MediaWork(rules, limits or Limits()), count)
 
-    async def load(
-        self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS
-    ) -> Loaded:
+    async def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
         """A medium. BadMedium: it cannot be used."""
         found = await self._of(Ask(kind, source, True, options))
         assert isinstance(found, Loaded)
@@ -94,7 +92,11 @@ class MediaWork:
         return {"rules": dataclasses.asdict(self.rules), "limits": dataclasses.asdict(self.limits)}
 
     def request(self, asked: Ask) -> Message:
-        where = {"bytes": asked.source.hex()} if isinstance(asked.source, bytes) else {"path": str(asked.source)}
+        where = (
+            {"bytes": asked.source.hex()}
+            if isinstance(asked.source, bytes)
+            else {"path": str(asked.source)}
+        )
         options = dataclasses.asdict(asked.options)
         return {"kind": asked.kind, "content": asked.content, "options": options, **where}
 
@@ -103,13 +105,19 @@ class MediaWork:
             reason, detail = message["error"]
             return BadMedium(Reason(reason), detail)
         header = Header(Kind(message["kind"]), tuple(message["grid"]), tuple(message["seconds"]))
-        return Loaded(header, message["media_id"], _mapped(Path(message["blob"]))) if "blob" in message else header
+        return (
+            Loaded(header, message["media_id"], _mapped(Path(message["blob"])))
+            if "blob" in message
+            else header
+        )
 
     def unsendable(self, error: Exception) -> BadMedium:
         return BadMedium(Reason.URI, str(error))
 
     def late(self, took_s: float, answer: Any) -> BadMedium:
-        return BadMedium(Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}")
+        return BadMedium(
+            Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}"
+        )
 
     def died(self, how: str) -> BadMedium:
         return BadMedium(Reason.DIED, f"the worker that decoded it {how}")

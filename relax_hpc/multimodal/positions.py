@@ -1,4 +1,5 @@
-"""Position ids of tokens and media in three dimensions: interleaved mRoPE (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
+"""Position ids of tokens and media in three dimensions: interleaved mRoPE (Qwen2-VL, arXiv
+2409.12191, section 2.1)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ _TOGETHER = {Kind.VIDEO, Kind.AUDIO}
 """Kinds of a video and its own sound, which alternate without a token between."""
 
 
-def positions(length: int, spans: Sequence[Span], media: Mapping[str, Header | Medium], rules: Rules) -> np.ndarray:
+def positions(
+    length: int, spans: Sequence[Span], media: Mapping[str, Header | Medium], rules: Rules
+) -> np.ndarray:
     """Position ids (time, height, width) of a row of ``length`` tokens, int64 [3, length].
 
-    ``spans`` in their order; those of a medium take its tokens one after the other, and begin again when all are taken.
-    Times are rounded to whole positions: engines have no others. BadMedium: spans and media do not fit.
+    ``spans`` in their order; those of a medium take its tokens one after the other, and begin again
+    when all are taken. Times are rounded to whole positions: engines have no others. BadMedium:
+    spans and media do not fit.
     """
     found, cursor = np.empty((3, length), np.int64), _Cursor(media, rules)
     at = following = 0
@@ -47,12 +51,14 @@ class _Cursor:
         self._taken: dict[str, int] = {}
 
     def take(self, span: Span) -> np.ndarray:
-        """Positions of the next tokens of the span's medium, int64 [3, length]; 0 is where the medium begins."""
+        """Positions of the next tokens of the span's medium, int64 [3, length]; 0 is where the
+        medium begins."""
         name = span["media_id"]
         if name not in self._places:
             if name not in self._media:
                 raise BadMedium(
-                    Reason.SPANS, f"{span['kind']} span at {span['start']} names {name}, which is not there"
+                    Reason.SPANS,
+                    f"{span['kind']} span at {span['start']} names {name}, which is not there",
                 )
             self._places[name] = inner_positions(self._media[name], self._rules)
         places, first = self._places[name], self._taken.get(name, 0)
@@ -71,21 +77,27 @@ def inner_positions(medium: Header | Medium, rules: Rules) -> np.ndarray:
     """Positions of the tokens of a medium from its own beginning, int64 [3, tokens]."""
     if medium.kind is Kind.AUDIO:
         return np.tile(np.arange(rules.tokens(medium)), (3, 1))
-    time, height, width = medium.grid[0], medium.grid[1] // rules.merge, medium.grid[2] // rules.merge
+    time, height, width = (
+        medium.grid[0],
+        medium.grid[1] // rules.merge,
+        medium.grid[2] // rules.merge,
+    )
     found = np.indices((time, height, width)).reshape(3, -1)
     found[0] = times(medium, rules)[found[0]]
     return found
 
 
 def times(medium: Header | Medium, rules: Rules) -> np.ndarray:
-    """Position of each temporal patch of an image or video, int64 [patches]; 0 where time stamps stand between."""
+    """Position of each temporal patch of an image or video, int64 [patches]; 0 where time stamps
+    stand between."""
     if rules.stamped or not medium.seconds:
         return np.zeros(medium.grid[0], np.int64)
     return np.rint(np.array(medium.seconds) * rules.positions_a_second).astype(np.int64)
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """``spans`` by where they begin to count: a video and its own sound together, all others alone."""
+    """``spans`` by where they begin to count: a video and its own sound together, all others
+    alone."""
     group: list[Span] = []
     for span in spans:
         if group and not _go_together(group[-1], span):
@@ -97,4 +109,6 @@ def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _go_together(one: Span, other: Span) -> bool:
-    return one["start"] + one["length"] == other["start"] and {one["kind"], other["kind"]} == _TOGETHER
+    return (
+        one["start"] + one["length"] == other["start"] and {one["kind"], other["kind"]} == _TOGETHER
+    )

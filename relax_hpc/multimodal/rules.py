@@ -54,7 +54,8 @@ class Rules:
     frame_factor: int = 1
     """Frames that are taken are a multiple of it."""
     stamped: bool = True
-    """Whether time stamps stand between the temporal patches of a video, as text. If not, their times are positions."""
+    """Whether time stamps stand between the temporal patches of a video, as text. If not, their
+    times are positions."""
     positions_a_second: float = 0.0
     """Positions of a second of video that is not `stamped`."""
     rate: int = 0
@@ -77,16 +78,22 @@ class Rules:
         kind = model.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
             allowed = ", ".join(FAMILIES)
-            raise ConfigError(f"{config}: model_type is {kind!r}, which takes no media here; allowed: {allowed}")
+            raise ConfigError(
+                f"{config}: model_type is {kind!r}, which takes no media here; allowed: {allowed}"
+            )
         pictures = read_json_object(config.with_name("preprocessor_config.json"), is_optional=True)
-        videos = read_json_object(config.with_name("video_preprocessor_config.json"), is_optional=True)
+        videos = read_json_object(
+            config.with_name("video_preprocessor_config.json"), is_optional=True
+        )
         try:
             pictures |= together.get("feature_extractor", {}) | together.get("image_processor", {})
             videos |= together.get("video_processor", {})
             rules = FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # Values of types that no published model has.
-            raise ConfigError(f"{config}: no rules of media: {error!r}; download the model again") from error
+            raise ConfigError(
+                f"{config}: no rules of media: {error!r}; download the model again"
+            ) from error
         return rules.changed(settings) if settings else rules
 
     def changed(self, settings: MultimodalConfig) -> Rules:
@@ -94,20 +101,30 @@ class Rules:
         factor, needed = settings.image_resize_scale_factor or self.factor, self.patch * self.merge
         if factor % needed:
             raise ConfigError(
-                f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples of the {needed} pixels "
+                f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples of "
+                f"the {needed} pixels "
                 "of a token of this model, or 0"
             )
         if self.rate and settings.audio_sample_rate not in (0, self.rate):
             raise ConfigError(
-                f"data.multimodal.audio_sample_rate: found {settings.audio_sample_rate}, allowed: 0, or {self.rate}, "
+                f"data.multimodal.audio_sample_rate: found {settings.audio_sample_rate}, allowed: "
+                f"0, or {self.rate}, "
                 "at which this model hears"
             )
         token = needed**2
         return dataclasses.replace(
             self,
             factor=factor,
-            image=_changed(self.image, settings.image_min_token_num * token, settings.image_max_token_num * token),
-            frame=_changed(self.frame, settings.video_min_token_num * token, settings.video_max_token_num * token),
+            image=_changed(
+                self.image,
+                settings.image_min_token_num * token,
+                settings.image_max_token_num * token,
+            ),
+            frame=_changed(
+                self.frame,
+                settings.video_min_token_num * token,
+                settings.video_max_token_num * token,
+            ),
             clip=_changed(self.clip, 0, settings.video_total_token_num * token),
             fps=settings.fps or self.fps,
             min_frames=settings.fps_min_frames or self.min_frames,
@@ -143,7 +160,9 @@ class Rules:
 
     def frames(self, total: int, native_fps: float) -> np.ndarray:
         """Numbers of the frames that are taken of a video that has ``total``, int64 [frames]."""
-        wanted = min(max(int(total / native_fps * self.fps), self.min_frames), self.max_frames, total)
+        wanted = min(
+            max(int(total / native_fps * self.fps), self.min_frames), self.max_frames, total
+        )
         count = max(wanted // self.frame_factor * self.frame_factor, min(self.frame_factor, total))
         return np.linspace(0, total - 1, count).round().astype(np.int64)
 
@@ -162,20 +181,23 @@ class Rules:
         return Header(Kind.AUDIO, (1, 1, samples // self.hop))
 
     def times(self, taken: np.ndarray, total: int, native_fps: float) -> tuple[float, ...]:
-        """Seconds of each temporal patch: the middle of its frames where they are stamps, else multiples of the time
-        between two, as it would be if frames were drawn evenly."""
+        """Seconds of each temporal patch: the middle of its frames where they are stamps, else
+        multiples of the time between two, as it would be if frames were drawn evenly."""
         if not self.stamped:
             apart = self.temporal * total / native_fps / len(taken)
             return tuple(number * apart for number in range(-(-len(taken) // self.temporal)))
         filled = np.append(taken, [taken[-1]] * (-len(taken) % self.temporal)) / native_fps
-        return tuple(((filled[:: self.temporal] + filled[self.temporal - 1 :: self.temporal]) / 2).tolist())
+        return tuple(
+            ((filled[:: self.temporal] + filled[self.temporal - 1 :: self.temporal]) / 2).tolist()
+        )
 
     def _grid(self, time: int, size: Size) -> Grid:
         return time, size[0] // self.patch, size[1] // self.patch
 
 
 def sound_tokens(frames: int) -> int:
-    """Tokens of ``frames`` of mel: three convolutions of stride 2 within each second, a rest too."""
+    """Tokens of ``frames`` of mel: three convolutions of stride 2 within each second, a rest
+    too."""
     rest = frames % 100
     for _ in range(3):
         rest = (rest + 1) // 2
@@ -183,7 +205,8 @@ def sound_tokens(frames: int) -> int:
 
 
 def _changed(budget: Budget | None, low: int, high: int) -> Budget | None:
-    """``budget`` with another ``low`` or ``high``, in pixels, where these are not 0; the one that is given counts."""
+    """``budget`` with another ``low`` or ``high``, in pixels, where these are not 0; the one that
+    is given counts."""
     if not (low or high):
         return budget
     usual = budget or Budget(0, MOST_PIXELS)
@@ -215,7 +238,9 @@ def _sampling(videos: Mapping[str, Any]) -> dict[str, Any]:
     return {name: videos.get(name) or value for name, value in usual.items()}
 
 
-def _qwen3_vl(model: Mapping[str, Any], pictures: Mapping[str, Any], videos: Mapping[str, Any]) -> Rules:
+def _qwen3_vl(
+    model: Mapping[str, Any], pictures: Mapping[str, Any], videos: Mapping[str, Any]
+) -> Rules:
     return Rules(
         **_vision(model, pictures),
         **_sampling(videos),
@@ -224,7 +249,9 @@ def _qwen3_vl(model: Mapping[str, Any], pictures: Mapping[str, Any], videos: Map
     )
 
 
-def _qwen3_omni(model: Mapping[str, Any], pictures: Mapping[str, Any], videos: Mapping[str, Any]) -> Rules:
+def _qwen3_omni(
+    model: Mapping[str, Any], pictures: Mapping[str, Any], videos: Mapping[str, Any]
+) -> Rules:
     return Rules(
         **_vision(model, pictures),
         **_sampling(videos),

@@ -87,9 +87,18 @@ _TRANSPORT_PACKETS = ((0, 188), (4, 192))
 """Offset of the sync byte in a packet of an MPEG transport stream, and length of a packet."""
 _HEAD_BYTES = 200
 _NO_FILE = frozenset(
-    (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+    )
 )
-"""Errors by which a path names no file that is read, `ForeignFileError` among them. Others may pass."""
+"""Errors by which a path names no file that is read, `ForeignFileError` among them. Others may
+pass."""
 
 
 @contextmanager

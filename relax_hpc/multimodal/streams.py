@@ -57,7 +57,8 @@ def open_container(path: str) -> Iterator[InputContainer]:
     """The container at ``path``. BadMedium: it is damaged, or of a format that is not in
     `CONTAINERS`."""
     # Before decord, here and wherever both are used: decord loads its own FFmpeg with RTLD_GLOBAL
-    # (decord2 3.4.0), and a PyAV that is imported later binds to that one instead of the FFmpeg in its wheel.
+    # (decord2 3.4.0), and a PyAV that is imported later binds to that one instead of the FFmpeg in
+    # its wheel.
     import av
 
     options = dict(_OPTIONS)

@@ -1,4 +1,5 @@
-"""`python -m relax_hpc.multimodal.worker`: a process that decodes the media of one model, one file at a time."""
+"""`python -m relax_hpc.multimodal.worker`: a process that decodes the media of one model, one file
+at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`relax-hpc list`: the runs below a folder, one line each; from their files, and one question to Slurm for all."""
+"""`relax-hpc list`: the runs below a folder, one line each; from their files, and one question to
+Slurm for all."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _ROW = "{:<28} {:<9} {:>12} {:>8}  {:<7} {}"
 
 
 def main(folder: str, as_json: bool = False) -> int:
-    """Print the runs below ``folder``, newest first; the exit code is that of the gravest, see `states.exit_code`."""
+    """Print the runs below ``folder``, newest first; the exit code is that of the gravest, see
+    `states.exit_code`."""
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder; name one that holds run directories")
@@ -41,7 +43,11 @@ def main(folder: str, as_json: bool = False) -> int:
     print(_ROW.format("RUN", "STATE", "STEP", "AGE", "LAYOUT", "JOBS"))
     for row in rows:
         step, age = f"{row['trained_steps']}/{row['steps']}", duration(row["age_s"])
-        print(_ROW.format(row["run"], row["state"], step, age, row["layout"], " ".join(row["jobs"]) or "-"))
+        print(
+            _ROW.format(
+                row["run"], row["state"], step, age, row["layout"], " ".join(row["jobs"]) or "-"
+            )
+        )
     return gravest(row["exit_code"] for row in rows)
 
 
@@ -79,7 +85,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _read_run(run: RunDir) -> tuple[Config, list[str]] | str:
-    """Configuration of a run, and ids of its jobs unless it is finished; or why they cannot be read."""
+    """Configuration of a run, and ids of its jobs unless it is finished; or why they cannot be
+    read."""
     try:
         config = load_resolved(run.root)
         may_have_jobs = run.submit.is_dir() and not run.finished.exists()
@@ -109,7 +116,11 @@ def _row(
     """Row of the list for a run; ``record``: see `_read_run`; ``jobs``: None if Slurm does not
     answer."""
     absolute = path.absolute()
-    row: dict[str, Any] = {"run": str(absolute.relative_to(root)), "run_dir": str(absolute), "jobs": []}
+    row: dict[str, Any] = {
+        "run": str(absolute.relative_to(root)),
+        "run_dir": str(absolute),
+        "jobs": [],
+    }
     row |= {"age_s": time.time() - _made_at(path), "trained_steps": 0, "steps": 0, "layout": "-"}
     unreadable = {"state": UNREADABLE, "exit_code": exit_code(UNREADABLE, {})}
     if isinstance(record, str):

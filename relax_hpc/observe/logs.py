@@ -1,4 +1,5 @@
-"""`relax-hpc logs`: what the processes of a run print, of the newest incarnations unless another is asked for."""
+"""`relax-hpc logs`: what the processes of a run print, of the newest incarnations unless another is
+asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _BLOCK = 1 << 16
 _MOST_BYTES = 64 << 20
 """Bytes of a file that are read at a time, at most."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""Changes of colour, which libraries write into logs; they are left out, and all other controls are spelled out."""
+"""Changes of colour, which libraries write into logs; they are left out, and all other controls are
+spelled out."""
 _QUIET_S = 3.0
 """Seconds to wait for more lines after the end of a run."""
 
@@ -42,13 +44,17 @@ class WantedLogs:
 
 
 def main(root: str, wanted: WantedLogs, follow: bool = False) -> int:
-    """Print the last lines of each file, prefixed by its name when there are several; then what is added."""
+    """Print the last lines of each file, prefixed by its name when there are several; then what is
+    added."""
     run = RunDir(root)
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     found = files(run, wanted)
     if not found and not follow:
-        raise ConfigError(f"{run.root / 'logs'}: no log of what was asked for yet; see relax-hpc status {run.root}")
+        raise ConfigError(
+            f"{run.root / 'logs'}: no log of what was asked for yet; see relax-hpc status "
+            f"{run.root}"
+        )
     tails = {path: Tail(path, _prefix(run, path)) for path in found}
     for tail in tails.values():
         try:
@@ -64,12 +70,18 @@ def main(root: str, wanted: WantedLogs, follow: bool = False) -> int:
 def files(run: RunDir, wanted: WantedLogs) -> list[Path]:
     """The logs that are there; without any choice the supervisors' too."""
     config = load_resolved(run.root)
-    living = [n for n in members_of(run, config) if n in config.groups or not all_ended(run, config, n)]
+    living = [
+        n for n in members_of(run, config) if n in config.groups or not all_ended(run, config, n)
+    ]
     names = [wanted.group] if wanted.group else living
     found = []
     for name in names:
         incarnation = wanted.incarnation or latest_incarnation(run, name)
-        found += [path for path in sorted(run.logs(name, incarnation).glob("*.log")) if _is_wanted(path.stem, wanted)]
+        found += [
+            path
+            for path in sorted(run.logs(name, incarnation).glob("*.log"))
+            if _is_wanted(path.stem, wanted)
+        ]
     if not (wanted.group or wanted.role or wanted.rank is not None or wanted.incarnation):
         found += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
     return [path for path in found if path.is_file() and (path.stat().st_size or parts_of(path))]
@@ -109,7 +121,8 @@ class Tail:
         return [text for line in whole for text in _lines(line) or [""]]
 
     def _cut_off(self) -> bytes:
-        """Bytes that have come and lie in a part by now: the part that holds what was read begins like the file did."""
+        """Bytes that have come and lie in a part by now: the part that holds what was read begins
+        like the file did."""
         found = b""
         for part in parts_of(self.path):
             if number_of(part) > self._part:

@@ -1,4 +1,5 @@
-"""Report of what became of the time, the tokens and the nodes of a run, live or ended: from its files alone."""
+"""Report of what became of the time, the tokens and the nodes of a run, live or ended: from its
+files alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
 from relax_hpc.observe.hours import hours
 from relax_hpc.observe.status import failures_of
 from relax_hpc.rundir import RunDir, read_map
-from relax_hpc.supervise.incarnations import PastIncarnation, Restart, read_incarnations, restarts, unit_of
+from relax_hpc.supervise.incarnations import (
+    PastIncarnation,
+    Restart,
+    read_incarnations,
+    restarts,
+    unit_of,
+)
 
 ENOUGH_STEPS = 5
 """Steps below which medians say little."""
@@ -29,7 +36,8 @@ _DROPPED = "queue/dropped_"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a run that is looked at: steps `first` to `last`, if any were trained, in the time `window`."""
+    """Part of a run that is looked at: steps `first` to `last`, if any were trained, in the time
+    `window`."""
 
     first: int | None
     last: int | None
@@ -38,8 +46,11 @@ class _Part:
     """Time at which each step before `first` to `last` was trained, of the wall clock."""
 
 
-def report(run: RunDir, first: int | None = None, last: int | None = None, now: float | None = None) -> dict[str, Any]:
-    """Everything that `relax-hpc report` says; JSON values, seconds and shares. What cannot be said is None.
+def report(
+    run: RunDir, first: int | None = None, last: int | None = None, now: float | None = None
+) -> dict[str, Any]:
+    """Everything that `relax-hpc report` says; JSON values, seconds and shares. What cannot be said
+    is None.
 
     ``first``, ``last``: of these steps alone. ``now``: until when a live run is accounted.
     ConfigError: no run is there, or it has not trained these steps.
@@ -77,14 +88,18 @@ def _part(workers: Sequence[Worker], first: int | None, last: int | None) -> _Pa
     for option, step in (("--first-step", first), ("--last-step", last)):
         if step is not None and step not in ends:
             known = (
-                f"a step from {min(ends)} to {max(ends)}" if ends else "nothing: no step was trained yet, leave it out"
+                f"a step from {min(ends)} to {max(ends)}"
+                if ends
+                else "nothing: no step was trained yet, leave it out"
             )
             raise ConfigError(f"{option}: found {step}, allowed: {known}")
     if first is not None and last is not None and first > last:
         raise ConfigError(f"--last-step: found {last}, allowed: at least --first-step {first}")
     low = min((worker.began for worker in workers), default=0.0)
     high = max((worker.ended for worker in workers), default=0.0)
-    steps = [step for step in ends if (first is None or step >= first) and (last is None or step <= last)]
+    steps = [
+        step for step in ends if (first is None or step >= first) and (last is None or step <= last)
+    ]
     if first is not None:
         low = ends.get(first - 1, low)
     if last is not None:
@@ -117,8 +132,13 @@ def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
     found = []
     for role, seconds in _by_role(workers, window).items():
         total = sum(seconds.values())
-        waits = sorted(((s, label) for label, s in seconds.items() if label.what == "wait"), reverse=True)
-        about = ({"peer": label.peer, "reason": label.reason, "seconds": s, "share": s / total} for s, label in waits)
+        waits = sorted(
+            ((s, label) for label, s in seconds.items() if label.what == "wait"), reverse=True
+        )
+        about = (
+            {"peer": label.peer, "reason": label.reason, "seconds": s, "share": s / total}
+            for s, label in waits
+        )
         found += [{"role": role, **one} for one in about]
     return found
 
@@ -132,13 +152,16 @@ def _by_role(workers: Sequence[Worker], window: Interval) -> dict[str, Mapping[L
 def _pace(found: Pace | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    about = {"steps": found.steps, "step_s": found.step_s, "rollout_s": found.rollout_s, "actor_s": found.actor_s}
+    about = {
+        "steps": found.steps,
+        "step_s": found.step_s,
+        "rollout_s": found.rollout_s,
+        "actor_s": found.actor_s,
+    }
     return {**about, "overlap": found.overlap}
 
 
-def _bottleneck(
-    measured: Pace | None, waits: Sequence[Mapping[str, Any]]
-) -> dict[str, Any] | None:
+def _bottleneck(measured: Pace | None, waits: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The side of a step that is busy for longer, the share of the step for which it is, and the
     share of the other side's time that it waits for it. An empty role: both are as busy."""
     if measured is None or not (measured.step_s and measured.rollout_s and measured.actor_s):
@@ -152,8 +175,11 @@ def _bottleneck(
     return {"role": role, "busy_share": busy_share, "waiting_share": sum(shares)}
 
 
-def _split(config: Config, incarnations: Sequence[PastIncarnation], part: _Part, found: Pace | None) -> dict | None:
-    """The present split, and the one of as many units with which both sides of a step would take as long.
+def _split(
+    config: Config, incarnations: Sequence[PastIncarnation], part: _Part, found: Pace | None
+) -> dict | None:
+    """The present split, and the one of as many units with which both sides of a step would take as
+    long.
 
     None where there is nothing to divide: a group with both roles, no step, or no unit of one side.
     """
@@ -163,7 +189,9 @@ def _split(config: Config, incarnations: Sequence[PastIncarnation], part: _Part,
     there = [one for one in incarnations if one.began < window[1] and one.ended > window[0]]
     newest = {one.group: one for one in there}.values()
     rollout, actor = (_units(newest, role) for role in ("rollout", "actor"))
-    shared = [one for one in newest if {"rollout", "actor"} <= {worker.role for worker in one.workers}]
+    shared = [
+        one for one in newest if {"rollout", "actor"} <= {worker.role for worker in one.workers}
+    ]
     if shared or not rollout or not actor or not found.rollout_s + found.actor_s:
         return None
     split = even_split(found.rollout_s, found.actor_s, rollout, actor)
@@ -177,17 +205,24 @@ def _split(config: Config, incarnations: Sequence[PastIncarnation], part: _Part,
 
 
 def _units(incarnations: Any, role: str) -> int:
-    return round(sum(one.units for one in incarnations if any(worker.role == role for worker in one.workers)))
+    return round(
+        sum(one.units for one in incarnations if any(worker.role == role for worker in one.workers))
+    )
 
 
 def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[str, Any] | None:
-    """Tokens trained a second; of the tokens drawn those trained; samples dropped by reason. None without a step."""
+    """Tokens trained a second; of the tokens drawn those trained; samples dropped by reason. None
+    without a step."""
     metrics = load_metrics(run.root)
     first, last = part.first, part.last
     if first is None or last is None or not wall_s:
         return None
     rows = [row for row in metrics.rows if first <= row["step"] <= last and is_step(row)]
-    drawn = sum(line.get("perf/rollout_tokens", 0.0) for line in metrics.lines if first <= line["step"] <= last)
+    drawn = sum(
+        line.get("perf/rollout_tokens", 0.0)
+        for line in metrics.lines
+        if first <= line["step"] <= last
+    )
     samples = config.prompts_per_step * config.samples_per_prompt
     learned = sum(row.get("reward/response_tokens", math.nan) * samples for row in rows)
     trained = sum(row.get("perf/trained_tokens", 0.0) for row in rows)
@@ -202,21 +237,30 @@ def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[st
 
 
 def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, int]:
-    """Dropped rows by reason, from the end of the step before ``first`` to that of ``last``; all of a finished run."""
+    """Dropped rows by reason, from the end of the step before ``first`` to that of ``last``; all of
+    a finished run."""
     counted = [row for row in rows if is_step(row)]
     before = [row for row in counted if row["step"] < first]
     until = [row for row in counted if row["step"] <= last]
     ended = bool(until) and until[-1] is counted[-1] and run.finished.exists()
     then = (read_map(run.finished, dropped=dict) if ended else {}).get("dropped", _counts(until))
-    then = {reason: count for reason, count in then.items() if type(count) in (int, float) and math.isfinite(count)}
+    then = {
+        reason: count
+        for reason, count in then.items()
+        if type(count) in (int, float) and math.isfinite(count)
+    }
     return {
-        reason: int(n) for reason, count in sorted(then.items()) if (n := count - _counts(before).get(reason, 0)) > 0
+        reason: int(n)
+        for reason, count in sorted(then.items())
+        if (n := count - _counts(before).get(reason, 0)) > 0
     }
 
 
 def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     last = rows[-1] if rows else {}
-    counts = {tag.removeprefix(_DROPPED): count for tag, count in last.items() if tag.startswith(_DROPPED)}
+    counts = {
+        tag.removeprefix(_DROPPED): count for tag, count in last.items() if tag.startswith(_DROPPED)
+    }
     return {reason: count for reason, count in counts.items() if math.isfinite(count)}
 
 

@@ -41,7 +41,9 @@ _HOURS = (
 )
 
 
-def main(root: str, as_json: bool = False, first: int | None = None, last: int | None = None) -> int:
+def main(
+    root: str, as_json: bool = False, first: int | None = None, last: int | None = None
+) -> int:
     """Print the report."""
     found = report(RunDir(root), first, last)
     print(json.dumps(found) if as_json else "\n".join(lines(found)))
@@ -54,7 +56,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    trained = "no step" if found["first_step"] is None else f"steps {found['first_step']} to {found['last_step']}"
+    trained = (
+        "no step"
+        if found["first_step"] is None
+        else f"steps {found['first_step']} to {found['last_step']}"
+    )
     ended = "finished" if found["finished"] else "not finished"
     yield f"{found['run_dir']}: {ended}, {trained} in {duration(found['wall_s'])}"
     yield from _bottleneck(found["bottleneck"])
@@ -76,7 +82,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _roles(roles: dict[str, Any]) -> Iterator[str]:
     """Kinds down, roles across, those first that took most time of all."""
     kinds = {kind for about in roles.values() for kind in about["seconds"]}
-    order = sorted(kinds, key=lambda kind: -sum(about["seconds"].get(kind, 0.0) for about in roles.values()))
+    order = sorted(
+        kinds, key=lambda kind: -sum(about["seconds"].get(kind, 0.0) for about in roles.values())
+    )
     columns = [Column("SECONDS, SHARE"), *(Column(role, is_number=True) for role in roles)]
     rows = list[list[str]]()
     for kind in order:
@@ -129,10 +137,14 @@ def _bottleneck(bottleneck: dict[str, Any] | None) -> Iterator[str]:
 def _pace(pace: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
-        f"step: {pace['step_s']:.2f} s (median of {pace['steps']}), rollout busy {pace['rollout_s']:.2f} s of it, "
+        f"step: {pace['step_s']:.2f} s (median of {pace['steps']}), rollout busy "
+        f"{pace['rollout_s']:.2f} s of it, "
         f"actor {pace['actor_s']:.2f} s"
     )
-    yield f"overlap efficiency: {pace['overlap']:.0%} (the busier side over the step; 100%: it never waits)"
+    yield (
+        f"overlap efficiency: {pace['overlap']:.0%} (the busier side over the step; 100%: it "
+        "never waits)"
+    )
 
 
 def _split(split: dict[str, Any], max_staleness: int) -> Iterator[str]:
@@ -150,10 +162,19 @@ def _split(split: dict[str, Any], max_staleness: int) -> Iterator[str]:
 
 
 def _goodput(good: dict[str, Any]) -> Iterator[str]:
-    yield f"goodput: {good['trained_tokens_per_s']:.0f} trained tokens/s, {good['trained_tokens']:.0f} in all"
+    yield (
+        f"goodput: {good['trained_tokens_per_s']:.0f} trained tokens/s, "
+        f"{good['trained_tokens']:.0f} in all"
+    )
     share = f"{good['trained_share']:.1%}" if good["trained_share"] is not None else "-"
-    dropped = ", ".join(f"{reason} {count}" for reason, count in good["dropped_samples"].items()) or "nothing"
-    yield f"tokens generated: {good['generated_tokens']:.0f}, {share} of them trained; samples dropped: {dropped}"
+    dropped = (
+        ", ".join(f"{reason} {count}" for reason, count in good["dropped_samples"].items())
+        or "nothing"
+    )
+    yield (
+        f"tokens generated: {good['generated_tokens']:.0f}, {share} of them trained; samples "
+        f"dropped: {dropped}"
+    )
 
 
 def _hours(hours: dict[str, Any]) -> Iterator[str]:

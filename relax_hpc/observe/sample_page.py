@@ -1,8 +1,9 @@
-"""One HTML page of samples that needs nothing else: filtered by plain JavaScript, safe whatever a model has written.
+"""One HTML page of samples that needs nothing else: filtered by plain JavaScript, safe whatever a
+model has written.
 
-The data is JSON in an element that no browser runs; scripts put it into the page as text, never as markup; and the
-page's policy lets the browser run its own script, by its hash, show pictures that the page holds, and load nothing at
-all.
+The data is JSON in an element that no browser runs; scripts put it into the page as text, never as
+markup; and the page's policy lets the browser run its own script, by its hash, show pictures that
+the page holds, and load nothing at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 def page(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """The page of ``samples``; ``about``: {run, left_out}, words for its head."""
     folder = files(__package__)
-    style, script, frame = ((folder / f"sample_page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
+    style, script, frame = (
+        (folder / f"sample_page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+    )
     parts = {
         "style": style,
         "script": script,

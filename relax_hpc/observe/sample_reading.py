@@ -35,15 +35,24 @@ def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
     for sample in samples:
         if is_map(sample, **_ENTRIES) and math.isfinite(sample["reward"]):
             known = _sound(sample, media=_OF_MEDIUM, turns=_OF_TURN)
-            turns = [_sound(turn, media=_OF_MEDIUM, tool_calls=_OF_CALL) for turn in known.get("turns", [])]
+            turns = [
+                _sound(turn, media=_OF_MEDIUM, tool_calls=_OF_CALL)
+                for turn in known.get("turns", [])
+            ]
             components = {"components": _numbers(known.get("components", {}))}
             yield known | components | ({"turns": turns} if turns else {})
 
 
 def _sound(found: Sample, **lists: Mapping[str, Any]) -> Sample:
-    """``found`` without what is null, with those entries of its ``lists`` that are of their kinds."""
-    known = {name: value for name, value in found.items() if value is not None and name not in lists}
-    kept = {name: [one for one in found.get(name) or [] if is_map(one, **kinds)] for name, kinds in lists.items()}
+    """``found`` without what is null, with those entries of its ``lists`` that are of their
+    kinds."""
+    known = {
+        name: value for name, value in found.items() if value is not None and name not in lists
+    }
+    kept = {
+        name: [one for one in found.get(name) or [] if is_map(one, **kinds)]
+        for name, kinds in lists.items()
+    }
     return known | {name: entries for name, entries in kept.items() if entries}
 
 

@@ -1,4 +1,5 @@
-"""`relax-hpc samples RUN --replay ID`: an episode again, against its environment, which is to say the same."""
+"""`relax-hpc samples RUN --replay ID`: an episode again, against its environment, which is to say
+the same."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.terminal_text import harmless
 
 _ATTEMPTS = 1000
-"""Prompts of a ticket among which that of an episode is looked for: the first one, unless attempts have failed."""
+"""Prompts of a ticket among which that of an episode is looked for: the first one, unless attempts
+have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,18 @@ class Kept:
         try:
             return [open_row(sample["recording"]) for sample in self.samples]
         except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"--replay: the sample {self.first['id']} is damaged: {error!r}") from error
+            raise ConfigError(
+                f"--replay: the sample {self.first['id']} is damaged: {error!r}"
+            ) from error
 
 
 def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
-    """Print whether the environment of the episode ``name`` says the same again; EXIT_CONFIG if it does not.
+    """Print whether the environment of the episode ``name`` says the same again; EXIT_CONFIG if it
+    does not.
 
-    ``of``: evaluation set that it is of; ``step``: see `sample_view.Wanted`. ConfigError: there is no such episode, or
-    the run is another user's: its configuration names programs, which would be run as this one.
+    ``of``: evaluation set that it is of; ``step``: see `sample_view.Wanted`. ConfigError: there is
+    no such episode, or the run is another user's: its configuration names programs, which would be
+    run as this one.
     """
     run = RunDir(Path(folder))
     if not run.config.exists():
@@ -91,19 +97,26 @@ def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
 
 
 def find(samples: Iterable[Sample], name: str, of: str = "", step: int | None = None) -> Kept:
-    """The newest episode called ``name``, by the id of a row or without the row's number. ConfigError: there is
-    none."""
+    """The newest episode called ``name``, by the id of a row or without the row's number.
+    ConfigError: there is none."""
     groups: dict[tuple, list[Sample]] = {}
     for sample in whole(samples):
         called = name in (sample["id"], sample["id"].rpartition(".")[0])
-        if "recording" in sample and sample.get("eval", "") == of and step in (None, sample["step"]):
+        if (
+            "recording" in sample
+            and sample.get("eval", "") == of
+            and step in (None, sample["step"])
+        ):
             ticket = "" if of else sample["id"].partition(".")[0]
             about = sample["step"], sample.get("shard"), sample.get("prompt_id"), ticket
-            groups.setdefault((*about, sample["recording"].get("episode")), []).append(sample | {"called": called})
+            groups.setdefault((*about, sample["recording"].get("episode")), []).append(
+                sample | {"called": called}
+            )
     wanted = [group for group in groups.values() if any(sample["called"] for sample in group)]
     if not wanted:
         raise ConfigError(
-            f"--replay: found {name!r}, of which no episode against an environment was kept; allowed: an id that "
+            f"--replay: found {name!r}, of which no episode against an environment was kept; "
+            "allowed: an id that "
             "`relax-hpc samples` shows, of an evaluation with --eval SET"
         )
     newest = max(wanted, key=lambda group: group[0]["time"])
@@ -129,7 +142,9 @@ def _again(run: RunDir, config: Config, tokenizer: Tokenizer, found: Kept) -> Ep
     if "eval" in found.first:
         budget = config.eval.max_new_tokens or budget
     sampling = Sampling(1.0, 1.0, tokenizer.eos_ids, config.seed)
-    request = GenerateRequest(prompt.token_ids, draw_key(found.ticket, prompt), found.number, sampling, budget)
+    request = GenerateRequest(
+        prompt.token_ids, draw_key(found.ticket, prompt), found.number, sampling, budget
+    )
     with tempfile.TemporaryDirectory(prefix="relax-replay-") as media:
         return asyncio.run(replay(config, tokenizer, prompt, request, found.rows(), Path(media)))
 
@@ -145,11 +160,16 @@ def _prompt(run: RunDir, config: Config, tokenizer: Tokenizer, found: Kept) -> P
     wanted = found.first["prompt_id"]
     prompt = next((one for one in prompts if one.prompt_id == wanted), None)
     if prompt is None:
-        raise ConfigError(f"--replay: prompt {wanted} of {found.first['id']} is not in the file of prompts any more")
+        raise ConfigError(
+            f"--replay: prompt {wanted} of {found.first['id']} is not in the file of prompts any "
+            "more"
+        )
     return prompt
 
 
 def _texts(fault: Differs, tokenizer: Tokenizer) -> Iterator[str]:
     for word, tokens in (("then", fault.then), ("now", fault.now)):
-        for number, line in enumerate(harmless(tokenizer.decode(tokens)).split("\n") if tokens else ()):
+        for number, line in enumerate(
+            harmless(tokenizer.decode(tokens)).split("\n") if tokens else ()
+        ):
             yield f"{word if not number else '':<6}{line}"

@@ -1,4 +1,5 @@
-"""`relax-hpc samples`: what the model has written in steps and evaluations, and what it was given for it."""
+"""`relax-hpc samples`: what the model has written in steps and evaluations, and what it was given
+for it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Wanted:
     """Selection of samples, and their order."""
 
     step: int | None = None
-    """Step that trained them, or that they are admitted for and not trained in yet; of evaluations the version."""
+    """Step that trained them, or that they are admitted for and not trained in yet; of evaluations
+    the version."""
     of: str | None = ""
     """Evaluation set; empty: training; None: both."""
     reason: str = ""
@@ -46,7 +48,11 @@ class Wanted:
     def fits(self, sample: Sample) -> bool:
         """Whether ``sample`` is wanted, whatever became of it."""
         of_step = self.step is None or sample["step"] == self.step
-        return of_step and self.of in (None, sample.get("eval", "")) and self.reason in ("", sample["finish_reason"])
+        return (
+            of_step
+            and self.of in (None, sample.get("eval", ""))
+            and self.reason in ("", sample["finish_reason"])
+        )
 
     def place(self, sample: Sample) -> tuple[float, float, float]:
         """Sorting key of ``sample``: the larger, the sooner it is wanted."""
@@ -97,7 +103,10 @@ def fate_of(sample: Sample, fates: Fates | None) -> Fate:
     if fates is None:
         return Fate("unknown")
     ticket = sample["id"].partition(".")[0]
-    return fates.get((int(ticket) if ticket.isdecimal() else -1, str(sample.get("shard"))), Fate("never accepted"))
+    return fates.get(
+        (int(ticket) if ticket.isdecimal() else -1, str(sample.get("shard"))),
+        Fate("never accepted"),
+    )
 
 
 def _complain(text: str) -> None:
@@ -113,13 +122,18 @@ def _fates(run: RunDir) -> Fates | None:
 
 
 def main(folder: str, wanted: Wanted, as_json: bool = False, html: str = "") -> int:
-    """Print what is wanted, or write it to the file ``html``. ConfigError: there is no run, or no such evaluation."""
+    """Print what is wanted, or write it to the file ``html``. ConfigError: there is no run, or no
+    such evaluation."""
     run = RunDir(Path(folder))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     found = find(run, wanted)
     if wanted.of and wanted.of not in found.sets:
-        there = f"allowed: {', '.join(sorted(found.sets))}" if found.sets else "no evaluation has been kept so far"
+        there = (
+            f"allowed: {', '.join(sorted(found.sets))}"
+            if found.sets
+            else "no evaluation has been kept so far"
+        )
         raise ConfigError(f"--eval: found {wanted.of!r}, {there}")
     left_out = "; ".join(_left_out(found))
     if html:
@@ -127,7 +141,9 @@ def main(folder: str, wanted: Wanted, as_json: bool = False, html: str = "") -> 
         try:
             write_atomic(Path(html), text.encode(errors="replace"))
         except OSError as error:
-            raise ConfigError(f"--html: {html}: {error.strerror}; name a file in a folder of yours") from error
+            raise ConfigError(
+                f"--html: {html}: {error.strerror}; name a file in a folder of yours"
+            ) from error
         print(f"{html}: {len(found.samples)} episodes")
     elif as_json:
         about = {"run_dir": str(run.root), "matching": found.matching, "hidden": dict(found.hidden)}
@@ -147,4 +163,7 @@ def _left_out(found: Found) -> Iterator[str]:
     if more := found.matching - len(found.samples):
         yield f"{more} more, see --limit"
     if found.hidden:
-        yield ", ".join(f"{count} {fate}" for fate, count in sorted(found.hidden.items())) + ": left out, see --dropped"
+        yield (
+            ", ".join(f"{count} {fate}" for fate, count in sorted(found.hidden.items()))
+            + ": left out, see --dropped"
+        )

@@ -41,7 +41,12 @@ OVER = ("finished", "failed", "stopped", "ended")
 """States of a run that nothing will continue; `ended` has left no word, as after a Ctrl-C or a
 power loss."""
 UNREADABLE = "unreadable"
-_EXIT_CODES = {"stopped": EXIT_INTERRUPTED, "ended": EXIT_RETRY, "unknown": EXIT_RETRY, UNREADABLE: EXIT_CONFIG}
+_EXIT_CODES = {
+    "stopped": EXIT_INTERRUPTED,
+    "ended": EXIT_RETRY,
+    "unknown": EXIT_RETRY,
+    UNREADABLE: EXIT_CONFIG,
+}
 _GRAVEST_FIRST = (EXIT_NO_PROGRESS, EXIT_CONFIG, EXIT_RETRY, EXIT_INTERRUPTED, EXIT_DONE)
 _LITTLE_BYTES = 1 << 20
 
@@ -77,7 +82,9 @@ class RunSigns:
     def works(self) -> bool:
         """Whether some process of the run is at work."""
         # Slurm leaves no process of an ended job behind, however young the last beat is.
-        without_job = self.submitted and self.squeue_answers and self.sees_all_jobs and not self.holds_nodes
+        without_job = (
+            self.submitted and self.squeue_answers and self.sees_all_jobs and not self.holds_nodes
+        )
         beats = self.beats and not without_job
         return self.hub_answers or beats or (self.holds_nodes and self.disk_full)
 
@@ -123,7 +130,9 @@ def gravest(codes: Iterable[int]) -> int:
     return next((code for code in _GRAVEST_FIRST if code in found), max(found, default=EXIT_DONE))
 
 
-def signs_of(run: RunDir, config: Config, jobs: Collection[Job] | None, hub_answers: bool = False) -> RunSigns:
+def signs_of(
+    run: RunDir, config: Config, jobs: Collection[Job] | None, hub_answers: bool = False
+) -> RunSigns:
     """Signs of a run. ``jobs``: its jobs that squeue knows; None: squeue was not asked, or
     did not answer."""
     kinds = {entry.job: entry.kind for entry in Ledger(run).entries()}

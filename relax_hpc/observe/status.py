@@ -1,4 +1,5 @@
-"""Status of a run: from the hub if it answers, from Slurm if it answers, and from the run directory in any case."""
+"""Status of a run: from the hub if it answers, from Slurm if it answers, and from the run directory
+in any case."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 from relax_hpc.versions import Version
 
 SLURM_S = 2.0
-"""Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no second try."""
+"""Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no
+second try."""
 _MARKER = "COMPLETE.json"
 _LEFT_OUT = "queue/bad_prompt_"
 _PACE = 20
@@ -81,15 +83,22 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
 
 
 def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
-    """{"step", "path", "age_s"} of the newest whole checkpoint: all roles that train have saved their part of it."""
+    """{"step", "path", "age_s"} of the newest whole checkpoint: all roles that train have saved
+    their part of it."""
     others = [role for role in trainers_of(config.groups) if role != POLICY]
-    steps = [{step for step, path in run.saved(role) if (path / _MARKER).exists()} for role in others]
+    steps = [
+        {step for step, path in run.saved(role) if (path / _MARKER).exists()} for role in others
+    ]
     parts = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
     whole = [(step, path) for step, path in parts if all(step in saved for saved in steps)]
     if not whole:
         return None
     step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)
-    return {"step": step, "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
+    return {
+        "step": step,
+        "path": str(path),
+        "age_s": time.time() - (path / _MARKER).stat().st_mtime,
+    }
 
 
 def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +129,9 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
 
 def _counts(row: Mapping[str, Any], prefix: str) -> dict[str, int]:
     """Counts in a row of metrics by what is behind the ``prefix`` of their tags."""
-    values = {tag.removeprefix(prefix): value for tag, value in row.items() if tag.startswith(prefix)}
+    values = {
+        tag.removeprefix(prefix): value for tag, value in row.items() if tag.startswith(prefix)
+    }
     return {name: int(value) for name, value in values.items() if math.isfinite(value)}
 
 
@@ -158,7 +169,11 @@ def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
         return None
     newest = Version.parse(found["newest"]).number
     # One that left, or is being replaced, serves a version of no incarnation.
-    served = {name: version for name, version in found["readers"].items() if Version.parse(version).incarnation}
+    served = {
+        name: version
+        for name, version in found["readers"].items()
+        if Version.parse(version).incarnation
+    }
     behind = [newest - Version.parse(version).number for version in served.values()]
     return {"newest": found["newest"], "served": served, "lag": max(behind, default=0)}
 
@@ -179,7 +194,11 @@ def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
     for job in jobs.values():
         entry = entries.get(job.id)
         about = {"job": job.id, "name": job.name, "kind": entry.kind if entry else "component"}
-        about |= {"state": job.state, "reason": "" if job.reason == "None" else job.reason, "nodes": job.node_list}
+        about |= {
+            "state": job.state,
+            "reason": "" if job.reason == "None" else job.reason,
+            "nodes": job.node_list,
+        }
         rows.append(about | {"time_left_s": job.time_left_s})
     return sorted(rows, key=lambda row: int(row["job"]))
 
@@ -188,7 +207,15 @@ def _full(run: RunDir) -> list[dict[str, Any]]:
     """Signs of a full disk that can be seen without writing to it."""
     if not is_full(run):
         return []
-    return [{"who": "the run", "path": str(run.root), "errno": errno.ENOSPC, "seconds": 0.0, "loose": False}]
+    return [
+        {
+            "who": "the run",
+            "path": str(run.root),
+            "errno": errno.ENOSPC,
+            "seconds": 0.0,
+            "loose": False,
+        }
+    ]
 
 
 def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from relax_hpc.slurm.commands import Job
 from relax_hpc.slurm.job_lookup import job_of, queued_component
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise import launch_records
-from relax_hpc.supervise.launch_records import all_done, all_ended, last_beat_s, members_of, read_launch, read_mark
+from relax_hpc.supervise.launch_records import (
+    all_done,
+    all_ended,
+    last_beat_s,
+    members_of,
+    read_launch,
+    read_mark,
+)
 from relax_hpc.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
@@ -28,18 +35,28 @@ _BEAT = dict.fromkeys(("time", "gap_s", "busy_s", "progress"), (int, float))
 
 def all_names(run: RunDir, config: Config, jobs: dict[str, Job]) -> list[str]:
     """Configured groups, and the elastic members that run or are queued."""
-    queued = [entry.group for entry in Ledger(run).entries() if entry.kind == "group" and entry.job in jobs]
+    queued = [
+        entry.group
+        for entry in Ledger(run).entries()
+        if entry.kind == "group" and entry.job in jobs
+    ]
     found = dict.fromkeys([*members_of(run, config), *sorted(queued)])
     return [name for name in found if name in config.groups or _shown(run, config, name, jobs)]
 
 
 def group_status(
-    run: RunDir, config: Config, name: str, hub: dict[str, Any], jobs: dict[str, Job], squeue: bool, over: bool
+    run: RunDir,
+    config: Config,
+    name: str,
+    hub: dict[str, Any],
+    jobs: dict[str, Job],
+    squeue: bool,
+    over: bool,
 ) -> dict[str, Any]:
     """State, incarnation, place and work of a group.
 
-    ``hub``: its controller's answer, empty if there was none; ``squeue``: it answered, so other jobs are gone;
-    ``over``: the run was asked to stop.
+    ``hub``: its controller's answer, empty if there was none; ``squeue``: it answered, so other
+    jobs are gone; ``over``: the run was asked to stop.
     """
     incarnation, card = latest_incarnation(run, name), latest_card(run, name)
     beats = _beats(run, name, incarnation, hub)
@@ -54,7 +71,9 @@ def group_status(
         "ranks": len(ranks),
         "roles": roles_of(config, name),
         "job": job_id,
-        "nodes": job.node_list if job else ",".join(sorted({rank.get("node", "") for rank in ranks} - {""})),
+        "nodes": job.node_list
+        if job
+        else ",".join(sorted({rank.get("node", "") for rank in ranks} - {""})),
         "time_left_s": job.time_left_s if job else None,
         "age_s": _age_s(run, name, incarnation),
         "last_beat_s": min(ages, default=None),
@@ -78,7 +97,8 @@ def group_status(
 
 
 def started_ahead(run: RunDir, name: str, incarnation: int) -> list[dict[str, Any]]:
-    """Roles that wait, with all imported, to be an incarnation after this one: see `relax_hpc.roles.ahead`."""
+    """Roles that wait, with all imported, to be an incarnation after this one: see
+    `relax_hpc.roles.ahead`."""
     found = []
     for path in sorted((run.root / "logs" / name).glob("inc-*/ahead-*.json")):
         number = int(path.parent.name.removeprefix("inc-"))
@@ -89,15 +109,28 @@ def started_ahead(run: RunDir, name: str, incarnation: int) -> list[dict[str, An
 
 
 def doing(beats: Iterable[Mapping[str, Any]]) -> str:
-    """Words for what the processes of ``beats`` are doing: the one that has been at it for the longest."""
-    told = max((beat for beat in beats if beat.get("doing")), key=lambda beat: beat["doing_s"], default=None)
+    """Words for what the processes of ``beats`` are doing: the one that has been at it for the
+    longest."""
+    told = max(
+        (beat for beat in beats if beat.get("doing")),
+        key=lambda beat: beat["doing_s"],
+        default=None,
+    )
     return f"{told['doing']} ({told['doing_s']:.0f} s)" if told else ""
 
 
 def _state(
-    run: RunDir, config: Config, name: str, about: dict[str, Any], job: Job | None, lives: bool, over: bool, there: bool
+    run: RunDir,
+    config: Config,
+    name: str,
+    about: dict[str, Any],
+    job: Job | None,
+    lives: bool,
+    over: bool,
+    there: bool,
 ) -> tuple[str, str]:
-    """A word, and why where that helps. ``there``: something of it runs, though it may not be able to say so."""
+    """A word, and why where that helps. ``there``: something of it runs, though it may not be able
+    to say so."""
     if run.finished.exists() or (about["incarnation"] and all_done(run, config, name)):
         return "done", ""
     if job and job.state == "PENDING":
@@ -126,11 +159,21 @@ def _by_beat(age_s: float, limits: LivenessConfig, lives: bool, there: bool) -> 
 
 
 def _beats(run: RunDir, name: str, incarnation: int, hub: dict[str, Any]) -> list[dict[str, Any]]:
-    """Newest beat of each process of an incarnation: as the hub has them, else as the processes leave them."""
-    if found := [b for b in hub.get("beats", {}).values() if (b["group"], b["incarnation"]) == (name, incarnation)]:
+    """Newest beat of each process of an incarnation: as the hub has them, else as the processes
+    leave them."""
+    if found := [
+        b
+        for b in hub.get("beats", {}).values()
+        if (b["group"], b["incarnation"]) == (name, incarnation)
+    ]:
         return found
-    beats = (read_map(path, incarnation=int, **_BEAT) for path in run.rendezvous(name).glob("beat-*.json"))
-    mine = (beat for beat in beats if beat and beat["incarnation"] == incarnation and not is_gone(beat))
+    beats = (
+        read_map(path, incarnation=int, **_BEAT)
+        for path in run.rendezvous(name).glob("beat-*.json")
+    )
+    mine = (
+        beat for beat in beats if beat and beat["incarnation"] == incarnation and not is_gone(beat)
+    )
     return [beat | {"age_s": time.time() - beat["time"]} for beat in mine]
 
 
@@ -143,15 +186,21 @@ def _age_s(run: RunDir, name: str, incarnation: int) -> float | None:
 
 
 def _hub_beats(run: RunDir, config: Config) -> bool:
-    """Whether somebody beats in files, or certainly runs, where the hub does not answer; and has not said that it
-    ended."""
+    """Whether somebody beats in files, or certainly runs, where the hub does not answer; and has
+    not said that it ended."""
     limit = config.liveness.lease_s + BEAT_FILE_S
     names = [name for name in config.groups if not all_ended(run, config, name)]
-    return any(last_beat_s(run, name) < limit or launch_records.is_there(run, name) for name in names)
+    return any(
+        last_beat_s(run, name) < limit or launch_records.is_there(run, name) for name in names
+    )
 
 
 def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:
     """Whether a group is shown: members that were drained are not."""
     incarnation = latest_incarnation(run, name)
-    ended = bool(incarnation) and all(read_mark(run, name, incarnation, role) for role in roles_of(config, name))
-    return bool(base_name(name, config.groups)) and (job_of(run, name) in jobs or (bool(incarnation) and not ended))
+    ended = bool(incarnation) and all(
+        read_mark(run, name, incarnation, role) for role in roles_of(config, name)
+    )
+    return bool(base_name(name, config.groups)) and (
+        job_of(run, name) in jobs or (bool(incarnation) and not ended)
+    )

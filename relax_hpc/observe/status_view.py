@@ -1,4 +1,5 @@
-"""`relax-hpc status`: what `relax_hpc.observe.status` finds, for people and for programs, once or again and again."""
+"""`relax-hpc status`: what `relax_hpc.observe.status` finds, for people and for programs, once or
+again and again."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ _MAX_STATE_LINES = 3
 
 
 def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
-    """Print it; with ``watch_s`` every so many seconds until the run ends. See `states.exit_code` for what it says."""
+    """Print it; with ``watch_s`` every so many seconds until the run ends. See `states.exit_code`
+    for what it says."""
     if watch_s is not None and watch_s < MIN_WATCH_S:
         raise ConfigError(
-            f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves everyone)"
+            f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves "
+            "everyone)"
         )
     run, slurm = RunDir(root), Slurm(timeout_s=SLURM_S, tries=1)
     clears = watch_s is not None and sys.stdout.isatty()
@@ -191,14 +194,25 @@ def duration(seconds: float | None) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
-    return f"{days}d{h:02d}h" if days else f"{h}h{m:02d}m" if hours else f"{m}m{s:02d}s" if minutes else f"{s}s"
+    return (
+        f"{days}d{h:02d}h"
+        if days
+        else f"{h}h{m:02d}m"
+        if hours
+        else f"{m}m{s:02d}s"
+        if minutes
+        else f"{s}s"
+    )
 
 
 def _why(found: dict[str, Any]) -> str:
     if asked := found["stop"]:
         code = f"exit {asked['code']}: " if asked["code"] else ""
         return f" ({code}{asked['reason']})"
-    lacks = {"the hub": found["hub"] or found["state"] == "queued", "squeue": found["squeue"] or not _on_slurm(found)}
+    lacks = {
+        "the hub": found["hub"] or found["state"] == "queued",
+        "squeue": found["squeue"] or not _on_slurm(found),
+    }
     silent = [name for name, answers in lacks.items() if not answers]
     return f" (no answer from {' and '.join(silent)})" if silent and not found["finished"] else ""
 
@@ -226,25 +240,36 @@ def _queue(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _wait(wait: dict[str, Any]) -> str:
-    for_, spent = f"{wait['group']}, which {wait['why']}", f"{wait['spent']:.1f} {wait['unit']}-hours spent waiting"
-    return f"waits for {for_}: {duration(wait['since_s'])} so far, {spent}; gives up in {duration(wait['left_s'])}"
+    for_, spent = (
+        f"{wait['group']}, which {wait['why']}",
+        f"{wait['spent']:.1f} {wait['unit']}-hours spent waiting",
+    )
+    return (
+        f"waits for {for_}: {duration(wait['since_s'])} so far, {spent}; gives up in "
+        f"{duration(wait['left_s'])}"
+    )
 
 
 def _shares(found: dict[str, Any]) -> Iterator[str]:
-    """Lines with what each role did in the last steps, most of it first; below a hundredth is left out."""
+    """Lines with what each role did in the last steps, most of it first; below a hundredth is left
+    out."""
     if found["roles"]:
         yield f"time of the last {found['steps']} steps:"
     for role, about in found["roles"].items():
         parts = {what: share for what, share in about["at"].items() if what != "wait"}
         parts |= {f"waits for {peer}": share for peer, share in about["for"].items()}
         parts["waits"] = about["at"].get("wait", 0.0) - sum(about["for"].values())
-        shown = sorted(((share, what) for what, share in parts.items() if share >= _SHOWN), reverse=True)
+        shown = sorted(
+            ((share, what) for what, share in parts.items() if share >= _SHOWN), reverse=True
+        )
         yield f"  {role:<12}" + "  ".join(f"{what} {share:.0%}" for share, what in shown)
 
 
 def _jobs(found: dict[str, Any]) -> Iterator[str]:
     for kind in ("successor", "spare"):
-        if queued := [row["job"] for row in found["jobs"] if row["kind"] == kind and row["state"] == "PENDING"]:
+        if queued := [
+            row["job"] for row in found["jobs"] if row["kind"] == kind and row["state"] == "PENDING"
+        ]:
             plural = "s" if len(queued) > 1 else ""
             yield f"queued {kind}{plural}: job{plural} {', '.join(queued)}"
     if found["excluded_nodes"]:
@@ -253,7 +278,13 @@ def _jobs(found: dict[str, Any]) -> Iterator[str]:
 
 def _cells(group: dict[str, Any]) -> list[str]:
     reason = " ".join(group["reason"].split())
-    work = f"step {group['step']}" if "step" in group else f"{group['puts']} puts" if group["puts"] else ""
+    work = (
+        f"step {group['step']}"
+        if "step" in group
+        else f"{group['puts']} puts"
+        if group["puts"]
+        else ""
+    )
     long = group["state"] != "queued" and reason
     waits = ", ".join(
         f"standby of {standby['role']} ready ({standby['memory_mb']} MB a rank)"
@@ -269,7 +300,9 @@ def _cells(group: dict[str, Any]) -> list[str]:
         duration(group["time_left_s"]),
         duration(group["last_beat_s"]),
         duration(group["longest_gap_s"]),
-        "; ".join(part for part in (work, group["doing"], reason[:80] if long else "", waits) if part),
+        "; ".join(
+            part for part in (work, group["doing"], reason[:80] if long else "", waits) if part
+        ),
     ]
 
 

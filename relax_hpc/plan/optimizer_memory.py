@@ -34,17 +34,21 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(actor: ActorConfig, count: float, item: int) -> OptimizerBytes:
-    """The optimizer of a rank that updates ``count`` parameters, whose weights have ``item`` bytes each."""
+    """The optimizer of a rank that updates ``count`` parameters, whose weights have ``item`` bytes
+    each."""
     moments = MOMENTS * ITEM_BYTES[actor.optimizer.states]
     # Under float32 the parameters are the main parameters.
     main = MAIN_BYTES if item < MAIN_BYTES else 0
-    return OptimizerBytes((moments + main) * count, actor.optimizer.offload, _update(actor, count, moments, main))
+    return OptimizerBytes(
+        (moments + main) * count, actor.optimizer.offload, _update(actor, count, moments, main)
+    )
 
 
 def _update(actor: ActorConfig, count: float, moments: int, main: int) -> float:
     rounded, one_kernel = actor.optimizer.states == "bfloat16", actor.kernels == "fused"
     if not rounded and not actor.optimizer.offload:
-        # Of all parameters at a time: a square root of each second moment, unless one kernel does all.
+        # Of all parameters at a time: a square root of each second moment, unless one kernel does
+        # all.
         return 0.0 if one_kernel else MAIN_BYTES * count
     # Of a piece: two on their way, moments in float32, and what Adam or the rounding makes of them.
     rooms = 2 * (moments + main) * actor.optimizer.offload
@@ -53,9 +57,11 @@ def _update(actor: ActorConfig, count: float, moments: int, main: int) -> float:
 
 
 def gathered(count: float, own: float) -> tuple[float, float]:
-    """Bytes on the GPU and in host memory while a distributed optimizer's states of ``count`` parameters are made ready
-    for a checkpoint: megatron-core gathers one kind at a time from all data-parallel ranks, of which this one has
-    ``own``, and has all three in float32. See DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
+    """Bytes on the GPU and in host memory while a distributed optimizer's states of ``count``
+    parameters are made ready for a checkpoint: megatron-core gathers one kind at a time from all
+    data-parallel ranks, of which this one has ``own``, and has all three in float32. See
+    DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
     """
-    # A rank's own parts; those of all, and of the kind at hand the parts, joined, and the last kind's.
+    # A rank's own parts; those of all, and of the kind at hand the parts, joined, and the last
+    # kind's.
     return MAIN_BYTES * (count + own), 3 * MAIN_BYTES * own + (3 + 3) * MAIN_BYTES * count

@@ -1,4 +1,5 @@
-"""Peaks that GPU runs have had, where tools/gpu/check.sh --store has left some, beside what was worked out for them."""
+"""Peaks that GPU runs have had, where tools/gpu/check.sh --store has left some, beside what was
+worked out for them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def basis(folder: Path = RESULTS) -> str:
     """Basis of a plan, in a sentence."""
     about = "not measured: worked out by the formulas of docs/reference/memory.md; "
     found = "; ".join(_peaks(folder))
-    return about + (f"peaks of GPU runs: {found}" if found else "no peak of a GPU run of this code is stored")
+    return about + (
+        f"peaks of GPU runs: {found}" if found else "no peak of a GPU run of this code is stored"
+    )
 
 
 def _peaks(folder: Path) -> Iterator[str]:

@@ -34,7 +34,8 @@ class Place:
     """Bytes on a GPU at the worst time."""
     limit: float
     remedies: tuple[str, ...] = ()
-    """Settings with which it would fit, all of them together; none where it does, or where none was found."""
+    """Settings with which it would fit, all of them together; none where it does, or where none was
+    found."""
 
     @property
     def lacks(self) -> list[str]:
@@ -81,7 +82,9 @@ def _places(config: Config, spec: ModelSpec) -> Iterator[Place]:
         found = [one for name in names for one in _footprints(config, spec, name, limit)]
         if found:
             total = _together(config, found)
-            yield Place(groups=tuple(names), footprints=tuple(found), bytes=total, limit=USABLE * limit)
+            yield Place(
+                groups=tuple(names), footprints=tuple(found), bytes=total, limit=USABLE * limit
+            )
 
 
 def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> Iterator[Footprint]:
@@ -95,28 +98,34 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
         elif role in RANKED:
             yield roles.forward(config, own_spec(config, role, spec), role, group, per_node)
         elif role == "genrm":
-            yield roles.judge(config, _judge_bytes(config), group, -(-config.genrm.replicas // nodes), limit)
+            yield roles.judge(
+                config, _judge_bytes(config), group, -(-config.genrm.replicas // nodes), limit
+            )
         elif role == "rollout" and config.rollout.engine.kind == "sglang":
             yield roles.engine(config, spec, group, -(-config.rollout.replicas // nodes), limit)
 
 
 def own_spec(config: Config, role: str, policy: ModelSpec) -> ModelSpec:
-    """Spec of the model that ``role`` has, the policy's if no other is named. ConfigError: it is not in order."""
+    """Spec of the model that ``role`` has, the policy's if no other is named. ConfigError: it is
+    not in order."""
     key = f"{role}_path"
     directory = getattr(config.model, key, "")
     return _spec_in(directory, f"model.{key}", config.model.ignore_keys) if directory else policy
 
 
 def _judge_bytes(config: Config) -> float:
-    """Bytes of the weights of a generative reward model: of its files or, where there is its config.json alone, as many
-    as that says, if the model is of a family that can be trained too; else 0."""
+    """Bytes of the weights of a generative reward model: of its files or, where there is its
+    config.json alone, as many as that says, if the model is of a family that can be trained too;
+    else 0."""
     if found := config.genrm.path and weights_bytes(config.genrm.path):
         return found
     try:
         spec = _spec_in(config.genrm.path, "genrm.path", config.model.ignore_keys)
     except ConfigError:
         return 0.0
-    return parameters(spec, ParallelConfig(), 0) * ITEM_BYTES[config.genrm.dtype or config.model.dtype]
+    return (
+        parameters(spec, ParallelConfig(), 0) * ITEM_BYTES[config.genrm.dtype or config.model.dtype]
+    )
 
 
 def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
@@ -129,8 +138,8 @@ def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
 
 
 def _together(config: Config, found: list[Footprint]) -> float:
-    """Bytes at the worst time: of all at once, but engines and an actor that take turns leave each other all but their
-    contexts."""
+    """Bytes at the worst time: of all at once, but engines and an actor that take turns leave each
+    other all but their contexts."""
     everybody = sum(one.peak for one in found)
     turns = [one.peak for one in found if one.role in ("rollout", "actor")]
     if not config.colocate or len(turns) < 2:

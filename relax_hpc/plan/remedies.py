@@ -17,10 +17,13 @@ MAX_TENSOR = 8
 """Ranks that share a matrix: more than a node has GPUs is slow."""
 
 
-def remedies(config: Config, spec: ModelSpec, roles: Sequence[str], fits: Callable[[Config], bool]) -> list[str]:
+def remedies(
+    config: Config, spec: ModelSpec, roles: Sequence[str], fits: Callable[[Config], bool]
+) -> list[str]:
     """The settings, `key: value`, with which ``fits``; none if there are none.
 
-    One after the other is made until it does; then those are taken back without which it does too, dearest first.
+    One after the other is made until it does; then those are taken back without which it does too,
+    dearest first.
     """
     made: list[Change] = []
     now = copy.deepcopy(config)
@@ -73,14 +76,17 @@ def _of_actor(config: Config) -> Iterator[Change]:
 
 
 def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
-    """Experts over more ranks; and more tensor parallelism, by as many GPUs as before where data parallelism gives
-    them."""
+    """Experts over more ranks; and more tensor parallelism, by as many GPUs as before where data
+    parallelism gives them."""
     parallel = getattr(config, role).parallel
     yield from _of_experts(parallel, spec, role)
     while (tensor := parallel.tensor * 2) <= MAX_TENSOR:
         if any(spec.misfits(replace(parallel, tensor=tensor, sequence_parallel=True))):
             return
-        change: Change = {f"{role}.parallel.tensor": tensor, f"{role}.parallel.sequence_parallel": True}
+        change: Change = {
+            f"{role}.parallel.tensor": tensor,
+            f"{role}.parallel.sequence_parallel": True,
+        }
         if parallel.data % 2 == 0:
             change[f"{role}.parallel.data"] = parallel.data // 2
         yield change
@@ -96,7 +102,9 @@ def _of_engine(config: Config, spec: ModelSpec) -> Iterator[Change]:
     flags = config.rollout.engine.flags
     if 0 < engine_flag(flags, "mem_fraction_static") < ENGINE_SHARE:
         yield {"rollout.engine.flags.mem_fraction_static": ENGINE_SHARE}
-    while (size := int(engine_flag(flags, "tp_size") or 1) * 2) <= MAX_TENSOR and spec.heads % size == 0:
+    while (
+        size := int(engine_flag(flags, "tp_size") or 1) * 2
+    ) <= MAX_TENSOR and spec.heads % size == 0:
         change: Change = {"rollout.engine.flags.tp_size": size}
         if config.rollout.replicas % 2 == 0:
             change["rollout.replicas"] = config.rollout.replicas // 2

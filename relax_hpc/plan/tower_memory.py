@@ -1,4 +1,5 @@
-"""Memory of towers on a rank of the first pipeline stage: weights without gradients, and activations."""
+"""Memory of towers on a rank of the first pipeline stage: weights without gradients, and
+activations."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ def parameters(tower: Tower) -> int:
 
 
 def media_tokens(config: Config, settings: TrainerConfig | ForwardConfig, tokens: int) -> float:
-    """Tokens of a micro-batch that stand for media at most, if rows are as long as they may be: whole prompts, of
-    which no two share one. Ranks of sequence parallelism have media of their own."""
+    """Tokens of a micro-batch that stand for media at most, if rows are as long as they may be:
+    whole prompts, of which no two share one. Ranks of sequence parallelism have media of their
+    own."""
     prompt, parallel = config.data.max_prompt_tokens, settings.parallel
     found = tokens * prompt / (prompt + config.rollout.max_new_tokens)
     if most := settings.max_media_tokens_per_micro_batch:
@@ -31,7 +33,8 @@ def media_tokens(config: Config, settings: TrainerConfig | ForwardConfig, tokens
 
 
 def kept_elements(spec: ModelSpec, config: Config) -> float:
-    """Elements of a token of media that are kept for the backward pass, of the kind that takes most."""
+    """Elements of a token of media that are kept for the backward pass, of the kind that takes
+    most."""
     trained = [tower for tower in spec.towers if tower.name not in config.model.frozen_towers]
     return max((_kept(tower, config.actor.recompute == "full") for tower in trained), default=0.0)
 
@@ -42,8 +45,8 @@ def _kept(tower: Tower, again: bool) -> float:
 
 
 def working_elements(spec: ModelSpec, config: Config) -> float:
-    """Elements of a token of media that the backward pass of one layer takes beside, or the forward pass of one that
-    keeps nothing."""
+    """Elements of a token of media that the backward pass of one layer takes beside, or the forward
+    pass of one that keeps nothing."""
     found = [0.0]
     for tower in spec.towers:
         sizes, frozen = tower.sizes, tower.name in config.model.frozen_towers
@@ -54,4 +57,7 @@ def working_elements(spec: ModelSpec, config: Config) -> float:
 
 def scored_elements(spec: ModelSpec) -> float:
     """Elements of a token of media that a forward pass which keeps nothing takes at most."""
-    return max((max(tower.sizes.rows * tower.sizes.block, tower.sizes.ends) for tower in spec.towers), default=0.0)
+    return max(
+        (max(tower.sizes.rows * tower.sizes.block, tower.sizes.ends) for tower in spec.towers),
+        default=0.0,
+    )

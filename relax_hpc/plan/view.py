@@ -16,11 +16,19 @@ from relax_hpc.plan.plan import USABLE, Place, plan
 
 
 def main(config: Config, spec: ModelSpec, as_json: bool) -> int:
-    """Print the plan; 0, or 78 if anything does not fit. ConfigError: nobody said how much memory a GPU has."""
+    """Print the plan; 0, or 78 if anything does not fit. ConfigError: nobody said how much memory a
+    GPU has."""
     if not config.site.gpu_memory_gib:
-        raise ConfigError("site.gpu_memory_gib: found 0, with which nothing is compared; say how much a GPU has, as 79")
+        raise ConfigError(
+            "site.gpu_memory_gib: found 0, with which nothing is compared; say how much a GPU has, "
+            "as 79"
+        )
     places = plan(config, spec)
-    print(json.dumps(_as_json(config, spec, places), indent=1) if as_json else "\n".join(_lines(config, spec, places)))
+    print(
+        json.dumps(_as_json(config, spec, places), indent=1)
+        if as_json
+        else "\n".join(_lines(config, spec, places))
+    )
     return EXIT_CONFIG if any(place.lacks for place in places) else EXIT_DONE
 
 
@@ -72,15 +80,24 @@ def _verdict(place: Place, gpu_gib: float) -> Iterator[str]:
     said = f"DOES NOT FIT ({'; '.join(place.lacks)})" if place.lacks else "fits"
     yield f"{shared}: {place.bytes / GIB:.1f} {left} on each GPU: {said}"
     if place.lacks and place.remedies:
-        yield "  it would with " + " ".join(f"--{one.replace(': ', '=', 1)}" for one in place.remedies)
+        yield "  it would with " + " ".join(
+            f"--{one.replace(': ', '=', 1)}" for one in place.remedies
+        )
     elif place.lacks:
-        yield "  no setting that was tried makes it fit: more GPUs for this role, or shorter rows, may"
+        yield (
+            "  no setting that was tried makes it fit: more GPUs for this role, or shorter "
+            "rows, may"
+        )
 
 
 def _as_json(config: Config, spec: ModelSpec, places: Sequence[Place]) -> dict[str, Any]:
     return {
         "basis": basis(),
-        "model": {"type": spec.model_type, "parameters": _parameters(spec), "dtype": config.model.dtype},
+        "model": {
+            "type": spec.model_type,
+            "parameters": _parameters(spec),
+            "dtype": config.model.dtype,
+        },
         "places": [
             {
                 "groups": place.groups,

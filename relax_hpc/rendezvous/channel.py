@@ -1,4 +1,5 @@
-"""Small messages between the ranks of one group, by sockets and as bytes: nothing is pickled, nobody burns a core."""
+"""Small messages between the ranks of one group, by sockets and as bytes: nothing is pickled,
+nobody burns a core."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ _YET = {"yet": True}
 
 
 class Channel:
-    """A gloo group of all ranks of the default one. It is used by one thread of each rank, all in the same order.
+    """A gloo group of all ranks of the default one. It is used by one thread of each rank, all in
+    the same order.
 
-    Making it is collective. A wait for a rank that has died ends after ``timeout_s`` seconds with RuntimeError; what
-    the leader, rank 0, waits for itself may take longer (`tell`, `lead`, `still_waits`).
+    Making it is collective. A wait for a rank that has died ends after ``timeout_s`` seconds with
+    RuntimeError; what the leader, rank 0, waits for itself may take longer (`tell`, `lead`,
+    `still_waits`).
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -31,8 +34,11 @@ class Channel:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if met else (0, 1)
         # A rank alone has one kind of groups, without sockets; gloo would listen.
         backend = "gloo" if self.size > 1 else None
-        self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
-        """Process group for other agreements of the same thread; None in a process that has no ranks."""
+        self.group = (
+            dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
+        )
+        """Process group for other agreements of the same thread; None in a process that has no
+        ranks."""
         self._told = time.monotonic()
         self._tell_s = min(_TELL_S, timeout_s / 4)
 
@@ -66,7 +72,8 @@ class Channel:
         return work.result()
 
     def still_waits(self) -> None:
-        """Rank 0 has nothing to tell yet, and may not for hours: who waits for its word has a deadline of minutes.
+        """Rank 0 has nothing to tell yet, and may not for hours: who waits for its word has a
+        deadline of minutes.
 
         As often as it likes, while all others are in `tell`.
         """
@@ -92,7 +99,9 @@ class Channel:
         if self.size == 1:
             return message
         leads = self.rank == 0
-        data = torch.frombuffer(bytearray(msgpack.packb(message) if leads else b"\0"), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(msgpack.packb(message) if leads else b"\0"), dtype=torch.uint8
+        )
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self.group)
         data = data if leads else torch.empty(int(size), dtype=torch.uint8)
@@ -111,11 +120,18 @@ class Channel:
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         most = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(data, (0, most - len(data)))
-        rooms = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)] if self.rank == 0 else None
+        rooms = (
+            [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)]
+            if self.rank == 0
+            else None
+        )
         dist.gather(padded, rooms, 0, group=self.group)
         if rooms is None:
             return None
-        return [msgpack.unpackb(room.numpy().tobytes()[: int(size)]) for room, size in zip(rooms, sizes, strict=True)]
+        return [
+            msgpack.unpackb(room.numpy().tobytes()[: int(size)])
+            for room, size in zip(rooms, sizes, strict=True)
+        ]
 
     def reduce_sum(self, values: Any) -> None:
         """Add up float32 ``values`` [n], a tensor, in rank 0."""

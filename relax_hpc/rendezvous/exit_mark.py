@@ -21,12 +21,14 @@ def leave_mark(
     start_error: str = "",
     is_programming_error: bool = False,
 ) -> None:
-    """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher.
+    """Write the mark of a role that ended with ``code``; another rank's stays if its code is as
+    high or higher.
 
-    ``start_error``: see `relax_hpc.errors.start_error_of`. ``is_programming_error``: the role ended with
-    `relax_hpc.errors.ProgrammingError`.
+    ``start_error``: see `relax_hpc.errors.start_error_of`. ``is_programming_error``: the role ended
+    with `relax_hpc.errors.ProgrammingError`.
 
-    On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without it that one failed.
+    On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without
+    it that one failed.
     """
     # What a power loss has emptied says nothing.
     if read_map(path, code=int).get("code", code - 1) >= code:

@@ -1,4 +1,5 @@
-"""Address and interface that a process of a group uses, so that nothing listens where it need not."""
+"""Address and interface that a process of a group uses, so that nothing listens where it need
+not."""
 
 from __future__ import annotations
 
@@ -17,21 +18,24 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of ``interface`` on this host. ConfigError, naming those that there are, if it has none."""
+    """The IPv4 address of ``interface`` on this host. ConfigError, naming those that there are, if
+    it has none."""
     found = _addresses()
     if interface not in found:
         raise ConfigError(
-            f"site.interface: found {interface!r}, allowed on host {socket.gethostname()}: {_listed(found)} "
+            f"site.interface: found {interface!r}, allowed on host {socket.gethostname()}: "
+            f"{_listed(found)} "
             "(interfaces with an IPv4 address; groups.<name>.interface goes before site.interface)"
         )
     return found[interface]
 
 
 def own_address(config: Config, group: str) -> str:
-    """Address at which the run's other processes reach this one: loopback in the local layout, else its interface's.
+    """Address at which the run's other processes reach this one: loopback in the local layout, else
+    its interface's.
 
-    Without a configured interface it is the address of the host's own name. ConfigError if that is none which other
-    hosts could reach.
+    Without a configured interface it is the address of the host's own name. ConfigError if that is
+    none which other hosts could reach.
     """
     if config.layout == "local":
         return LOOPBACK
@@ -80,11 +84,12 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def library_environment(config: Config, group: str) -> dict[str, str]:
-    """Environment variables that keep gloo, NCCL's bootstrap, libfabric and Open MPI on the configured interface.
+    """Environment variables that keep gloo, NCCL's bootstrap, libfabric and Open MPI on the
+    configured interface.
 
-    UCX is left alone: it takes devices (mlx5_0:1), and an interface's name would keep it from RDMA; see site.env.
-    Without an interface there are none: gloo then takes the address of the host's own name, as `own_address` does.
-    What site.env or the group's env sets is left alone.
+    UCX is left alone: it takes devices (mlx5_0:1), and an interface's name would keep it from RDMA;
+    see site.env. Without an interface there are none: gloo then takes the address of the host's own
+    name, as `own_address` does. What site.env or the group's env sets is left alone.
     """
     interface = _interface(config, group)
     if config.layout == "local" or not interface:

@@ -10,10 +10,12 @@ _KEPT = 64
 
 
 def connection_limit() -> int:
-    """Raise the soft limit of files to the hard one; from which file number on a connection is one too many.
+    """Raise the soft limit of files to the hard one; from which file number on a connection is one
+    too many.
 
-    The usual soft limit, 1024, is for programs that use select(). A system gives the lowest number that is free, so a
-    connection that gets a higher one than this has come while almost all are taken.
+    The usual soft limit, 1024, is for programs that use select(). A system gives the lowest number
+    that is free, so a connection that gets a higher one than this has come while almost all are
+    taken.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

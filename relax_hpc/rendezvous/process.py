@@ -1,5 +1,5 @@
-"""First duties of every process of a run: to keep its files private, die with its parent, and end in order on
-signals."""
+"""First duties of every process of a run: to keep its files private, die with its parent, and end
+in order on signals."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
 END_SIGNAL = signal.SIGUSR2
-"""Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
+"""Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it
+takes for itself."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, END_SIGNAL)
 """Signals to stop. Slurm sends TERM at preemption and at the end of a job, a terminal that is
 closed sends HUP."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Signal on which a process of ours writes the stacks of all its threads to its log, and goes on."""
+"""Signal on which a process of ours writes the stacks of all its threads to its log, and goes
+on."""
 EXIT_BUG = 1
 """Exit code of a watched child whose work raised something."""
 PRIVATE_UMASK = 0o077
-"""File mode mask of every process of a run: many sites hand on one that lets a whole project write. SGLang unpickles
-what comes in by its sockets, and checkpoints hold pickled metadata: whoever can write there runs code as the run's
-user."""
+"""File mode mask of every process of a run: many sites hand on one that lets a whole project write.
+SGLang unpickles what comes in by its sockets, and checkpoints hold pickled metadata: whoever can
+write there runs code as the run's user."""
 _LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|(PMI|PMIX|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_(?!CONF$)|SBATCH_|SRUN_).*"
@@ -55,26 +57,32 @@ def stay_private() -> None:
 
 
 def show_stacks() -> None:
-    """Write the stacks of all threads to standard error on STACKS_SIGNAL, and when the process crashes.
+    """Write the stacks of all threads to standard error on STACKS_SIGNAL, and when the process
+    crashes.
 
-    It is done in C, so also while native code holds the interpreter's lock. Standard error may become another file.
+    It is done in C, so also while native code holds the interpreter's lock. Standard error may
+    become another file.
     """
     faulthandler.enable(2)
     faulthandler.register(STACKS_SIGNAL, 2)
 
 
 def shows_stacks(pid: int) -> bool:
-    """Whether a process of this machine has a handler for STACKS_SIGNAL, which ends one that has none."""
+    """Whether a process of this machine has a handler for STACKS_SIGNAL, which ends one that has
+    none."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    caught = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+    )
     return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def clean_environment() -> dict[str, str]:
-    """Environment of this process without what an MPI launcher or Slurm step put there for its own ranks."""
+    """Environment of this process without what an MPI launcher or Slurm step put there for its own
+    ranks."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
@@ -85,8 +93,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class Flag:
-    """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
-    holds that would wait for itself."""
+    """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal
+    interrupts while it holds that would wait for itself."""
 
     def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> None:
         """Handle ``signals``; a subset is for who has a handler of its own for the others."""
@@ -101,14 +109,17 @@ class Flag:
 
 
 def on_terminate(at_once: bool, led: bool = False) -> Flag:
-    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is.
+    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main
+    thread is.
 
-    ``led``: by a parent which gets Slurm's signals too, and decides who ends when: END_SIGNAL alone counts.
+    ``led``: by a parent which gets Slurm's signals too, and decides who ends when: END_SIGNAL alone
+    counts.
     """
     flag, own = Flag((END_SIGNAL,) if led else STOP_SIGNALS), os.getpid()
 
     def handle(number: int, _: object) -> None:
-        # Rather than SIG_IGN, which what this process starts would inherit; what it forks is not led.
+        # Rather than SIG_IGN, which what this process starts would inherit; what it forks is not
+        # led.
         if number not in flag.signals and os.getpid() == own:
             return
         first = not flag.is_set()
@@ -122,13 +133,17 @@ def on_terminate(at_once: bool, led: bool = False) -> Flag:
 
 
 def watched(
-    work: Callable[[], int], ended: Callable[[int], int | None], beside: Callable[[], None] | None = None
+    work: Callable[[], int],
+    ended: Callable[[int], int | None],
+    beside: Callable[[], None] | None = None,
 ) -> int:
-    """Do ``work`` in a child that is watched, so that its end is known however it comes; the exit code.
+    """Do ``work`` in a child that is watched, so that its end is known however it comes; the exit
+    code.
 
-    Call it before there are threads. Stop signals are passed on. ``ended`` is told how each child ended (an exit code,
-    or minus a signal's number) and gives the exit code of this process, or None to do the work again. ``beside`` runs
-    in a thread of the watcher; the work is not to be done again then.
+    Call it before there are threads. Stop signals are passed on. ``ended`` is told how each child
+    ended (an exit code, or minus a signal's number) and gives the exit code of this process, or
+    None to do the work again. ``beside`` runs in a thread of the watcher; the work is not to be
+    done again then.
     """
     # A step's processes get it all at once; of this one, which only waits, there is nothing to see.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)

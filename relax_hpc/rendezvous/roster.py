@@ -1,8 +1,8 @@
 """Roster of groups: numbered files in the run directory say who is where, and in which incarnation.
 
-A group's launcher takes an incarnation by exclusive create; the group's leader then publishes its card under it.
-Readers follow the highest one published. Nothing is ever overwritten, and a power loss takes nothing back: an
-incarnation that the queue knows must not be taken twice.
+A group's launcher takes an incarnation by exclusive create; the group's leader then publishes its
+card under it. Readers follow the highest one published. Nothing is ever overwritten, and a power
+loss takes nothing back: an incarnation that the queue knows must not be taken twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _CLAIM = re.compile(r"inc-(\d{6})\.claim")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Card of a group, by its leader: its incarnation and, for the hub, the controller's endpoint."""
+    """Card of a group, by its leader: its incarnation and, for the hub, the controller's
+    endpoint."""
 
     group: str
     incarnation: int
@@ -37,16 +38,19 @@ class Card:
         """Raise ConfigError if this process has code of another protocol."""
         if self.protocol != PROTOCOL:
             raise ConfigError(
-                f"relax_hpc.protocol: this code speaks {PROTOCOL}, {self.group} incarnation {self.incarnation} speaks "
-                f"{self.protocol}; groups of one run need code of one protocol: give this group code of {self.protocol}"
+                f"relax_hpc.protocol: this code speaks {PROTOCOL}, {self.group} incarnation "
+                f"{self.incarnation} speaks "
+                f"{self.protocol}; groups of one run need code of one protocol: give this group "
+                f"code of {self.protocol}"
             )
 
 
 def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int:
     """Take the next incarnation number of ``group``; two launchers never get the same one.
 
-    With ``former`` the one after that and no other: FencedError if somebody has been faster. OSError on a disk that
-    takes nothing: it is not waited for, as what makes the caller want the number may be over by then.
+    With ``former`` the one after that and no other: FencedError if somebody has been faster.
+    OSError on a disk that takes nothing: it is not waited for, as what makes the caller want the
+    number may be over by then.
     """
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +65,9 @@ def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int
             return incarnation
         except FileExistsError:
             if former is not None:
-                raise FencedError(f"another has taken {group} incarnation {incarnation} just before") from None
+                raise FencedError(
+                    f"another has taken {group} incarnation {incarnation} just before"
+                ) from None
             incarnation += 1
 
 
@@ -85,7 +91,12 @@ def latest_card(run: RunDir, group: str) -> Card | None:
     """Card of the newest published incarnation of ``group``, or None."""
     incarnations = _numbers(run.rendezvous(group), _CARD)
     return next(
-        (card for incarnation in sorted(incarnations, reverse=True) if (card := card_of(run, group, incarnation))), None
+        (
+            card
+            for incarnation in sorted(incarnations, reverse=True)
+            if (card := card_of(run, group, incarnation))
+        ),
+        None,
     )
 
 

@@ -1,4 +1,5 @@
-"""Small signs of life that processes leave in files: who wrote one, whether that process is gone, and what it is at."""
+"""Small signs of life that processes leave in files: who wrote one, whether that process is gone,
+and what it is at."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def identity() -> dict[str, Any]:
 
 
 def is_gone(sign: Mapping[str, Any]) -> bool:
-    """Whether the process that left ``sign`` has certainly ended; of another machine, or container, nobody here knows.
+    """Whether the process that left ``sign`` has certainly ended; of another machine, or container,
+    nobody here knows.
 
     >>> is_gone(identity()), is_gone(identity() | {"born": 1}), is_gone({"pid": 1})
     (False, True, False)
@@ -31,7 +33,8 @@ def is_gone(sign: Mapping[str, Any]) -> bool:
 
 
 def is_there(sign: Mapping[str, Any]) -> bool:
-    """Whether the process that left ``sign`` certainly runs, as it does here, however old the sign is.
+    """Whether the process that left ``sign`` certainly runs, as it does here, however old the sign
+    is.
 
     >>> is_there(identity()), is_there(identity() | {"born": 1}), is_there({"pid": 1})
     (True, False, False)
@@ -45,7 +48,8 @@ def _is_here(sign: Mapping[str, Any]) -> bool:
 
 @cache
 def _space() -> str:
-    """Space in which a pid means the same process: this boot of the machine, and the namespace of pids."""
+    """Space in which a pid means the same process: this boot of the machine, and the namespace of
+    pids."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -63,8 +67,8 @@ def _born(pid: int) -> int:
 
 
 def say(path: Path, doing: str) -> None:
-    """Tell who looks at ``path`` what this process is at from now on; empty: nothing any more. A full disk must not
-    keep it from its work."""
+    """Tell who looks at ``path`` what this process is at from now on; empty: nothing any more. A
+    full disk must not keep it from its work."""
     with contextlib.suppress(OSError):
         write_json(path, {"doing": doing, "since": time.time(), **identity()})
 

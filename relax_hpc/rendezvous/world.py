@@ -1,9 +1,9 @@
 """Ranks of a group are told of each other here, once, at start. Everything later goes other ways.
 
-Within a node whoever started them tells them (`relax_hpc.supervise.ranks`), over several nodes MPI does. One MPI world
-never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child of each rank
-that ends with the meeting: its memory and its sockets go then, and where it fails, which it does by ending its process,
-the rank lives to say what to set.
+Within a node whoever started them tells them (`relax_hpc.supervise.ranks`), over several nodes MPI
+does. One MPI world never spans groups: a killed peer would leave its survivors hanging without an
+error. MPI runs in a child of each rank that ends with the meeting: its memory and its sockets go
+then, and where it fails, which it does by ending its process, the rank lives to say what to set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from relax_hpc.rendezvous.process import PARENT, die_with_parent, stop_signals
 MEETING = "RELAX_MEETING"
 """Environment variable by which ranks learn of each other: number, how many, their own socket."""
 _CURE = (
-    "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong together: library wheel "
+    "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong "
+    "together: library wheel "
     "(the mpich package beside mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
 )
 
@@ -44,8 +45,8 @@ class World:
     local_rank: int
     cards: list[dict[str, Any]]
     listening: socket.socket | None = None
-    """Socket at which rank 0 lets ranks of other nodes and containers in; it listens since before they were told of it.
-    None in the others."""
+    """Socket at which rank 0 lets ranks of other nodes and containers in; it listens since before
+    they were told of it. None in the others."""
 
     @property
     def leader(self) -> bool:
@@ -58,7 +59,8 @@ class World:
 
     @property
     def open_to_each_other(self) -> bool:
-        """Whether the ranks can open each other's files in memory: on one node, not each in a container of its own."""
+        """Whether the ranks can open each other's files in memory: on one node, not each in a
+        container of its own."""
         return self.on_one_node and len({card.get("space") for card in self.cards}) == 1
 
 
@@ -70,19 +72,28 @@ def alone(address: str) -> World:
 def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     """Meet the others of all ``ranks``; they reach this one at ``address``.
 
-    RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over ``patience_s``.
+    RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over
+    ``patience_s``.
     """
     listening = socket.create_server((address, 0))
-    # For those that can open it, by its path in /proc: nothing to remove, however this process ends.
+    # For those that can open it, by its path in /proc: nothing to remove, however this process
+    # ends.
     memory = os.memfd_create("meeting")
     card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
     what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
     # Ranks that were killed while they met have left some.
     sweep_orphaned_memory()
     told = os.environ.pop(MEETING, "")
-    rank, cards = _be_told(told, card, patience_s) if told else _in_child(lambda: _meet(card), what, patience_s)
+    rank, cards = (
+        _be_told(told, card, patience_s)
+        if told
+        else _in_child(lambda: _meet(card), what, patience_s)
+    )
     if len(cards) != ranks:
-        raise ConfigError(f"{what}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were started; {_CURE}")
+        raise ConfigError(
+            f"{what}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were started; "
+            f"{_CURE}"
+        )
     local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
     world = World(rank, ranks, local_rank, cards)
     if not world.leader:
@@ -96,12 +107,15 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
 def _card(address: str) -> dict[str, Any]:
     # Slurm may give nodes of one host name; its own name of the node tells them apart.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    # The kernel lets nobody into the processes of another user namespace, which Apptainer makes for each rank.
+    # The kernel lets nobody into the processes of another user namespace, which Apptainer makes for
+    # each rank.
     space = "/".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "user"))
     return {"node": node, "address": address, "pid": os.getpid(), "space": space}
 
 
-def _be_told(told: str, card: dict[str, Any], patience_s: float) -> tuple[int, list[dict[str, Any]]]:
+def _be_told(
+    told: str, card: dict[str, Any], patience_s: float
+) -> tuple[int, list[dict[str, Any]]]:
     """The own rank, and the cards of all, by the socket that the launcher left us."""
     rank, _, number = map(int, told.split())
     with socket.socket(fileno=number) as line, line.makefile("rb") as cards:
@@ -110,7 +124,9 @@ def _be_told(told: str, card: dict[str, Any], patience_s: float) -> tuple[int, l
         try:
             return rank, [json.loads(text) for text in cards]
         except TimeoutError as error:
-            raise DeadlineError(f"rank {rank} has not heard of all the others within {patience_s:.0f} s") from error
+            raise DeadlineError(
+                f"rank {rank} has not heard of all the others within {patience_s:.0f} s"
+            ) from error
 
 
 def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
@@ -126,9 +142,14 @@ def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if found is None:
-        raise DeadlineError(f"{what}: the ranks of the group have not met within {patience_s:.0f} s; open their logs")
+        raise DeadlineError(
+            f"{what}: the ranks of the group have not met within {patience_s:.0f} s; open their "
+            "logs"
+        )
     if not found:
-        raise RelaxError(f"{what}: MPI_Init {_ended(code)} (its own words are in this log); {_CURE}")
+        raise RelaxError(
+            f"{what}: MPI_Init {_ended(code)} (its own words are in this log); {_CURE}"
+        )
     return json.loads(found)
 
 
@@ -158,8 +179,9 @@ def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
             file.write(answer)
         sys.stdout.flush()
         sys.stderr.flush()
-        # MPICH 5 says goodbye to its launcher only in an exit handler of C; who leaves without is taken for dead, and
-        # all ranks are killed. The interpreter, which goes on in the parent, is not ended.
+        # MPICH 5 says goodbye to its launcher only in an exit handler of C; who leaves without is
+        # taken for dead, and all ranks are killed. The interpreter, which goes on in the parent, is
+        # not ended.
         ctypes.CDLL(None).exit(0)
     except BaseException:
         traceback.print_exc()
@@ -176,7 +198,8 @@ def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
 
     cards = [json.loads(text) for text in _allgather(MPI.COMM_WORLD, json.dumps(card).encode())]
     rank = MPI.COMM_WORLD.Get_rank()
-    # From here on the launcher minds that the ranks' processes end well, and ends all with one that does not.
+    # From here on the launcher minds that the ranks' processes end well, and ends all with one that
+    # does not.
     MPI.Finalize()
     return rank, cards
 

@@ -1,8 +1,9 @@
 """Rewards: functions of a prompt group, or of one response, found by name.
 
-A function whose parameter is called `samples` gets all samples of a prompt and gives a list; any other gets one and
-gives one. Each value is a number, or a mapping of components, by name, with the `total` among them. `async def` is as
-good as `def`. `relax_hpc.rewards.ask` calls them, `relax_hpc.rewards.where` says in which process.
+A function whose parameter is called `samples` gets all samples of a prompt and gives a list; any
+other gets one and gives one. Each value is a number, or a mapping of components, by name, with the
+`total` among them. `async def` is as good as `def`. `relax_hpc.rewards.ask` calls them,
+`relax_hpc.rewards.where` says in which process.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class RewardInput:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Fields of the prompt's line besides these."""
     rows: list[list[str]] = field(default_factory=list)
-    """Prompt and response of each row of an episode of several, without special tokens; the last response is
-    `response_text`. Empty: there is one row."""
+    """Prompt and response of each row of an episode of several, without special tokens; the last
+    response is `response_text`. Empty: there is one row."""
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """Turns of an episode against an environment, row by row: {"by": policy or environment, "row", "text"}; the last
-    response of the policy is `response_text`. Empty: it was played against none."""
+    """Turns of an episode against an environment, row by row: {"by": policy or environment, "row",
+    "text"}; the last response of the policy is `response_text`. Empty: it was played against
+    none."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Words of its environment on such an episode: `info`, `reward` (None: it has none); and `ended`: why it did."""
+    """Words of its environment on such an episode: `info`, `reward` (None: it has none); and
+    `ended`: why it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,9 @@ REWARDS: dict[str, Reward | str] = {
     "remote": "relax_hpc.rewards.remote:Remote",
     "judge": "relax_hpc.rewards.judge:Judge",
 }
-"""Rewards that are built in, by name. Of a class an instance, made with the settings, is the reward. Those that only
-say where they lie are computed in reward workers: they may take long, or want what only the main thread has."""
+"""Rewards that are built in, by name. Of a class an instance, made with the settings, is the
+reward. Those that only say where they lie are computed in reward workers: they may take long, or
+want what only the main thread has."""
 COMPOSED: dict[str, Reward | str] = {
     "weighted": "relax_hpc.rewards.composed:Weighted",
     "by_row": "relax_hpc.rewards.composed:ByRow",
@@ -107,12 +111,14 @@ COMPOSED: dict[str, Reward | str] = {
 def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     """The reward called `name`: built in, or imported from `package.module:function`.
 
-    Of `package.module:Class` an instance is the reward, of `package.module:Class.method` that method of one.
-    ConfigError: there is none.
+    Of `package.module:Class` an instance is the reward, of `package.module:Class.method` that
+    method of one. ConfigError: there is none.
     """
     found, method = find_reward(name)
     if name in COMPOSED:
-        raise ConfigError(f"reward: {name!r}: is made of others, by relax_hpc.rewards.where.make_rewards")
+        raise ConfigError(
+            f"reward: {name!r}: is made of others, by relax_hpc.rewards.where.make_rewards"
+        )
     given = () if ":" in name else (settings or RewardSettings(),)
     try:
         made = found(*given) if isinstance(found, type) else found
@@ -123,12 +129,15 @@ def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
         raise ConfigError(text) from error
     reward = getattr(made, method) if method else made
     if not callable(reward):
-        raise ConfigError(f"reward: {name!r}: found {type(reward).__name__}, allowed: what can be called")
+        raise ConfigError(
+            f"reward: {name!r}: found {type(reward).__name__}, allowed: what can be called"
+        )
     return reward
 
 
 def find_reward(name: str) -> tuple[Reward, str]:
-    """Reward that ``name`` names, not made yet, and the method of it that is meant. ConfigError: there is none."""
+    """Reward that ``name`` names, not made yet, and the method of it that is meant. ConfigError:
+    there is none."""
     # Module names have points too.
     module, colon, attribute = name.partition(":")
     attribute, _, method = attribute.partition(".")

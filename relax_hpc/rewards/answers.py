@@ -1,4 +1,5 @@
-"""Rewards of tasks whose answer is known: the response is compared with it character by character."""
+"""Rewards of tasks whose answer is known: the response is compared with it character by
+character."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def answer_partial(sample: RewardInput) -> float:
-    """Share of positions that hold the right character, over the longer text; 0 unless the policy stopped by itself.
+    """Share of positions that hold the right character, over the longer text; 0 unless the policy
+    stopped by itself.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> answer_partial(RewardInput("4312?", "1234", "1243", "stop"))

@@ -39,13 +39,14 @@ def _first_parameter(reward: Reward) -> str:
 
 def is_async(reward: Reward) -> bool:
     """Whether a call of ``reward`` has to be awaited."""
-    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or inspect.iscoroutinefunction(
-        getattr(reward, "__call__", None)  # noqa: B004 - an object whose method is `async def`
+    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or inspect.iscoroutinefunction(  # noqa: B004 - an object whose method is `async def`
+        getattr(reward, "__call__", None)
     )
 
 
 def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
-    """One for each of ``samples``, or why there are none; never raises an Exception, nor SystemExit.
+    """One for each of ``samples``, or why there are none; never raises an Exception, nor
+    SystemExit.
 
     What has to be awaited is, in an event loop of its own.
     """
@@ -59,7 +60,8 @@ def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
 
 
 async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
-    """Scores as of `scores`, in the event loop that runs: all samples of the group are asked for at once."""
+    """Scores as of `scores`, in the event loop that runs: all samples of the group are asked for at
+    once."""
     try:
         values, of_group = _called(reward, samples)
         values = await _awaited(values)
@@ -77,11 +79,20 @@ def _checked_of(reward: Reward, values: Any, count: int) -> Scores:
 
 
 def checked(values: Any, count: int) -> Scores:
-    """The scores of ``count`` samples that a reward has given as ``values``, or why they are none."""
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
-        return RewardError("reward_wrong_count", f"returned {type(values).__name__}, expected a list of {count}")
+    """The scores of ``count`` samples that a reward has given as ``values``, or why they are
+    none."""
+    if (
+        isinstance(values, str | bytes | Mapping)
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__iter__")
+    ):
+        return RewardError(
+            "reward_wrong_count", f"returned {type(values).__name__}, expected a list of {count}"
+        )
     if len(values) != count:
-        return RewardError("reward_wrong_count", f"returned {len(values)} values for {count} samples")
+        return RewardError(
+            "reward_wrong_count", f"returned {len(values)} values for {count} samples"
+        )
     found: list[Score] = []
     for value in values:
         if isinstance(score := _score(value), RewardError):
@@ -91,7 +102,8 @@ def checked(values: Any, count: int) -> Scores:
 
 
 def _called(reward: Reward, samples: Sequence[RewardInput]) -> tuple[list[Any], bool]:
-    """Results of calling ``reward``, and whether that is one for the group, and not one for each sample."""
+    """Results of calling ``reward``, and whether that is one for the group, and not one for each
+    sample."""
     of_group = takes_group(reward)
     return [reward(list(samples))] if of_group else [reward(sample) for sample in samples], of_group
 
@@ -111,7 +123,8 @@ async def _one(value: Any) -> Any:
     except (SystemExit, asyncio.CancelledError) as end:
         if (task := asyncio.current_task()) and task.cancelling():
             raise
-        # A task that raises the one would end the event loop, and the other be taken for one that nobody waits for.
+        # A task that raises the one would end the event loop, and the other be taken for one that
+        # nobody waits for.
         raise _Ended(end) from end
 
 
@@ -132,7 +145,9 @@ def _score(value: Any) -> Score | RewardError:
     if TOTAL not in value or len(value) > MOST_COMPONENTS + 1:
         names = ", ".join(map(str, value))[:200] or "nothing"
         expected = f"`{TOTAL}`, and at most {MOST_COMPONENTS} components"
-        return RewardError("reward_not_a_number", f"returned a mapping of {names}; expected {expected}")
+        return RewardError(
+            "reward_not_a_number", f"returned a mapping of {names}; expected {expected}"
+        )
     components: dict[str, float] = {}
     for name, each in value.items():
         if isinstance(number := _number(each), RewardError):

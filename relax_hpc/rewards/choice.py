@@ -45,14 +45,16 @@ _STATEMENT = re.compile(
 _VERDICT = re.compile(
     r"(?:^|[.!?:;]\s+|\b(?i:so|thus|therefore|hence|clearly|I think|I believe)[ ,]+)"
     rf"(?i:(?:the )?(?:option|choice|answer|letter|statement) )?{_LETTER}"
-    r" (?i:(?:is|must be|would be)(?: (?:the|clearly|therefore|thus|most|likely))* (?:correct|right|best)\b"
+    r" (?i:(?:is|must be|would be)(?: (?:the|clearly|therefore|thus|most|likely))* "
+    r"(?:correct|right|best)\b"
     r"(?! (?:only|if|unless|when|for)\b)"
     r"|is the (?:correct |right |best )?(?:answer|choice)\b)",
     re.MULTILINE,
 )
 """Statement that an option is right, at the beginning of a sentence: behind "if" it is none."""
 _CONCLUSION = re.compile(
-    r"(?:(?:^|[.!?]\s+)(?i:(?:I (?:think|believe) )?it(?:'s|\u2019s| is)|so|thus|therefore|hence)[ ,]+"
+    r"(?:(?:^|[.!?]\s+)(?i:(?:I (?:think|believe) )?it(?:'s|\u2019s| "
+    r"is)|so|thus|therefore|hence)[ ,]+"
     r"|\b(?i:I am|I'm|I\u2019m) going with )(?i:(?:option|choice|answer|letter) )?"
     + _LETTER
     + r"(?=[.!]*\s*$)",
@@ -60,7 +62,8 @@ _CONCLUSION = re.compile(
 )
 """A short sentence that ends with a letter."""
 _DECISION = re.compile(
-    r"(?:\bI(?:'ll|\u2019ll| will| would|'d)? (?i:choose|pick|select|go with)(?i: (?:option|choice|answer|letter))?"
+    r"(?:\bI(?:'ll|\u2019ll| will| would|'d)? (?i:choose|pick|select|go with)(?i: "
+    r"(?:option|choice|answer|letter))?"
     r"|答案(?:是|为|為)?|选项(?:是|为)|故?[选選](?:择|擇)?)[:\uff1a\s]*" + _LETTER
 )
 _CHOICES = (_STATEMENT, _VERDICT, _CONCLUSION, _DECISION)

@@ -1,7 +1,7 @@
 """Rewards made of others: a weighted sum, and a choice by the prompt's line.
 
-Each part is computed where it would be alone, all parts at a time; one that fails fails the prompt group, and never
-counts as 0."""
+Each part is computed where it would be alone, all parts at a time; one that fails fails the prompt
+group, and never counts as 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ WEIGHTED, BY_ROW = "weighted", "by_row"
 
 
 class Weighted:
-    """Sum of rewards times their weights; `components` has each by its name, and theirs as `name.theirs`."""
+    """Sum of rewards times their weights; `components` has each by its name, and theirs as
+    `name.theirs`."""
 
     def __init__(self, parts: Mapping[str, tuple[float, Rewards]]) -> None:
         self._parts = parts
@@ -42,7 +43,11 @@ class Weighted:
     def _sum(self, scores: Sequence[Score]) -> dict[str, float]:
         """Weighted sum of one sample's ``scores`` by the parts, which are its components."""
         weights = [weight for weight, _ in self._parts.values()]
-        values = {TOTAL: _exact_sum([weight * score.total for weight, score in zip(weights, scores, strict=True)])}
+        values = {
+            TOTAL: _exact_sum(
+                [weight * score.total for weight, score in zip(weights, scores, strict=True)]
+            )
+        }
         for name, score in zip(self._parts, scores, strict=True):
             values[name] = score.total
             values |= {f"{name}.{inner}": value for inner, value in score.components.items()}
@@ -63,34 +68,44 @@ class ByRow:
         if part := self._parts.get(value) if isinstance(value, str) else None:
             return await part.of(samples)
         found = "nothing" if value is None else repr(value)[:100]
-        return RewardError("reward_exception", f"{self._column}: found {found}, allowed: {', '.join(self._parts)}")
+        return RewardError(
+            "reward_exception", f"{self._column}: found {found}, allowed: {', '.join(self._parts)}"
+        )
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
 
 
 def _exact_sum(terms: Sequence[float]) -> float:
-    """Sum of ``terms``, rounded once, so that their order does not matter; infinity if it is not finite."""
+    """Sum of ``terms``, rounded once, so that their order does not matter; infinity if it is not
+    finite."""
     try:
         return math.fsum(terms)
     except (OverflowError, ValueError):
         return math.inf
 
 
-def parts_of(name: str, settings: RewardSettings, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Parts of the reward called ``name``: configuration key and name of each that is not composed, or key and empty
-    where there is nothing, or where it would be a part of itself."""
+def parts_of(
+    name: str, settings: RewardSettings, inside: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str]]:
+    """Parts of the reward called ``name``: configuration key and name of each that is not composed,
+    or key and empty where there is nothing, or where it would be a part of itself."""
     if name in inside:
         yield f"reward.{name}", ""
         return
     if name == WEIGHTED:
         parts = {f"reward.weighted.{part}": part for part in settings.weighted}
     elif name == BY_ROW:
-        parts = {f"reward.by_row.rewards.{value}": part for value, part in settings.by_row.rewards.items()}
+        parts = {
+            f"reward.by_row.rewards.{value}": part
+            for value, part in settings.by_row.rewards.items()
+        }
     else:
         yield "", name
         return
     if not parts:
         yield f"reward.{name}", ""
     for key, part in parts.items():
-        yield from ((inner or key, leaf) for inner, leaf in parts_of(part, settings, (*inside, name)))
+        yield from (
+            (inner or key, leaf) for inner, leaf in parts_of(part, settings, (*inside, name))
+        )

@@ -6,9 +6,9 @@ that of Minerva (A. Lewkowycz et al., arXiv 2206.14858, appendix D): the text be
 without units, words and typesetting, and fractions and roots with braces.
 
 Unlike the authors' code, it takes no notice of Markdown's emphasis and code, keeps a blank between
-two digits (`2 1/2` is not 21/2), removes commas from a number only where they separate thousands (`1,2`
-is not 12), keeps the text in front of `=` if that offers something else (`5 or x = 6`), and does
-not look into thoughts.
+two digits (`2 1/2` is not 21/2), removes commas from a number only where they separate thousands
+(`1,2` is not 12), keeps the text in front of `=` if that offers something else (`5 or x = 6`), and
+does not look into thoughts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _EMPHASIS = re.compile(r"(?<![\w)\]}])\*\*(?:(.+?)\*\*)?|\*\*(?![\w(\[{\\.+-])")
 """Markdown's emphasis, or one end of it; between two operands ** is a power."""
 _MARKDOWN = re.compile(r"`|\\[()\[\]]")
 """Signs of code and of LaTeX around an answer."""
-_NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|\s(?!(?<=\d\s)\d)|[$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
+_NOISE = re.compile(
+    r"\\(?:left|right|[,;:! "
+    r"%$])|\s(?!(?<=\d\s)\d)|[$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$"
+)
 _FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\})) ?(?:([^{\\])|(\{[^{}]*\}))")
 _ROOT = re.compile(r"\\sqrt([^{\[\\])")
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])(?=\d{3}(?!\d))")

@@ -16,9 +16,7 @@ from relax_hpc.rewards.number_text import (
     read_statement,
 )
 
-_LATEX = re.compile(
-    r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
-)
+_LATEX = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _JOINS = re.compile(
     r"[ ,;/&(]*(?:(?:or|and|maybe|perhaps|possibly|but|also)\b[ ,(]*)*",
     re.IGNORECASE,

@@ -20,10 +20,12 @@ _OPENED_BY_PROMPT = re.compile(rf"(?:{_THOUGHT})\s*\Z", re.IGNORECASE)
 _TAG_CHARS = 64
 """Characters at the end of a prompt that can hold a tag and the white space behind it."""
 _JOINS_BOXES = re.compile(
-    r"(?!.*\.\.)[ $.,;/&)(]*+(?:\\(?:text|quad|,|;| )|[{}]|(?:or|and|maybe|perhaps|possibly)\b|[ $,])*",
+    r"(?!.*\.\.)[ $.,;/&)(]*+(?:\\(?:text|quad|,|;| )|[{}]|(?:or|and|maybe|perhaps|possibly)\b|[ "
+    r"$,])*",
     re.IGNORECASE,
 )
-"""Text between two boxes that are offered together: dots are a pause, behind which the second box corrects."""
+"""Text between two boxes that are offered together: dots are a pause, behind which the second box
+corrects."""
 _ANSWER_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _ANSWER_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 

@@ -17,13 +17,15 @@ _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
 
 class Format:
-    """1 if the whole response is as `reward.format.pattern` says, with each of its tags as often, else 0.
+    """1 if the whole response is as `reward.format.pattern` says, with each of its tags as often,
+    else 0.
 
     A thought that the prompt has opened counts as opened by the response.
 
     >>> from relax_hpc.reward_settings import RewardSettings
     >>> from relax_hpc.rewards import RewardInput
-    >>> Format(RewardSettings())(RewardInput("?", "4", "<think>2+2</think><answer>4</answer>", "stop"))
+    >>> Format(RewardSettings())(RewardInput("?", "4", "<think>2+2</think><answer>4</answer>",
+    "stop"))
     1.0
     """
 

@@ -1,7 +1,9 @@
-"""A service of a group that has no fixed address: its servers publish their endpoints in the group's rendezvous folder.
+"""A service of a group that has no fixed address: its servers publish their endpoints in the
+group's rendezvous folder.
 
-A process of the group may have died, and its port may belong to a stranger since. So both ends of a connection first
-prove that they hold the key of the endpoint file (`relax_hpc.transport.proof`), which is never sent.
+A process of the group may have died, and its port may belong to a stranger since. So both ends of a
+connection first prove that they hold the key of the endpoint file (`relax_hpc.transport.proof`),
+which is never sent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _SCHEME = "tcp://"
 
 
 class GroupService(Service):
-    """Asks the servers of the group, each time the one with the fewest questions; `Away` as soon as one is gone."""
+    """Asks the servers of the group, each time the one with the fewest questions; `Away` as soon as
+    one is gone."""
 
     def __init__(self, settings: ServiceSettings, folder: Path) -> None:
         """``folder`` has the endpoints."""
@@ -74,7 +77,8 @@ class GroupService(Service):
     async def _link(self, endpoint: Endpoint) -> CallLink:
         """An open connection to a server that has proven its identity. Away: there is none.
 
-        Concurrent requests share one attempt, so that they do not wait for a dead node one after the other.
+        Concurrent requests share one attempt, so that they do not wait for a dead node one after
+        the other.
         """
         opening = self._links.get(endpoint)
         if opening is None or (opening.done() and not _is_open(opening)):
@@ -105,7 +109,10 @@ def _is_open(opening: asyncio.Task[CallLink]) -> bool:
 
 
 async def open_endpoint(endpoint: Endpoint) -> CallLink:
-    """A connection to the server of ``endpoint``. OSError: nothing there proves that it is that server."""
+    """A connection to the server of ``endpoint``. OSError: nothing there proves that it is that
+    server."""
     if not endpoint.url.startswith(_SCHEME):
-        raise ConnectionError(f"found no {_SCHEME} address: a server of another version, which proves no identity")
+        raise ConnectionError(
+            f"found no {_SCHEME} address: a server of another version, which proves no identity"
+        )
     return await open_link(endpoint.url, endpoint.key.encode(), PURPOSE, CONNECT_S)

@@ -1,8 +1,8 @@
 """Runs untrusted programs, in namespaces or in a container, within limits.
 
-A program sees the programs of the system and its interpreter, read-only, and an empty folder in memory. It sees no
-network, no files of the user and none of their processes. Its end is the end of all processes that it has started.
-What bounds its memory is in docs/reference/rewards.md.
+A program sees the programs of the system and its interpreter, read-only, and an empty folder in
+memory. It sees no network, no files of the user and none of their processes. Its end is the end of
+all processes that it has started. What bounds its memory is in docs/reference/rewards.md.
 """
 
 from __future__ import annotations
@@ -35,10 +35,19 @@ from relax_hpc.rewards.jail_memory import MemoryWatch, watched_memory
 if TYPE_CHECKING:
     from relax_hpc.reward_settings import CodeSettings
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 _FIRST_USER = 1 << 30
-"""First of the users that own nothing. Each program of root's runs as another one, so that its processes are counted
-alone."""
+"""First of the users that own nothing. Each program of root's runs as another one, so that its
+processes are counted alone."""
 _RUNS = itertools.count()
 _MAX_OUTPUT = 16 << 20
 _MAX_REASON = 500
@@ -48,7 +57,8 @@ _ATTEMPTS = 3
 _EXIT_S = 0.5
 """Seconds for a program to exit after the exit of the judge has ended its input."""
 _PAUSE_S = 0.2
-"""Seconds before the second attempt; twice as long before the third. The process table or the disk may be full."""
+"""Seconds before the second attempt; twice as long before the third. The process table or the disk
+may be full."""
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors of a system that is short of processes, memory or files at the moment."""
 Files = Mapping[str, str]
@@ -73,15 +83,19 @@ class Jail:
     """Jail that runs one program after the other."""
 
     def __init__(self, settings: CodeSettings, key: str = "reward.code") -> None:
-        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this machine.
-        RelaxError: no program can be run now; its processes were killed, or memory is short."""
+        """``key``: of the settings, in messages. ConfigError: programs cannot be kept apart on this
+        machine. RelaxError: no program can be run now; its processes were killed, or memory is
+        short."""
         self._settings, self._key = settings, key
         if settings.image and not shutil.which(settings.apptainer):
-            raise ConfigError(f"{key}.apptainer: found {settings.apptainer!r}, which is no program on this node")
+            raise ConfigError(
+                f"{key}.apptainer: found {settings.apptainer!r}, which is no program on this node"
+            )
         self._architecture = ARCHITECTURES.get(platform.machine())
         if not (self._architecture or settings.weak):
             raise ConfigError(
-                f"{key}: found a machine of {platform.machine()}, allowed: {', '.join(ARCHITECTURES)}, for which there "
+                f"{key}: found a machine of {platform.machine()}, allowed: "
+                f"{', '.join(ARCHITECTURES)}, for which there "
                 f"is a filter of system calls; else set {key}.weak: true"
             )
         self._probe()
@@ -89,8 +103,9 @@ class Jail:
     def run(self, program: str, stdin: str, timeout_s: float, with_errors: bool = False) -> Ran:
         """Run the Python ``program`` with the text ``stdin`` as its standard input.
 
-        ``with_errors``: the output includes its standard error. Threads may share one object. OSError: the program
-        could not start, or somebody outside of its jail killed it, three times.
+        ``with_errors``: the output includes its standard error. Threads may share one object.
+        OSError: the program could not start, or somebody outside of its jail killed it, three
+        times.
         """
 
         def run() -> Ran:
@@ -105,8 +120,8 @@ class Jail:
     def run_pair(self, program: Files, judge: Files, timeout_s: float) -> Ran:
         """Run two programs, each in a jail; two pipes connect their standard inputs and outputs.
 
-        The result is that of ``judge``: its exit code, and the text that it writes to standard error.
-        When it ends, the other program is killed. OSError: as `run`, of either program.
+        The result is that of ``judge``: its exit code, and the text that it writes to standard
+        error. When it ends, the other program is killed. OSError: as `run`, of either program.
         """
 
         def run() -> Ran:
@@ -123,7 +138,8 @@ class Jail:
                     end.close()
                 code = judging.wait(timeout_s)
                 if code is not None:
-                    # A program that was killed may have ended the judge before its own exit is known.
+                    # A program that was killed may have ended the judge before its own exit is
+                    # known.
                     running.check(_EXIT_S)
                 if code == 128 + signal.SIGKILL:
                     raise OSError("the process of the tests was killed")
@@ -132,7 +148,9 @@ class Jail:
         return _attempt(run)
 
     @contextlib.contextmanager
-    def _start(self, files: Files, streams: tuple[Any, Any, Any], timeout_s: float) -> Iterator[_Started]:
+    def _start(
+        self, files: Files, streams: tuple[Any, Any, Any], timeout_s: float
+    ) -> Iterator[_Started]:
         """Start the program ``files`` with standard ``streams``; the end of the context kills it.
 
         OSError, also at the end of the context: it could not start.
@@ -183,12 +201,20 @@ class Jail:
         if not settings.image:
             interpreter = find_interpreter(settings.python, f"{self._key}.python")
             order = self._order(interpreter, timeout_s)
-            order |= {"weak": settings.weak, "folder": folder, "failure_fd": failure_fd, "cgroup_fd": cgroup_fd}
+            order |= {
+                "weak": settings.weak,
+                "folder": folder,
+                "failure_fd": failure_fd,
+                "cgroup_fd": cgroup_fd,
+            }
             return [sys.executable, "-I", "-S", jail_entry.__file__, json.dumps(order)]
         python = settings.python or "python3"
         order = self._order(Interpreter(python, ()), timeout_s)
         order |= {"weak": True, "folder": jail_entry.BOX, "failure_fd": -1, "cgroup_fd": -1}
-        binds = [f"--bind={folder}:{jail_entry.BOX}", f"--bind={jail_entry.__file__}:{jail_entry.__file__}:ro"]
+        binds = [
+            f"--bind={folder}:{jail_entry.BOX}",
+            f"--bind={jail_entry.__file__}:{jail_entry.__file__}:ro",
+        ]
         apart = ["--containall", "--no-home", "--net", "--network=none"]
         entry = [python, "-I", "-S", jail_entry.__file__, json.dumps(order)]
         return [settings.apptainer, "exec", *apart, *binds, settings.image, *entry]
@@ -216,21 +242,29 @@ class Jail:
             problem = error.strerror or str(error)
             if not isinstance(error, NotStarted) or error.errno in _PASSING:
                 raise RelaxError(
-                    f"{self._key}: no program could be run on {os.uname().nodename}: {problem[:_MAX_REASON]}"
+                    f"{self._key}: no program could be run on {os.uname().nodename}: "
+                    f"{problem[:_MAX_REASON]}"
                 ) from error
         if problem:
             raise ConfigError(
-                f"{self._key}: no program can be kept apart on {os.uname().nodename}: {problem[:_MAX_REASON]}; the "
-                "site has to allow user namespaces (kernel.unprivileged_userns_clone, user.max_user_namespaces), or "
+                f"{self._key}: no program can be kept apart on {os.uname().nodename}: "
+                f"{problem[:_MAX_REASON]}; the "
+                "site has to allow user namespaces (kernel.unprivileged_userns_clone, "
+                "user.max_user_namespaces), or "
                 f"set {self._key}.image, or {self._key}.weak: true"
             )
 
     def _try_program(self) -> str:
-        """Reason why a program that prints does not do that here; empty: it does. OSError: as `run`, or too slow."""
+        """Reason why a program that prints does not do that here; empty: it does. OSError: as
+        `run`, or too slow."""
         for _ in range(_ATTEMPTS):
             ran = self.run(_PROBE, _PROBED[::-1], _PROBE_S)
             if ran.in_time:
-                return "" if ran.output.strip() == _PROBED else f"a program that prints was ended by code {ran.code}"
+                return (
+                    ""
+                    if ran.output.strip() == _PROBED
+                    else f"a program that prints was ended by code {ran.code}"
+                )
         raise OSError(f"a program that prints did not end within {_PROBE_S:g} s")
 
 
@@ -242,13 +276,14 @@ class _Started:
     """Program that was started in a jail."""
 
     def __init__(self, process: subprocess.Popen[bytes], is_apart: bool) -> None:
-        """``is_apart``: it runs in its own namespaces, where it cannot kill the process that has started it."""
+        """``is_apart``: it runs in its own namespaces, where it cannot kill the process that has
+        started it."""
         self._process, self._is_apart = process, is_apart
         self.memory = MemoryWatch()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code of the program, 128 and a signal's number if that ended it; None if it does not end within
-        ``timeout_s``. OSError: as `check`."""
+        """Exit code of the program, 128 and a signal's number if that ended it; None if it does not
+        end within ``timeout_s``. OSError: as `check`."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -257,15 +292,17 @@ class _Started:
         return code if code >= 0 else 128 - code
 
     def check(self, wait_s: float = 0.0) -> None:
-        """OSError: somebody outside of its jail has killed it, and not for its memory. ``wait_s``: seconds for its
-        exit."""
+        """OSError: somebody outside of its jail has killed it, and not for its memory. ``wait_s``:
+        seconds for its exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         code = self._process.poll()
         if self.memory.has_killed:
             return
         if self._is_apart and code is not None and code < 0:
-            raise OSError(f"the program was killed from outside of its jail, by {signal.Signals(-code).name}")
+            raise OSError(
+                f"the program was killed from outside of its jail, by {signal.Signals(-code).name}"
+            )
 
     def kill(self) -> None:
         """Kill the program with all processes of its session."""
@@ -274,7 +311,8 @@ class _Started:
 
 
 def _attempt(run: Callable[[], Ran]) -> Ran:
-    """Result of ``run``, which is called again if it raises OSError. OSError: it did so each time."""
+    """Result of ``run``, which is called again if it raises OSError. OSError: it did so each
+    time."""
     for number in range(1, _ATTEMPTS):
         try:
             return run()

@@ -1,8 +1,8 @@
 """A control group of a program: a limit on the memory of all its processes together.
 
 It counts what limits of a process do not: shared memory, files in memory, buffers of pipes and
-sockets. It needs a part of the cgroup v2 tree that the system has delegated to this user, as systemd
-does below `user@UID.service`. See Documentation/admin-guide/cgroup-v2.rst of Linux.
+sockets. It needs a part of the cgroup v2 tree that the system has delegated to this user, as
+systemd does below `user@UID.service`. See Documentation/admin-guide/cgroup-v2.rst of Linux.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def limited_group(memory_mb: int, processes: int) -> Iterator[int]:
-    """A new group; a descriptor of its `cgroup.procs`, by which a process joins. -1 where no group can be made.
+    """A new group; a descriptor of its `cgroup.procs`, by which a process joins. -1 where no group
+    can be made.
 
     ``processes``: processes and threads that the group may have. The end of the context removes it.
     """
@@ -61,10 +62,14 @@ def _make(memory_mb: int, processes: int) -> Path | None:
 
 
 @functools.cache
-def delegated_parent(mount: Path = _MOUNT, process: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """Folder in which this process may make groups with a memory limit, and move its children there.
+def delegated_parent(
+    mount: Path = _MOUNT, process: Path = Path("/proc/self/cgroup")
+) -> Path | None:
+    """Folder in which this process may make groups with a memory limit, and move its children
+    there.
 
-    It is the parent of this process's own group: a group with processes can have no limits for groups below it.
+    It is the parent of this process's own group: a group with processes can have no limits for
+    groups below it.
     """
     try:
         lines = process.read_text().splitlines()

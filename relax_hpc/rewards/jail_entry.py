@@ -4,8 +4,8 @@ Argument: JSON, see `jail.Jail._order`.
 
     jail --> this process --> init of the namespaces --> program
 
-The kernel kills all processes of a PID namespace with its init process. If the program cannot start, the
-reason goes to descriptor `failure_fd`, which is closed when it starts.
+The kernel kills all processes of a PID namespace with its init process. If the program cannot
+start, the reason goes to descriptor `failure_fd`, which is closed when it starts.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ _DEVICES = ("null", "zero", "random", "urandom")
 _WRITABLE = ("box", "tmp", "dev/shm")
 """Folders that the program may write to. They are in one file system of `disk_mb`."""
 OWN_PROCESSES = 2
-"""Number of our own processes: this one and init. If no root has started them, the kernel counts them as processes of
-the program's user."""
+"""Number of our own processes: this one and init. If no root has started them, the kernel counts
+them as processes of the program's user."""
 _COUNTS_ANEW = (5, 14)
 """Linux from which on a new user namespace counts processes from 0 (commit 21d1c5e386bc)."""
 
@@ -110,12 +110,13 @@ def _kernel_version() -> tuple[int, int]:
 
 def _run_as_init(order: dict, processes: int) -> NoReturn:
     """Run the program; exit as it does. Orphans become children of this process."""
-    # The kernel discards signals that its own processes send to init, unless that handles them. Python handles this
-    # one: it would print a traceback.
+    # The kernel discards signals that its own processes send to init, unless that handles them.
+    # Python handles this one: it would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     program = os.fork()
     if program == 0:
-        # Out of the process group of the processes above: `kill(0, SIGKILL)` would end them as well.
+        # Out of the process group of the processes above: `kill(0, SIGKILL)` would end them as
+        # well.
         os.setsid()
         _join_cgroup(order)
         _become_nobody(order)
@@ -129,13 +130,15 @@ def _run_as_init(order: dict, processes: int) -> NoReturn:
 
 
 def _join_cgroup(order: dict) -> None:
-    """Move this process into the control group that limits the program's memory, if there is one."""
+    """Move this process into the control group that limits the program's memory, if there is
+    one."""
     if order["cgroup_fd"] >= 0:
         os.write(order["cgroup_fd"], b"0")
 
 
 def start_program(order: dict, processes: int) -> NoReturn:
-    """Become the program, within its limits, of which the first has ``processes`` and others of its user.
+    """Become the program, within its limits, of which the first has ``processes`` and others of its
+    user.
 
     They come last: the processes above would not meet them.
     """
@@ -164,14 +167,16 @@ def start_program(order: dict, processes: int) -> NoReturn:
     }
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if order["filter"]:
-        # An empty keyring. If it cannot be had, for want of quota, the filter still refuses all calls for keys.
+        # An empty keyring. If it cannot be had, for want of quota, the filter still refuses all
+        # calls for keys.
         _LIBC.syscall(order["keyctl"], _KEYCTL_JOIN_SESSION_KEYRING, None)
         _install_filter(bytes.fromhex(order["filter"]))
     os.execve(order["words"][0], order["words"], environment)
 
 
 def _install_filter(program: bytes) -> None:
-    """Have the kernel run the filter at each system call of this process, and of all that it starts."""
+    """Have the kernel run the filter at each system call of this process, and of all that it
+    starts."""
 
     class Program(ctypes.Structure):
         _fields_ = (("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
@@ -191,7 +196,8 @@ def _enter_namespaces() -> None:
 
 
 def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
-    """Become a user who owns nothing but ``files``, and whose processes are counted alone, if this is root."""
+    """Become a user who owns nothing but ``files``, and whose processes are counted alone, if this
+    is root."""
     if os.geteuid() != 0:
         return
     try:
@@ -216,9 +222,17 @@ def _become_nobody(order: dict, files: Sequence[Path] = ()) -> None:
 def _make_root(order: dict) -> None:
     """Make the program's file system, in memory, and enter it."""
     root = Path(order["folder"]).resolve()
-    files = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
     _mount(None, "/", None, _REC | _PRIVATE)
-    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={order['disk_mb']}m,nr_inodes=4096,mode=755")
+    _mount(
+        "tmpfs",
+        root,
+        "tmpfs",
+        _NOSUID | _NODEV,
+        f"size={order['disk_mb']}m,nr_inodes=4096,mode=755",
+    )
     shown = _show([Path(path) for path in order["show"]], root)
     # The interpreter may be below them.
     for name in _WRITABLE:
@@ -253,8 +267,8 @@ def _show_input(path: Path, disk_bytes: int) -> None:
 def _show(paths: list[Path], root: Path) -> list[Path]:
     """Bind files and folders below ``root``, at their own paths; returns the mount points.
 
-    Symbolic links on the way to them stay links. File systems that are mounted below them are hidden: they may have
-    files of the user, which a program of the user's could read.
+    Symbolic links on the way to them stay links. File systems that are mounted below them are
+    hidden: they may have files of the user, which a program of the user's could read.
     """
     links: dict[Path, Path] = {}
     targets = {_follow_links(path, links) for path in paths}
@@ -285,7 +299,8 @@ def _depth(folders: list[Path], path: Path) -> int:
 
 
 def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
-    """The path without symbolic links. Each link on the way is added to ``links``, with its text."""
+    """The path without symbolic links. Each link on the way is added to ``links``, with its
+    text."""
     pending, real = list(reversed(path.parts[1:])), Path("/")
     for _ in range(_MAX_LINKS + 1):
         while pending:
@@ -304,10 +319,11 @@ def _follow_links(path: Path, links: dict[Path, Path]) -> Path:
 
 
 def _hide_mounts_below(folder: Path) -> list[Path]:
-    """Cover each file system that is mounted below ``folder`` by an empty one, and each mounted file by an empty file.
+    """Cover each file system that is mounted below ``folder`` by an empty one, and each mounted
+    file by an empty file.
 
-    A user namespace may not unmount them: they are locked to the mount above (mount_namespaces(7)). Returns the mount
-    points.
+    A user namespace may not unmount them: they are locked to the mount above (mount_namespaces(7)).
+    Returns the mount points.
     """
     covered = list[Path]()
     for point in _mount_points_below(folder):
@@ -331,7 +347,13 @@ def _cover(point: Path) -> None:
 
 def _make_read_only(folder: Path) -> None:
     """Make a mount and all mounts below it read-only."""
-    arguments = _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, _MOUNT_ATTRIBUTES, len(_MOUNT_ATTRIBUTES)
+    arguments = (
+        _AT_FDCWD,
+        os.fsencode(folder),
+        _AT_RECURSIVE,
+        _MOUNT_ATTRIBUTES,
+        len(_MOUNT_ATTRIBUTES),
+    )
     if _LIBC.syscall(_MOUNT_SETATTR, *arguments) == 0:
         return
     # Linux before 5.12 has no mount_setattr(2), and a remount concerns one mount alone.
@@ -356,7 +378,8 @@ def _mount_points_below(folder: Path) -> list[Path]:
 def _unless_unreachable() -> Iterator[None]:
     """Ignore that a mount is hidden by another one, or in a folder that this user may not enter.
 
-    The program cannot get there. ENOENT, EINVAL: there is nothing, or no mount, at the path of a hidden mount.
+    The program cannot get there. ENOENT, EINVAL: there is nothing, or no mount, at the path of a
+    hidden mount.
     """
     try:
         yield
@@ -365,7 +388,9 @@ def _unless_unreachable() -> Iterator[None]:
             raise
 
 
-def _mount(source: str | Path | None, point: str | Path, kind: str | None, flags: int, data: str = "") -> None:
+def _mount(
+    source: str | Path | None, point: str | Path, kind: str | None, flags: int, data: str = ""
+) -> None:
     names = [None if name is None else os.fsencode(name) for name in (source, point, kind)]
     _check(_LIBC.mount(*names, ctypes.c_ulong(flags), data.encode() or None), f"mount {point}")
 
@@ -377,7 +402,8 @@ def _check(result: int, call: str) -> None:
 
 
 def _release(order: dict) -> None:
-    """Close the program's streams here: they end with the program, and no traceback of ours gets into them."""
+    """Close the program's streams here: they end with the program, and no traceback of ours gets
+    into them."""
     for descriptor in (0, 1, 2, order["failure_fd"], order["cgroup_fd"]):
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -1,13 +1,13 @@
 """Seccomp filter of programs in a jail: the system calls that they may not make.
 
 Limits of a process (`setrlimit`) count its address space, its files and its processes. A program
-gets memory that none of them counts by other calls: memory files, System V segments, message queues,
-pages in pipes, rings of io_uring. It also reaches beyond its namespaces by some calls: keyrings, and
-sockets of virtual machines, belong to no namespace. The filter answers such a call with ENOSYS, as a
-kernel without the call does, so that libraries fall back to another call.
+gets memory that none of them counts by other calls: memory files, System V segments, message
+queues, pages in pipes, rings of io_uring. It also reaches beyond its namespaces by some calls:
+keyrings, and sockets of virtual machines, belong to no namespace. The filter answers such a call
+with ENOSYS, as a kernel without the call does, so that libraries fall back to another call.
 
-See seccomp(2), and Documentation/userspace-api/seccomp_filter.rst of Linux. libseccomp would make the
-same filter, but a container's interpreter does not have its bindings.
+See seccomp(2), and Documentation/userspace-api/seccomp_filter.rst of Linux. libseccomp would make
+the same filter, but a container's interpreter does not have its bindings.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 """SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO, SECCOMP_RET_KILL_PROCESS."""
 _MAX_NUMBER = 456
-"""Newest call that was looked at: futex_requeue, of Linux 6.7. Later ones are refused until somebody
-has looked at them. So are the calls of the x32 ABI, whose numbers have bit 30 set."""
+"""Newest call that was looked at: futex_requeue, of Linux 6.7. Later ones are refused until
+somebody has looked at them. So are the calls of the x32 ABI, whose numbers have bit 30 set."""
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. `clone` takes no NEWTIME."""
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Families of sockets that belong to network namespaces, and that programs use. AF_VSOCK belongs to none."""
+"""Families of sockets that belong to network namespaces, and that programs use. AF_VSOCK belongs to
+none."""
 _REFUSED = {
     # Memory that no limit of a process counts.
     "memfd_create": (319, 279),
@@ -50,7 +51,8 @@ _REFUSED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Other namespaces and other mounts. The flags of clone3 are in memory, where no filter reads them.
+    # Other namespaces and other mounts. The flags of clone3 are in memory, where no filter reads
+    # them.
     "clone3": (435, 435),
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -132,10 +134,20 @@ def filter_program(architecture: Architecture) -> bytes:
     ]
     for number in architecture.refused:
         program += _refuse_if(_EQUALS, number, errno.ENOSYS)
-    new_namespace = [*_load(_FIRST_ARGUMENT_AT), *_refuse_if(_HAS_BITS, _NAMESPACES, errno.EPERM), *_answer(_ALLOW)]
+    new_namespace = [
+        *_load(_FIRST_ARGUMENT_AT),
+        *_refuse_if(_HAS_BITS, _NAMESPACES, errno.EPERM),
+        *_answer(_ALLOW),
+    ]
     program += [(_EQUALS, 0, len(new_namespace), architecture.clone), *new_namespace]
-    known_families = [(_EQUALS, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)]
-    other_family = [*_load(_FIRST_ARGUMENT_AT), *known_families, *_answer(_ERROR | errno.EAFNOSUPPORT)]
+    known_families = [
+        (_EQUALS, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)
+    ]
+    other_family = [
+        *_load(_FIRST_ARGUMENT_AT),
+        *known_families,
+        *_answer(_ERROR | errno.EAFNOSUPPORT),
+    ]
     program += [
         (_EQUALS, 1, 0, architecture.socket),
         (_EQUALS, 0, len(other_family), architecture.socketpair),

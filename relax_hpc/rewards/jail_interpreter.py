@@ -1,7 +1,7 @@
 """The files that a Python interpreter needs, without the files around it.
 
-The prefix of an interpreter may be a home directory: `~/bin/python3` is a link there, or a Python was
-installed with `--prefix=$HOME`. So a jail shows parts of a prefix, never a whole one.
+The prefix of an interpreter may be a home directory: `~/bin/python3` is a link there, or a Python
+was installed with `--prefix=$HOME`. So a jail shows parts of a prefix, never a whole one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from relax_hpc.errors import ConfigError
 
 _PARTS = ("pyvenv.cfg", "lib", "lib64", "share/zoneinfo")
-"""Files and folders of a prefix: packages, shared libraries, and time zones of conda's interpreters."""
+"""Files and folders of a prefix: packages, shared libraries, and time zones of conda's
+interpreters."""
 _PARTS_OF_HOME = ("pyvenv.cfg", "lib*/python3*", "lib*/lib*.so*")
 """The same if the prefix is the user's home, whose `lib` may have other files of the user."""
 _QUESTION = """
@@ -41,15 +42,21 @@ class Interpreter:
 
 @functools.cache
 def find_interpreter(python: str, key: str) -> Interpreter:
-    """The interpreter that ``python`` names: a path, a name on PATH, or empty for the one of this process.
+    """The interpreter that ``python`` names: a path, a name on PATH, or empty for the one of this
+    process.
 
-    ``key``: of the setting, in messages. ConfigError: there is no such interpreter. OSError: it could not be asked.
+    ``key``: of the setting, in messages. ConfigError: there is no such interpreter. OSError: it
+    could not be asked.
     """
     if not python:
-        return _interpreter(sys.executable, [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix])
+        return _interpreter(
+            sys.executable, [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
+        )
     path = shutil.which(Path(python).expanduser())
     if not path:
-        raise ConfigError(f"{key}: found {python!r}, which is no program on this node; name a Python interpreter")
+        raise ConfigError(
+            f"{key}: found {python!r}, which is no program on this node; name a Python interpreter"
+        )
     # The program starts without environment variables, so this does, too.
     command = [str(Path(path).absolute()), "-I", "-c", _QUESTION]
     try:
@@ -59,7 +66,9 @@ def find_interpreter(python: str, key: str) -> Interpreter:
         raise OSError(f"{python} did not start within {_START_S:g} s") from None
     except (ValueError, TypeError):
         last_line = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(f"{key}: found {python!r}, which is no Python that starts: {last_line}") from None
+        raise ConfigError(
+            f"{key}: found {python!r}, which is no Python that starts: {last_line}"
+        ) from None
     return _interpreter(executable, prefixes)
 
 

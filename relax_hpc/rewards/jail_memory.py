@@ -1,7 +1,9 @@
-"""The limit on the memory of all processes of a program together, where no control group can hold it.
+"""The limit on the memory of all processes of a program together, where no control group can hold
+it.
 
 A thread adds up what the processes have and kills the program if that is too much. A program may
-exceed the limit for some hundredths of a second; `RLIMIT_AS` bounds each of its processes meanwhile.
+exceed the limit for some hundredths of a second; `RLIMIT_AS` bounds each of its processes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNCOUNTED_FILES = 256
 """Open files of a program from which on its sockets are counted."""
 _SOCKET_BYTES = 425_984
-"""Bytes that a socket may hold: twice net.core.wmem_max of Linux, 212,992, which the kernel allows with
-its own overhead. No file in /proc says how many they are."""
+"""Bytes that a socket may hold: twice net.core.wmem_max of Linux, 212,992, which the kernel allows
+with its own overhead. No file in /proc says how many they are."""
 
 
 class MemoryWatch:
@@ -34,7 +36,9 @@ class MemoryWatch:
 
 
 @contextlib.contextmanager
-def watched_memory(pid: int, own_levels: int, limit_bytes: int, kill: Callable[[], None]) -> Iterator[MemoryWatch]:
+def watched_memory(
+    pid: int, own_levels: int, limit_bytes: int, kill: Callable[[], None]
+) -> Iterator[MemoryWatch]:
     """Call ``kill`` once a program has more than ``limit_bytes``, until the end of the context.
 
     ``pid``: process from which the program descends; ``own_levels``: generations that are not part
@@ -107,7 +111,9 @@ def _resident_bytes(process: Path) -> int:
 def _proportional_bytes(process: Path) -> int:
     """Memory of a process; of pages that several processes share, its part."""
     try:
-        sizes = re.findall(r"^(?:Pss|SwapPss): *(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
+        sizes = re.findall(
+            r"^(?:Pss|SwapPss): *(\d+) kB", (process / "smaps_rollup").read_text(), re.M
+        )
         return sum(map(int, sizes)) << 10
     except OSError:
         # It has ended, or Linux is older than 4.14, or denies it.

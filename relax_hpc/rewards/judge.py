@@ -33,11 +33,14 @@ class Judge:
         self._settings = judge = settings.judge
         if not (judge.url or judge.endpoints):
             raise ConfigError(
-                "reward.judge.url: found nothing, allowed: http://... or https://..., or a group with role genrm that "
+                "reward.judge.url: found nothing, allowed: http://... or https://..., or a group "
+                "with role genrm that "
                 "serves a judge (groups: {genrm: {}})"
             )
         self.service = (
-            GroupService(judge, Path(judge.endpoints)) if judge.endpoints else Service(judge, "reward.judge")
+            GroupService(judge, Path(judge.endpoints))
+            if judge.endpoints
+            else Service(judge, "reward.judge")
         )
         self._quote = self.service.quote
         self.at_once = max(1, judge.in_flight // _GROUP)
@@ -47,15 +50,24 @@ class Judge:
         except re.error as error:
             raise ConfigError(f"reward.judge.score: found {judge.score!r}: {error}") from error
         if not self._score.groups:
-            raise ConfigError(f"reward.judge.score: found {judge.score!r}, allowed: an expression with a group, (...)")
+            raise ConfigError(
+                f"reward.judge.score: found {judge.score!r}, allowed: an expression with a group, "
+                "(...)"
+            )
         if "{response}" not in judge.question:
-            raise ConfigError("reward.judge.question: found no {response} in it, which is to be judged")
+            raise ConfigError(
+                "reward.judge.question: found no {response} in it, which is to be judged"
+            )
 
     async def __call__(self, sample: RewardInput) -> float:
         """The last score in the judge's answer, without its thoughts. NoAnswer, Away. ValueError:
         it refuses, gives no score, or was cut off."""
         settings = self._settings
-        values = {"prompt": sample.prompt, "answer": sample.answer, "response": sample.response_text}
+        values = {
+            "prompt": sample.prompt,
+            "answer": sample.answer,
+            "response": sample.response_text,
+        }
         question = _PLACE.sub(lambda place: values[place[1]], settings.question)
         body = {
             "model": settings.model,
@@ -72,14 +84,17 @@ class Judge:
         return float(scores[-1]) * settings.scale
 
     def _text(self, answer: Any) -> str:
-        """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its end."""
+        """Text of the judge's ``answer``. ValueError: it has no text, or was cut off before its
+        end."""
         try:
             choice = answer["choices"][0]
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError):
             text = finish_reason = None
         if not isinstance(text, str):
-            raise ValueError(f"the judge answers {self._quote(answer)}, expected choices with a message")
+            raise ValueError(
+                f"the judge answers {self._quote(answer)}, expected choices with a message"
+            )
         if finish_reason in _CUT_OFF:
             raise ValueError(
                 f"the judge was cut off (finish_reason {finish_reason}) after "

@@ -14,8 +14,8 @@ _DONE = "env_done"
 def environment(sample: RewardInput) -> float:
     """The last reward of the episode's environment or program.
 
-    Without one, an episode that has ended otherwise than by its environment or program has 0: it ran into
-    `max_turns` or a budget, or its program crashed. The policy has led there.
+    Without one, an episode that has ended otherwise than by its environment or program has 0: it
+    ran into `max_turns` or a budget, or its program crashed. The policy has led there.
 
     ValueError: the environment was done, or the program has ended well, and gave none.
     """
@@ -27,4 +27,6 @@ def environment(sample: RewardInput) -> float:
     error = sample.environment.get("info", {}).get("result_error")
     if error:
         raise ValueError(f"the episode has no reward of an environment: {error}")
-    raise ValueError("the episode has no reward of an environment; name another reward, or have `step` give one")
+    raise ValueError(
+        "the episode has no reward of an environment; name another reward, or have `step` give one"
+    )

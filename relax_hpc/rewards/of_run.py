@@ -12,7 +12,8 @@ from relax_hpc.rundir import RunDir
 
 
 def reward_settings(config: Config) -> RewardSettings:
-    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks, if it has some."""
+    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks,
+    if it has some."""
     judge, group = config.reward.judge, group_with(config, "genrm")
     if not group or judge.url or judge.endpoints:
         return config.reward

@@ -1,4 +1,5 @@
-"""Processes that compute rewards of one's own: what hangs or crashes there costs its prompt group alone."""
+"""Processes that compute rewards of one's own: what hangs or crashes there costs its prompt group
+alone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from relax_hpc.workers.process import Message
 class Pool(pool.Pool[Sequence[RewardInput], Scores]):
     """Pool of up to ``count`` workers for one reward; each prompt group has ``limit_s`` seconds."""
 
-    def __init__(self, reward: str, count: int, limit_s: float, settings: RewardSettings | None = None) -> None:
+    def __init__(
+        self, reward: str, count: int, limit_s: float, settings: RewardSettings | None = None
+    ) -> None:
         super().__init__(RewardWork(reward, limit_s, settings or RewardSettings()), count)
 
 
@@ -32,7 +35,11 @@ class RewardWork:
 
     @property
     def about(self) -> Message:
-        return {"reward": self.reward, "limit_s": self.limit_s, "settings": dataclasses.asdict(self.settings)}
+        return {
+            "reward": self.reward,
+            "limit_s": self.limit_s,
+            "settings": dataclasses.asdict(self.settings),
+        }
 
     def request(self, asked: Sequence[RewardInput]) -> Message:
         return {"samples": [_fields(sample) for sample in asked]}
@@ -44,7 +51,9 @@ class RewardWork:
         return [Score(total, components) for total, components in message["scores"]]
 
     def unsendable(self, error: Exception) -> Scores:
-        return RewardError("reward_exception", f"the prompt's row cannot be sent to a worker: {error}")
+        return RewardError(
+            "reward_exception", f"the prompt's row cannot be sent to a worker: {error}"
+        )
 
     def late(self, took_s: float, answer: Scores | None) -> Scores:
         took = f"{took_s:.1f} s, rollout.reward_timeout_s is {self.limit_s:g}"

@@ -1,4 +1,5 @@
-"""Reward of a service that is asked over HTTP: a simulator, a verifier, whatever does not run in a process of ours."""
+"""Reward of a service that is asked over HTTP: a simulator, a verifier, whatever does not run in a
+process of ours."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ class Remote:
         self._quote = self.service.quote
 
     async def __call__(self, samples: list[RewardInput]) -> list[Any]:
-        """Ask the service for the scores of a prompt group. NoAnswer. ValueError: it refuses, or gives something
-        else."""
-        found = await self.service.ask({"samples": [dataclasses.asdict(sample) for sample in samples]})
+        """Ask the service for the scores of a prompt group. NoAnswer. ValueError: it refuses, or
+        gives something else."""
+        found = await self.service.ask(
+            {"samples": [dataclasses.asdict(sample) for sample in samples]}
+        )
         if not isinstance(found, dict) or not isinstance(found.get("scores"), list):
-            raise ValueError(f'the service answers {self._quote(found)}, expected {{"scores": [...]}}')
+            raise ValueError(
+                f'the service answers {self._quote(found)}, expected {{"scores": [...]}}'
+            )
         return found["scores"]

@@ -1,4 +1,5 @@
-"""A service that rewards ask over HTTP: JSON there and back, asked again while it is busy or away."""
+"""A service that rewards ask over HTTP: JSON there and back, asked again while it is busy or
+away."""
 
 from __future__ import annotations
 
@@ -21,13 +22,18 @@ FIRST_PAUSE_S = 0.5
 SHOWN = 300
 """Characters of an answer that an error shows."""
 MAX_ANSWER_BYTES = 4 << 20
-"""Bytes of an answer, after decompression. As JSON it takes up to twenty times as many in memory."""
+"""Bytes of an answer, after decompression. As JSON it takes up to twenty times as many in
+memory."""
 _AGAIN = {408, 425, 429}
 """Statuses by which a service asks for patience, beside 5xx."""
 _PIECE_BYTES = 1 << 16
 _AUTHORIZATION, _BEARER = "Authorization", "Bearer "
 """Header of the token, and the prefix of its value."""
-_COMPRESSED = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+_COMPRESSED = {
+    "gzip": zlib.MAX_WBITS | 16,
+    "x-gzip": zlib.MAX_WBITS | 16,
+    "deflate": zlib.MAX_WBITS,
+}
 """Encodings of answers that are read, though none was asked for, and zlib's name for each."""
 
 
@@ -45,14 +51,16 @@ class Service:
     """Any number of requests at a time, for one event loop."""
 
     def __init__(self, settings: ServiceSettings, key: str) -> None:
-        """``key``: of the settings. ConfigError: there is no address, or no token where the settings say."""
+        """``key``: of the settings. ConfigError: there is no address, or no token where the
+        settings say."""
         self._settings = settings
         self._headers = self._prepare(key)
         self._session: aiohttp.ClientSession | None = None
         self._late = f"no answer within {settings.timeout_s:g} s"
 
     async def ask(self, body: dict[str, Any]) -> Any:
-        """The answer to ``body``. NoAnswer. ValueError: the service refuses, or answers no JSON, or too much."""
+        """The answer to ``body``. NoAnswer. ValueError: the service refuses, or answers no JSON, or
+        too much."""
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
@@ -61,11 +69,13 @@ class Service:
                 return answer
             if status and status < 500 and status not in _AGAIN:
                 raise ValueError(f"the service refuses: {status} {self.quote(answer)}")
-        raise NoAnswer(f"asked {attempt + 1} times, the last time: {status or ''} {self.quote(answer)}")
+        raise NoAnswer(
+            f"asked {attempt + 1} times, the last time: {status or ''} {self.quote(answer)}"
+        )
 
     def quote(self, answer: Any, from_end: bool = False) -> str:
-        """Beginning of an answer, or its end, for an error, see `shown`; without the token, which some services repeat
-        when they refuse it."""
+        """Beginning of an answer, or its end, for an error, see `shown`; without the token, which
+        some services repeat when they refuse it."""
         text = str(answer)
         if token := self._headers.get(_AUTHORIZATION, "").removeprefix(_BEARER):
             text = text.replace(token, "***")
@@ -79,7 +89,9 @@ class Service:
     def _prepare(self, key: str) -> dict[str, str]:
         """Headers of all requests; ConfigError as of `__init__`."""
         if not self._settings.url.startswith(("http://", "https://")):
-            raise ConfigError(f"{key}.url: found {self._settings.url!r}, allowed: http://... or https://...")
+            raise ConfigError(
+                f"{key}.url: found {self._settings.url!r}, allowed: http://... or https://..."
+            )
         return _authorization(self._settings.token_file, key)
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -91,14 +103,18 @@ class Service:
             # Its own limit of connections would be another one beside ours.
             connector = aiohttp.TCPConnector(limit=0)
             # aiohttp 3.14 unpacks what a service has compressed without a bound.
-            self._session = aiohttp.ClientSession(timeout=limit, connector=connector, auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                timeout=limit, connector=connector, auto_decompress=False
+            )
         headers = {"Accept-Encoding": "identity", **self._headers}
         try:
             async with self._session.post(
                 self._settings.url, json=body, headers=headers, allow_redirects=False
             ) as reply:
                 content = await read_answer(reply)
-                return reply.status, parse_json(content) if reply.status == 200 else content.decode(errors="replace")
+                return reply.status, parse_json(content) if reply.status == 200 else content.decode(
+                    errors="replace"
+                )
         except TimeoutError:
             return 0, self._late
         except aiohttp.ClientError as error:
@@ -112,7 +128,9 @@ async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWE
     """
     encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", *_COMPRESSED):
-        raise ValueError(f"the service answers with Content-Encoding {shown(encoding)}, allowed: none, or gzip")
+        raise ValueError(
+            f"the service answers with Content-Encoding {shown(encoding)}, allowed: none, or gzip"
+        )
     unpack = zlib.decompressobj(_COMPRESSED[encoding]) if encoding in _COMPRESSED else None
     content = bytearray()
     async for piece in reply.content.iter_chunked(_PIECE_BYTES):
@@ -122,7 +140,9 @@ async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWE
             raise ValueError(f"the service answers no {encoding}: {error}") from error
         if len(content) > most_bytes:
             reply.close()
-            raise ValueError(f"the service answers more than {most_bytes} bytes, allowed: at most that")
+            raise ValueError(
+                f"the service answers more than {most_bytes} bytes, allowed: at most that"
+            )
     return bytes(content)
 
 
@@ -139,5 +159,7 @@ def _authorization(token_file: str, key: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}.token_file: {token_file}: {error}") from error
     if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"{key}.token_file: {token_file}: found no token, allowed: one line of it")
+        raise ConfigError(
+            f"{key}.token_file: {token_file}: found no token, allowed: one line of it"
+        )
     return {_AUTHORIZATION: f"{_BEARER}{token}"}

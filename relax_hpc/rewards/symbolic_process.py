@@ -1,4 +1,5 @@
-"""The process that runs Math-Verify: a fork of one that has imported it, killed if it takes too long.
+"""The process that runs Math-Verify: a fork of one that has imported it, killed if it takes too
+long.
 
 Math-Verify's own time limits are alarms. They do not interrupt arithmetic in C, and do not bound
 memory.
@@ -46,7 +47,8 @@ _WARM_UP = (r"\frac{1}{2}+\sqrt{2}", r"\{1,2\}\cup[3,4)", r"x^2+2x=-1")
 
 
 class SymbolicProcess:
-    """Process that compares expressions. The first use starts it, and so does the next one if it has died."""
+    """Process that compares expressions. The first use starts it, and so does the next one if it
+    has died."""
 
     # Not one of relax_hpc.workers: it is forked from a process that has imported sympy and filled
     # the caches of its parsers. A worker would start a new interpreter for each expression that

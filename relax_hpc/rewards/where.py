@@ -1,5 +1,5 @@
-"""Processes in which rewards are computed: this one for those that are quick, workers for others and for one's own, or
-a thread."""
+"""Processes in which rewards are computed: this one for those that are quick, workers for others
+and for one's own, or a thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Rewards(Protocol):
 
 
 class AtOnce:
-    """Rewards that are built in, computed at once: they take less than any way to another thread."""
+    """Rewards that are built in, computed at once: they take less than any way to another
+    thread."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
@@ -45,8 +46,8 @@ class AtOnce:
 
 
 class InThread:
-    """Rewards in a thread for each prompt group. One that takes longer than ``limit_s`` goes on there, with nobody
-    waiting for it."""
+    """Rewards in a thread for each prompt group. One that takes longer than ``limit_s`` goes on
+    there, with nobody waiting for it."""
 
     def __init__(self, reward: Reward, limit_s: float) -> None:
         self._reward, self._limit_s = reward, limit_s
@@ -57,7 +58,9 @@ class InThread:
         thread = ThreadPoolExecutor(1)
         try:
             async with asyncio.timeout(self._limit_s):
-                return await asyncio.get_running_loop().run_in_executor(thread, scores, self._reward, samples)
+                return await asyncio.get_running_loop().run_in_executor(
+                    thread, scores, self._reward, samples
+                )
         except TimeoutError:
             detail = f"the rewards took longer than rollout.reward_timeout_s={self._limit_s:g}"
             return RewardError("reward_timeout", detail)
@@ -68,7 +71,8 @@ class InThread:
 
 
 ALONE = ("remote", "judge")
-"""Rewards of which one worker has as many under way as it may: with more the limit would not be one."""
+"""Rewards of which one worker has as many under way as it may: with more the limit would not be
+one."""
 
 
 def make_rewards(
@@ -78,8 +82,8 @@ def make_rewards(
     settings: RewardSettings | None = None,
     waits: Callable[[int], None] = lambda _: None,
 ) -> Rewards:
-    """Make the rewards that ``name`` gives, as `get_reward`, each part of a composed one by itself; one's own in up to
-    ``workers`` processes, or, with 0, in this one. ``waits``: see `WhileAway`.
+    """Make the rewards that ``name`` gives, as `get_reward`, each part of a composed one by itself;
+    one's own in up to ``workers`` processes, or, with 0, in this one. ``waits``: see `WhileAway`.
 
     ConfigError: there is none that is built in, or that could be imported here.
     """

@@ -1,4 +1,5 @@
-"""Rewards of servers that a group of the run starts, and starts again: while they are away their clock stands."""
+"""Rewards of servers that a group of the run starts, and starts again: while they are away their
+clock stands."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ _LOOK_S = 1.0
 
 
 class WhileAway:
-    """``rewards`` that are asked for again once a server is there, for ``away_s`` in all; then they fail as
-    `reward_away`."""
+    """``rewards`` that are asked for again once a server is there, for ``away_s`` in all; then they
+    fail as `reward_away`."""
 
-    def __init__(self, rewards: Rewards, folder: Path, away_s: float, waits: Callable[[int], None]) -> None:
-        """``folder``: of the endpoints. ``waits`` is told of each prompt group that begins (1) or ends (-1) to wait."""
+    def __init__(
+        self, rewards: Rewards, folder: Path, away_s: float, waits: Callable[[int], None]
+    ) -> None:
+        """``folder``: of the endpoints. ``waits`` is told of each prompt group that begins (1) or
+        ends (-1) to wait."""
         self._rewards, self._folder, self._away_s, self._waits = rewards, folder, away_s, waits
         self._looking = asyncio.Lock()
 
@@ -43,14 +47,17 @@ class WhileAway:
                 return found
             left_s -= await self._wait(left_s)
             if left_s <= 0:
-                return RewardError(Away.reason, f"away for {self._away_s:g} s, reward.judge.away_s: {found.detail}")
+                return RewardError(
+                    Away.reason, f"away for {self._away_s:g} s, reward.judge.away_s: {found.detail}"
+                )
 
     async def close(self) -> None:
         """See `Rewards`."""
         await self._rewards.close()
 
     async def _wait(self, most_s: float) -> float:
-        """Wait until a server is there, for ``most_s`` at most; the seconds that it took, one at least."""
+        """Wait until a server is there, for ``most_s`` at most; the seconds that it took, one at
+        least."""
         began = time.monotonic()
         self._waits(1)
         try:
@@ -67,7 +74,8 @@ class WhileAway:
 
 
 async def _any_proven(endpoints: Sequence[Endpoint]) -> bool:
-    """Whether a server answers at one of ``endpoints`` and proves that it has the endpoint's key."""
+    """Whether a server answers at one of ``endpoints`` and proves that it has the endpoint's
+    key."""
     for endpoint in endpoints:
         with contextlib.suppress(OSError):
             (await open_endpoint(endpoint)).close()

@@ -55,7 +55,11 @@ def answers(sample: RewardInput) -> list[str]:
     several = sample.metadata.get("answers")
     if several is None:
         return [sample.answer]
-    if not isinstance(several, list) or not several or not all(isinstance(answer, str) for answer in several):
+    if (
+        not isinstance(several, list)
+        or not several
+        or not all(isinstance(answer, str) for answer in several)
+    ):
         raise TypeError(f"answers: found {str(several)[:100]!r}, allowed: a list of texts")
     return several
 

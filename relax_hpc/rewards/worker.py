@@ -1,7 +1,8 @@
-"""`python -m relax_hpc.rewards.worker`: a process in which rewards of one's own are computed, see `pool`.
+"""`python -m relax_hpc.rewards.worker`: a process in which rewards of one's own are computed, see
+`pool`.
 
-A plain function is called in the main thread, one prompt group after the other, with no event loop around it. Of
-`async def` any number are under way. What is printed goes to the role's log.
+A plain function is called in the main thread, one prompt group after the other, with no event loop
+around it. Of `async def` any number are under way. What is printed goes to the role's log.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from relax_hpc.workers import frames
 from relax_hpc.workers.serving import requests, serve, write
 
 AT_ONCE = 64
-"""Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once` says another."""
+"""Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once`
+says another."""
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:

@@ -1,4 +1,5 @@
-"""`python -m relax_hpc.roles`: one rank of one role. Started by a launcher, never by hand except for debugging."""
+"""`python -m relax_hpc.roles`: one rank of one role. Started by a launcher, never by hand except
+for debugging."""
 
 from __future__ import annotations
 
@@ -36,7 +37,14 @@ from relax_hpc.parts import Keeper, own_log
 from relax_hpc.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, show_stacks, stay_private, watched
+from relax_hpc.rendezvous.process import (
+    Flag,
+    die_with_parent,
+    on_terminate,
+    show_stacks,
+    stay_private,
+    watched,
+)
 from relax_hpc.roles.ahead import NotNeededError, wait_to_begin
 from relax_hpc.roles.node_files import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
@@ -56,11 +64,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", required=True)
     parser.add_argument("--role", required=True, choices=[CONTROLLER, *ROLES])
     parser.add_argument(
-        "--incarnation", type=int, required=True, help="incarnation of the group, taken by its launcher"
+        "--incarnation",
+        type=int,
+        required=True,
+        help="incarnation of the group, taken by its launcher",
     )
-    parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
-    parser.add_argument("--ahead", action="store_true", help="import all, then wait on standard input to be needed")
-    parser.add_argument("--led", action="store_true", help="end only when its parent says so, whatever Slurm signals")
+    parser.add_argument(
+        "--watch", action="store_true", help="leave a mark of its end however it comes"
+    )
+    parser.add_argument(
+        "--ahead", action="store_true", help="import all, then wait on standard input to be needed"
+    )
+    parser.add_argument(
+        "--led",
+        action="store_true",
+        help="end only when its parent says so, whatever Slurm signals",
+    )
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
     return parser.parse_args(argv)
 
@@ -88,7 +107,9 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         # Before any library puts compiled code there.
         local_folder()
     address = own_address(config, args.group)
-    world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
+    world = (
+        alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
+    )
     logs = run.logs(args.group, args.incarnation)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
     began = process_began()
@@ -147,7 +168,8 @@ def settings_of_role(config: Config, role: str) -> dict[str, Any]:
 
 
 def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType:
-    """The module of a role, with all that it computes with; ``local_rank`` None: no device is touched."""
+    """The module of a role, with all that it computes with; ``local_rank`` None: no device is
+    touched."""
     if name in WITH_RANKS and config.model.device == "cuda":
         expand_segments(os.environ)
     with many_imports(for_good=True):
@@ -160,11 +182,13 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
 
 
 def meeting_s(config: Config) -> float:
-    """Seconds for ranks to look for each other: they say what was not to be had before their supervisor, whose clock
-    began before this process, says that they have not begun to beat."""
+    """Seconds for ranks to look for each other: they say what was not to be had before their
+    supervisor, whose clock began before this process, says that they have not begun to beat."""
     from relax_hpc.metrics.spans import process_began
 
-    return max(1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began()))
+    return max(
+        1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began())
+    )
 
 
 def redirect_output(path: Path) -> None:
@@ -187,7 +211,9 @@ def work(args: argparse.Namespace) -> int:
     die_with_parent()
     keep_printing()
     show_stacks()
-    stop = on_terminate(at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led)
+    stop = on_terminate(
+        at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led
+    )
     run = RunDir(args.run_dir)
     code, reason, stopped, start_error = EXIT_DONE, "", False, ""
     is_programming_error = False
@@ -200,7 +226,11 @@ def work(args: argparse.Namespace) -> int:
         print(log_entry(f"{args.role}: {error}"), file=sys.stderr, flush=True)
         return EXIT_DONE
     except RelaxError as error:
-        code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
+        code, reason, stopped = (
+            error.exit_code,
+            str(error),
+            stop.is_set() or isinstance(error, StoppedError),
+        )
         is_programming_error = isinstance(error, ProgrammingError)
         if is_programming_error:
             print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
@@ -229,8 +259,9 @@ def work(args: argparse.Namespace) -> int:
 
 
 def asked_to_stop(error: BaseException) -> RelaxError | None:
-    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is taken again at the
-    end of a wait, it is followed by a RuntimeError of the `with` that lets go of the lock."""
+    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is
+    taken again at the end of a wait, it is followed by a RuntimeError of the `with` that lets go of
+    the lock."""
     cause = error.__context__
     while cause and not isinstance(cause, RelaxError):
         cause = cause.__context__
@@ -238,7 +269,9 @@ def asked_to_stop(error: BaseException) -> RelaxError | None:
 
 
 def main(
-    argv: list[str] | None = None, module: str = "relax_hpc.roles", beside: Callable[[], None] | None = None
+    argv: list[str] | None = None,
+    module: str = "relax_hpc.roles",
+    beside: Callable[[], None] | None = None,
 ) -> int:
     """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended.
 

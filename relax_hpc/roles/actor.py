@@ -33,7 +33,8 @@ _MOVE = ("actor", "its state to the host or back")
 
 
 class Policy(Beside):
-    """Duties of the actor beside its training: weights to publish, forward roles inside of it, turns on its devices."""
+    """Duties of the actor beside its training: weights to publish, forward roles inside of it,
+    turns on its devices."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         self.context, self.config, self.ranks = context, context.config, ranks
@@ -43,7 +44,8 @@ class Policy(Beside):
         """Evaluation of a run in which no engine evaluates."""
         self.trainer = trainer_of(model, self.config)
         self.away: StateAway | None = None
-        """Host copy of weights and optimizer while engines have the devices; with `colocate`, from `resumed` on."""
+        """Host copy of weights and optimizer while engines have the devices; with `colocate`, from
+        `resumed` on."""
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -60,7 +62,8 @@ class Policy(Beside):
         )
 
     def publish(self, number: int, due: bool = False) -> None:
-        """Make the present weights version ``number`` of this incarnation, if such a one is published, or ``due``."""
+        """Make the present weights version ``number`` of this incarnation, if such a one is
+        published, or ``due``."""
         last, weights = number == self.config.steps, self.config.weights
         # Where nobody reads versions, those alone whose files are kept.
         every = weights.keep_every if self.config.algorithm.from_file else weights.publish_every
@@ -89,7 +92,8 @@ class Policy(Beside):
                 self.away.come_back()
 
     def rate(self, step: int, lr: float) -> float:
-        """See `Beside`; 0 while others learn first, which leaves the weights as they are, bit for bit."""
+        """See `Beside`; 0 while others learn first, which leaves the weights as they are, bit for
+        bit."""
         return lr if self.config.algorithm.trains_policy(step) else 0.0
 
     def begin_step(self, step: int) -> None:
@@ -134,9 +138,15 @@ class Policy(Beside):
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
-        values = result.values() if self.held_out else policy_values(result) | staleness_report(answer)
+        values = (
+            result.values() if self.held_out else policy_values(result) | staleness_report(answer)
+        )
         values |= mfu_report(
-            result, self.spec, self.config.algorithm.passes, self.peak, self.config.model.frozen_towers
+            result,
+            self.spec,
+            self.config.algorithm.passes,
+            self.peak,
+            self.config.model.frozen_towers,
         )
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()
@@ -144,8 +154,13 @@ class Policy(Beside):
 
 
 def peak_of(model: PolicyModel, config: Config) -> float | None:
-    """Operations a second that the devices of all ranks of the actor can do in bfloat16; None: that is not known."""
-    if model.device.type != "cuda" or model.dtype is not torch.bfloat16 or config.actor.simulated_step_s:
+    """Operations a second that the devices of all ranks of the actor can do in bfloat16; None: that
+    is not known."""
+    if (
+        model.device.type != "cuda"
+        or model.dtype is not torch.bfloat16
+        or config.actor.simulated_step_s
+    ):
         return None
     one = peak_flops(torch.cuda.get_device_name(model.device))
     return one and one * config.actor.parallel.ranks
@@ -164,7 +179,11 @@ def run(context: Context) -> None:
     context.says("meeting its ranks")
     ranks = Ranks(context, config.actor.parallel)
     context.says("loading the model")
-    model = PolicyModel(read_config(context.model), config.model, config.actor.parallel, config.actor)
+    model = PolicyModel(
+        read_config(context.model), config.model, config.actor.parallel, config.actor
+    )
     model.load_hf(context.model)
     policy = Policy(context, ranks, model)
-    TrainerRole(context, ranks, config.actor, policy.trainer, policy, placeholders_of(context.model)).run()
+    TrainerRole(
+        context, ranks, config.actor, policy.trainer, policy, placeholders_of(context.model)
+    ).run()

@@ -1,4 +1,5 @@
-"""The advantages role: rewards become per-token advantages, as the run's algorithm says. CPU only."""
+"""The advantages role: rewards become per-token advantages, as the run's algorithm says. CPU
+only."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ _EVERYTHING = 1 << 40
 
 
 def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[Row]:
-    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups, in the order of their
-    ids."""
+    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups, in the
+    order of their ids."""
     prompts = by_prompt(rows)
     if algorithm.shuffle_rewards:
         prompts = shuffled(prompts, seed)
-    return [{"row_id": row["row_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
+    return [
+        {"row_id": row["row_id"], **made}
+        for row, made in zip(rows, algorithm.given(prompts), strict=True)
+    ]
 
 
 def require_finite(rows: Sequence[Row], made: Sequence[Row], algorithm: Algorithm) -> None:
@@ -32,8 +36,10 @@ def require_finite(rows: Sequence[Row], made: Sequence[Row], algorithm: Algorith
         for name in algorithm.gives:
             if name in given and not np.isfinite(given[name]).all():
                 raise ConfigError(
-                    f"algorithm.name: {algorithm.name} gives {name} that are not finite, of row {row['row_id']} with "
-                    f"reward {row.get('reward')}; mend it (does it divide by a spread or a count that may be 0?)"
+                    f"algorithm.name: {algorithm.name} gives {name} that are not finite, of row "
+                    f"{row['row_id']} with "
+                    f"reward {row.get('reward')}; mend it (does it divide by a spread or a count "
+                    "that may be 0?)"
                 )
 
 
@@ -43,7 +49,10 @@ def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
     drawn = np.random.default_rng([seed, prompts[0][0][0]["ticket"]]).permutation(rewards.ravel())
     pairs = zip(prompts, drawn.reshape(rewards.shape), strict=True)
     return [
-        [[{**row, "reward": reward} for row in episode] for episode, reward in zip(prompt, line, strict=True)]
+        [
+            [{**row, "reward": reward} for row in episode]
+            for episode, reward in zip(prompt, line, strict=True)
+        ]
         for prompt, line in pairs
     ]
 

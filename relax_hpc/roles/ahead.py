@@ -1,4 +1,5 @@
-"""A rank that was started ahead: it imports what its role needs, then waits to be told that it is needed.
+"""A rank that was started ahead: it imports what its role needs, then waits to be told that it is
+needed.
 
 Until then it has no weights, no connection to the queue, no thread and nothing on a GPU.
 """
@@ -20,7 +21,8 @@ from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir, write_json
 
 _LOOK_S = 10.0
-"""Seconds between looks at whether the process may still be needed; who needs it says so at once."""
+"""Seconds between looks at whether the process may still be needed; who needs it says so at
+once."""
 _LOW = 19
 _OOM_SCORE, _FIRST_TO_GO = Path("/proc/self/oom_score_adj"), "1000"
 _MEMORY = Path("/proc/self/smaps_rollup")
@@ -32,9 +34,14 @@ class NotNeededError(Exception):
 
 
 def wait_to_begin(
-    run: RunDir, args: argparse.Namespace, import_role: Callable[[], object], leader: bool, stop: Flag
+    run: RunDir,
+    args: argparse.Namespace,
+    import_role: Callable[[], object],
+    leader: bool,
+    stop: Flag,
 ) -> None:
-    """Import, and wait for a byte of standard input, which is empty afterwards. NotNeededError: none is to come.
+    """Import, and wait for a byte of standard input, which is empty afterwards. NotNeededError:
+    none is to come.
 
     The group's ``leader`` says in the run directory that it waits.
     """
@@ -45,7 +52,9 @@ def wait_to_begin(
         about = {"imported_s": round(time.monotonic() - began, 1), "memory_mb": _memory_mb()}
         print(f"{args.role}: started ahead, waits: {about}", flush=True)
         if has_context():
-            raise NotNeededError("an import has taken a GPU that others work on; set liveness.start_ahead_s: 0")
+            raise NotNeededError(
+                "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0"
+            )
         with _note(note if leader else None, about):
             _wait(run, args, stop)
     # The pipe is of no use to what the role starts.
@@ -54,7 +63,8 @@ def wait_to_begin(
 
 
 def _at_low_priority(work: Callable[[], object]) -> None:
-    """Work in a thread, which ends: a process that has made way to others may not take its place again."""
+    """Work in a thread, which ends: a process that has made way to others may not take its place
+    again."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -110,8 +120,12 @@ def _wait(run: RunDir, args: argparse.Namespace, stop: Flag) -> None:
         with contextlib.suppress(OSError):
             if run.finished.exists() or run.stop.exists():
                 raise NotNeededError("the run is over")
-            # Its supervisor may be gone with the node of srun, which then closes nothing. Who claims says so at once.
-            before, passed_over = passed_over, latest_incarnation(run, args.group) >= args.incarnation
+            # Its supervisor may be gone with the node of srun, which then closes nothing. Who
+            # claims says so at once.
+            before, passed_over = (
+                passed_over,
+                latest_incarnation(run, args.group) >= args.incarnation,
+            )
             if before and passed_over:
                 raise NotNeededError(f"incarnation {args.incarnation} was begun without it")
     if not os.read(_STDIN, 1):

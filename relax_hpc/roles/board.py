@@ -27,7 +27,16 @@ from relax_hpc.metrics.writer import (
 )
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, READ, CACHED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
+_ADDED_UP = (
+    "perf/rollout_tokens",
+    "queue/by_",
+    GENERATED,
+    READ,
+    CACHED,
+    SKIPPED,
+    COMPONENT_SUM,
+    COMPONENT_COUNT,
+)
 """Prefixes of tags whose values are added up."""
 _TEXTS = 4
 """Texts of a step in TensorBoard, at most."""
@@ -56,9 +65,11 @@ class Board:
         self._shown: Counter[int] = Counter()
         self._failures = FailureWriter(run_dir)
 
-    def report(self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
-        """Take a role's report; an evaluation is written at once, a step when the actor reports it, with what other
-        trainers have reported since the last."""
+    def report(
+        self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
+    ) -> None:
+        """Take a role's report; an evaluation is written at once, a step when the actor reports it,
+        with what other trainers have reported since the last."""
         if role == "eval":
             self.writer.write(step, values)
             self._scores = values
@@ -66,13 +77,17 @@ class Board:
         for what, spent in seconds.items():
             self._seconds[role][what] += spent
         if role in self.state.plan.trainers and role != POLICY:
-            values = {f"trainer/{role}_{tag.replace('/', '_')}": value for tag, value in values.items()}
+            values = {
+                f"trainer/{role}_{tag.replace('/', '_')}": value for tag, value in values.items()
+            }
         for tag, value in values.items():
             self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
         if role == POLICY:
             self._write(step)
 
-    def note_first_failure(self, group: str, reason: str, detail: str, location: str, traceback: str) -> None:
+    def note_first_failure(
+        self, group: str, reason: str, detail: str, location: str, traceback: str
+    ) -> None:
         """Write down the first failure of its kind that a process of ``group`` has seen."""
         origin = ErrorOrigin(location, traceback)
         self._failures.write(FirstFailure.from_origin(group, reason, detail, origin))
@@ -86,7 +101,10 @@ class Board:
     def configured(self, config: Config) -> None:
         """Tell TensorBoard how the run is configured, and what to judge that by."""
         from_file = config.algorithm.from_file
-        scores = [f"eval/{name}/{'loss' if from_file else config.eval.metric}" for name in config.data.eval]
+        scores = [
+            f"eval/{name}/{'loss' if from_file else config.eval.metric}"
+            for name in config.data.eval
+        ]
         metric = "loss/policy" if from_file else "reward/mean"
         self.writer.tensorboard.configured(settings_of(config), [metric, *scores])
 
@@ -94,7 +112,9 @@ class Board:
         values = dict(self._values) | self._shares() | self._queue()
         generating = self._seconds["rollout"].get("generate", 0.0)
         if generating:
-            values["perf/rollout_tokens_per_s"] = values.get("perf/rollout_tokens", 0.0) / generating
+            values["perf/rollout_tokens_per_s"] = (
+                values.get("perf/rollout_tokens", 0.0) / generating
+            )
         training = self._seconds[POLICY].get("train", 0.0)
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
@@ -103,7 +123,8 @@ class Board:
             values["perf/cached_share"] = cached / read
         total = values.pop(GENERATED_SUM, 0.0)
         if count := values.get(GENERATED):
-            # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts the worst.
+            # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts
+            # the worst.
             values["reward/mean_generated"] = total / count
         self.writer.write(step, _with_components(values))
         self._next = step + 1
@@ -114,7 +135,8 @@ class Board:
         self._shown.clear()
 
     def _shares(self) -> dict[str, float]:
-        """Shares of each role's time since the last step that it waited, for whom, and seconds by kind."""
+        """Shares of each role's time since the last step that it waited, for whom, and seconds by
+        kind."""
         shares: dict[str, float] = {}
         for role, seconds in self._seconds.items():
             shares |= tags_of_time(role, seconds)
@@ -122,12 +144,26 @@ class Board:
 
     def _queue(self) -> dict[str, float]:
         state = self.state
-        served = [version for _, version in state.weights.readers.values() if version in state.lineage]
-        lags = [state.weights.newest.number - version.number for version in served] if state.weights.newest else []
+        served = [
+            version for _, version in state.weights.readers.values() if version in state.lineage
+        ]
+        lags = (
+            [state.weights.newest.number - version.number for version in served]
+            if state.weights.newest
+            else []
+        )
         values = {f"queue/{name}": float(count) for name, count in state.tickets.depth().items()}
-        values |= {f"queue/dropped_{reason}": float(count) for reason, count in state.counts.dropped.items()}
-        values |= {f"queue/{name.replace('/', '_')}": float(count) for name, count in state.counts.noted.items()}
-        values["weights/version"] = float(state.weights.newest.number if state.weights.newest else 0)
+        values |= {
+            f"queue/dropped_{reason}": float(count)
+            for reason, count in state.counts.dropped.items()
+        }
+        values |= {
+            f"queue/{name.replace('/', '_')}": float(count)
+            for name, count in state.counts.noted.items()
+        }
+        values["weights/version"] = float(
+            state.weights.newest.number if state.weights.newest else 0
+        )
         values["weights/publish_lag"] = float(max(lags, default=0))
         return values
 
@@ -143,10 +179,20 @@ class Board:
 
 
 def _with_components(values: Mapping[str, float]) -> dict[str, float]:
-    """``values`` with the mean of each component of the reward, in the place of what it is made of."""
-    counts = {tag.removeprefix(COMPONENT_COUNT): n for tag, n in values.items() if tag.startswith(COMPONENT_COUNT)}
-    means = {f"reward/component_{name}": values[COMPONENT_SUM + name] / count for name, count in counts.items()}
-    return {tag: v for tag, v in values.items() if not tag.startswith((COMPONENT_SUM, COMPONENT_COUNT))} | means
+    """``values`` with the mean of each component of the reward, in the place of what it is made
+    of."""
+    counts = {
+        tag.removeprefix(COMPONENT_COUNT): n
+        for tag, n in values.items()
+        if tag.startswith(COMPONENT_COUNT)
+    }
+    means = {
+        f"reward/component_{name}": values[COMPONENT_SUM + name] / count
+        for name, count in counts.items()
+    }
+    return {
+        tag: v for tag, v in values.items() if not tag.startswith((COMPONENT_SUM, COMPONENT_COUNT))
+    } | means
 
 
 def settings_of(config: Config) -> dict[str, bool | float | str]:

@@ -1,4 +1,5 @@
-"""Context of a role: its run, its place in the group, its connection to the queue, and its clock."""
+"""Context of a role: its run, its place in the group, its connection to the queue, and its
+clock."""
 
 from __future__ import annotations
 
@@ -60,6 +61,7 @@ class Context:
             self.client.beat.at_work(what)
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody waits for it."""
+        """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody
+        waits for it."""
         assert self.client is not None
         self.client.status.report(self.role, step, values, self.spans.take())

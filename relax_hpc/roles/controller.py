@@ -21,11 +21,13 @@ from relax_hpc.transfer_queue.plan import Plan
 _ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
 """Folders of a run whose writers sync what must not be lost."""
 _TRACKERS_SHARE = 0.5
-"""Share of liveness.stop_timeout_s in which trackers may finish. The supervisor kills the hub after all of it."""
+"""Share of liveness.stop_timeout_s in which trackers may finish. The supervisor kills the hub after
+all of it."""
 
 
 def make_durable(directory: RunDir) -> None:
-    """Put on disk what the run was prepared with: without it, what the queue accepts could not be gone on with."""
+    """Put on disk what the run was prepared with: without it, what the queue accepts could not be
+    gone on with."""
     for top, folders, files in os.walk(directory.root):
         if Path(top) == directory.root:
             folders[:] = [name for name in folders if name not in _ELSEWHERE]
@@ -44,7 +46,9 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     if durable := durability == "commit":
         make_durable(directory)
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
-    controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s, gathers=True)
+    controller = Controller(
+        directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s, gathers=True
+    )
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.configured(config)
     logs = directory.logs("hub", incarnation)

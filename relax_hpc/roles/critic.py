@@ -1,8 +1,8 @@
 """The critic: a trainer role that gives rows their values before it trains on them.
 
-Rows that wait for values are scored whenever the critic waits for rows to train on, by the weights that it has then:
-advantages, which those have, follow from the values. At staleness 0 rows of step t are scored by the critic as it is
-before its first update of that step.
+Rows that wait for values are scored whenever the critic waits for rows to train on, by the weights
+that it has then: advantages, which those have, follow from the values. At staleness 0 rows of step
+t are scored by the critic as it is before its first update of that step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Values(Beside):
         """Claim of the next rows without values, in the leader."""
 
     def due(self, step: int) -> Future | None:
-        """See `Aside`. At staleness 0 rows of a later step wait until the weights are that step's."""
+        """See `Aside`. At staleness 0 rows of a later step wait until the weights are that
+        step's."""
         if self.asked is None:
             budget = self.settings.pack_tokens * self.settings.parallel.data
             self.asked = self.context.client.claim_later(ROLES["critic"].scores, budget)
@@ -68,18 +69,25 @@ class Values(Beside):
         if rows is None:
             return
         with self.context.spans("forward", step=claim.step):
-            values = score_rows(rows, self.ranks, self.model, self.settings, self.model.forward_values)
+            values = score_rows(
+                rows, self.ranks, self.model, self.settings, self.model.forward_values
+            )
         if self.ranks.leader:
             with self.context.spans("queue", step=claim.step):
                 self._put(rows, values, claim)
 
     def _put(self, rows: Sequence[Row], values: Sequence[np.ndarray], claim: Claim) -> None:
-        made = [{"row_id": row["row_id"], "values": value} for row, value in zip(rows, values, strict=True)]
+        made = [
+            {"row_id": row["row_id"], "values": value}
+            for row, value in zip(rows, values, strict=True)
+        ]
         self.context.client.put(made, fields_by("critic"), claim)
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
-        return result.values() | {"value/explained_variance": explained_variance(result.of_first_pass())}
+        return result.values() | {
+            "value/explained_variance": explained_variance(result.of_first_pass())
+        }
 
 
 def run(context: Context) -> None:

@@ -1,8 +1,9 @@
-"""The data role: puts the rows of a file into the queue, in place of engines that draw them. CPU only.
+"""The data role: puts the rows of a file into the queue, in place of engines that draw them. CPU
+only.
 
-Which row of the file a ticket gets depends on the seed and the ticket alone, so nothing here has to be kept: whoever
-comes after a death puts the same. Rows have no age. They carry the version that was the newest when they were put,
-since a version is what the queue tells lineages apart by.
+Which row of the file a ticket gets depends on the seed and the ticket alone, so nothing here has to
+be kept: whoever comes after a death puts the same. Rows have no age. They carry the version that
+was the newest when they were put, since a version is what the queue tells lineages apart by.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class ExampleMedia:
 
 
 class Feeder:
-    """Puts the row of every ticket that it is admitted to, and follows the versions that admit it."""
+    """Puts the row of every ticket that it is admitted to, and follows the versions that admit
+    it."""
 
     def __init__(self, context: Context, source: PromptSource, media: ExampleMedia) -> None:
         self.context, self.client, self.source, self.media = context, context.client, source, media
@@ -114,7 +116,9 @@ class Feeder:
                 done, _ = wait((self.news, self.asked), return_when=FIRST_COMPLETED)
                 answers = [future.result() for future in done]
                 admitted = self.asked.result() if self.asked in done else None
-                waiting.because(admitted.waited if admitted else END if None in answers else _FOR_NEWS)
+                waiting.because(
+                    admitted.waited if admitted else END if None in answers else _FOR_NEWS
+                )
             if None in answers:
                 return
             if self.news in done:
@@ -130,7 +134,8 @@ class Feeder:
         self.news = self._next()
 
     def _next(self) -> Future[News | None]:
-        """The version after the newest. It may be long in coming: the actor publishes few that nobody reads."""
+        """The version after the newest. It may be long in coming: the actor publishes few that
+        nobody reads."""
         return self.client.weights.newer(self.newest, timeout=_LONG_S)
 
     def _put(self, admitted: Admission) -> None:
@@ -138,7 +143,9 @@ class Feeder:
         with self.context.spans("queue", step=step):
             examples = self.media.run(self._examples(admitted))
             tickets = zip(admitted.tickets, examples, strict=True)
-            rows = [row for ticket, example in tickets for row in rows_of(example, ticket, self.newest)]
+            rows = [
+                row for ticket, example in tickets for row in rows_of(example, ticket, self.newest)
+            ]
             refused = self.client.generated(rows, fields=FIELDS)
         for ticket, why in refused.items():
             print(log_entry(f"ticket {ticket}: {why}"), flush=True)
@@ -150,8 +157,8 @@ class Feeder:
         return await asyncio.gather(*(self._usable(ticket, attempt) for ticket, attempt in wanted))
 
     async def _usable(self, ticket: int, attempt: int) -> Example:
-        """The row of a ticket; if its media cannot be used, that of the next attempt. NoProgressError:
-        too many rows fail."""
+        """The row of a ticket; if its media cannot be used, that of the next attempt.
+        NoProgressError: too many rows fail."""
         while True:
             example = self.source.prompt(ticket, attempt)
             try:
@@ -160,7 +167,9 @@ class Feeder:
                 failure = Failure(bad.reason, f"{bad} (row {example.prompt_id})")
                 self.outcomes.count(failure)
                 self.outcomes.check_share(failure)
-                print(log_entry(f"ticket {ticket}, attempt {attempt}: {failure.detail}"), flush=True)
+                print(
+                    log_entry(f"ticket {ticket}, attempt {attempt}: {failure.detail}"), flush=True
+                )
                 failed = self.client.tickets.fail(ticket, attempt, failure.reason)
                 attempt = (await asyncio.wrap_future(failed)).attempt
             else:

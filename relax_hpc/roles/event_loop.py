@@ -1,4 +1,5 @@
-"""Roles that work in an event loop: their run, its end by a signal, and the error that it comes to."""
+"""Roles that work in an event loop: their run, its end by a signal, and the error that it comes
+to."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: Flag) -> None:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The error that a user should read of a task group's: a configuration or progress error before all others."""
+    """The error that a user should read of a task group's: a configuration or progress error before
+    all others."""
     errors: list[BaseException] = []
     for error in group.exceptions:
         errors.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)

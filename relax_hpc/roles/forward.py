@@ -1,7 +1,8 @@
-"""The forward-only roles: actor_fwd gives the clip's denominator, reference the KL's, teacher what is to be learned.
+"""The forward-only roles: actor_fwd gives the clip's denominator, reference the KL's, teacher what
+is to be learned.
 
-actor_fwd follows the published weights. At staleness 0 it scores step t with version t; otherwise with the newest it
-has, and says which in `old_logprob_version`.
+actor_fwd follows the published weights. At staleness 0 it scores step t with version t; otherwise
+with the newest it has, and says which in `old_logprob_version`.
 """
 
 from __future__ import annotations
@@ -56,16 +57,22 @@ class Scorer:
         divergence too."""
         self.placeholders = placeholders_of(directory)
         # Routes are those of the policy's engine.
-        settings = config.model if context.role == "actor_fwd" else replace(config.model, routing_replay="off")
+        settings = (
+            config.model
+            if context.role == "actor_fwd"
+            else replace(config.model, routing_replay="off")
+        )
         self.routes = routes_of(directory, settings)
-        self.model = PolicyModel(read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels)
+        self.model = PolicyModel(
+            read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels
+        )
         self.model.load_hf(directory)
         self._vocab = spec_of(read_config(context.model), config.model.ignore_keys).vocab
         """Tokens that the policy has."""
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it; complete in the
-        leader."""
+        """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it;
+        complete in the leader."""
         if self.scores_all_drawn:
             rows = [row | {"loss_mask": drawn_tokens(row).astype(np.uint8)} for row in rows]
         score, tail = partial(self.model.forward_logprobs, temperature=self.temperature), ()
@@ -94,19 +101,24 @@ def score_rows(
     tail: tuple[int, ...] = (),
     read_media: Callable[[Sequence[Row]], RowMedia | None] | None = None,
 ) -> list[np.ndarray]:
-    """Scores of rows by ``score``, which takes micro-batches of the size that ``settings`` say: [tokens, *tail] of
-    each row; complete in the leader. ``read_media``: reads the media of rows; None: those of the queue."""
+    """Scores of rows by ``score``, which takes micro-batches of the size that ``settings`` say:
+    [tokens, *tail] of each row; complete in the leader. ``read_media``: reads the media of rows;
+    None: those of the queue."""
     parts = ranks.parts(rows, settings)
     mine = [number for part in parts for number in part]
     media = (read_media or ranks.media)([rows[number] for number in mine])
-    batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields, media=media)
+    batches = collate_parts(
+        rows, parts, model.device, model.pack_split, model.row_fields, media=media
+    )
     return ranks.collect(rows, mine, score(batches), tail)
 
 
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     config = context.config
-    frozen = {"reference": config.model.reference_path, "teacher": config.model.teacher_path}.get(context.role, "")
+    frozen = {"reference": config.model.reference_path, "teacher": config.model.teacher_path}.get(
+        context.role, ""
+    )
     forward = getattr(config, context.role)
     context.says("meeting its ranks")
     ranks = Ranks(context, forward.parallel)
@@ -114,7 +126,9 @@ def run(context: Context) -> None:
     scorer = Scorer(context, ranks, Path(frozen) if frozen else context.model)
     context.says("")
     if context.world.leader:
-        every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(context.role, 0)
+        every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(
+            context.role, 0
+        )
         _lead(context, ranks, scorer, every)
     else:
         _follow(context, ranks, scorer)
@@ -156,7 +170,9 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     work: Future = client.claim_later(role, budget)
     while True:
         with context.spans("wait", cause=HUB) as waiting:
-            while not wait([work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED).done:
+            while not wait(
+                [work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED
+            ).done:
                 ranks.control.still_waits()
             waiting.because(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
@@ -180,15 +196,25 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
         with context.spans("queue", step=claim.step):
-            _put(client, role, rows, scores, claim, weights.reader.serving if weights and weights.holds else None)
+            _put(
+                client,
+                role,
+                rows,
+                scores,
+                claim,
+                weights.reader.serving if weights and weights.holds else None,
+            )
         work = client.claim_later(role, budget)
         context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
 
 
 def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
-    """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be had."""
-    if not ranks.control.meanwhile(lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)):
+    """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be
+    had."""
+    if not ranks.control.meanwhile(
+        lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)
+    ):
         return None
     ranks.tell({"do": "score", "claim": claim.message()})
     return ranks.rows(claim, ranks.control)
@@ -214,25 +240,34 @@ def _put(
 
 
 def _fields_of(name: str, score: np.ndarray) -> dict[str, Any]:
-    """Fields that a score comes to: the log-probabilities ``name``, or all that `PolicyModel.likeliest` has said."""
+    """Fields that a score comes to: the log-probabilities ``name``, or all that
+    `PolicyModel.likeliest` has said."""
     if score.ndim == 1:
         return {name: score}
     logprobs, top, ids = np.split(score, (1, (score.shape[1] + 1) // 2), axis=1)
-    return {name: logprobs[:, 0], "teacher_top_logprobs": top, "teacher_top_ids": ids.astype(np.int32)}
+    return {
+        name: logprobs[:, 0],
+        "teacher_top_logprobs": top,
+        "teacher_top_ids": ids.astype(np.int32),
+    }
 
 
 class _Weights:
-    """The leader's subscription: of an actor_fwd group to every version, of a reference to one in ``every``."""
+    """The leader's subscription: of an actor_fwd group to every version, of a reference to one in
+    ``every``."""
 
     def __init__(self, context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         assert context.client is not None
         self.context, self.ranks, self.scorer, self.every = context, ranks, scorer, every
         self.holds = context.role == "actor_fwd"
-        """Whether the versions it uses are kept for it; for a reference the newest that is due is kept in any case."""
+        """Whether the versions it uses are kept for it; for a reference the newest that is due is
+        kept in any case."""
         planes, settings = ranks.reader.planes, context.config.weights
         # A reference would keep a version in memory, for those who read it, until its next one.
         relays = self.holds and pays(context.config)
-        self.reader = Subscriber(context.run, context.client, context.group, planes, settings, every, relays=relays)
+        self.reader = Subscriber(
+            context.run, context.client, context.group, planes, settings, every, relays=relays
+        )
         self.news = self.reader.newer()
         while self.holds and self.reader.serving == NOTHING and self._await_news():
             self.pull()
@@ -253,7 +288,13 @@ class _Weights:
             if got := self.reader.fetch(announced):
                 news, staged = got
                 if self.ranks.size > 1:
-                    self.ranks.tell({"do": "load", "news": asdict(news), "relays": self.reader.fetcher.where(news)})
+                    self.ranks.tell(
+                        {
+                            "do": "load",
+                            "news": asdict(news),
+                            "relays": self.reader.fetcher.where(news),
+                        }
+                    )
                 self.scorer.load(staged)
                 self._served(Version.parse(news.version))
         self.news = self.reader.newer()
@@ -268,9 +309,10 @@ class _Weights:
     def fit(self, claim: Claim) -> bool:
         """Whether the rows of ``claim`` can be scored with what is loaded.
 
-        If not, either the version that made them is announced before the claim could be given back, or they were made
-        before a rollback and are dropped already. So nobody waits for a version while holding a claim: the actor might
-        have to train on earlier rows first, which need scores.
+        If not, either the version that made them is announced before the claim could be given back,
+        or they were made before a rollback and are dropped already. So nobody waits for a version
+        while holding a claim: the actor might have to train on earlier rows first, which need
+        scores.
         """
         serving = self.reader.serving
         if not self.holds:

@@ -1,4 +1,5 @@
-"""The role gateway, in the hub's group: the endpoint of existing agent programs, see `relax_hpc.gateway`."""
+"""The role gateway, in the hub's group: the endpoint of existing agent programs, see
+`relax_hpc.gateway`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def run(context: Context) -> None:
 
 
 async def _tell(context: Context, front: Front) -> None:
-    """Have the queue count, once in a while, for what reasons requests were refused; the log says how many."""
+    """Have the queue count, once in a while, for what reasons requests were refused; the log says
+    how many."""
     assert context.client is not None
     told: Counter[str] = Counter()
     while True:

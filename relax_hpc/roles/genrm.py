@@ -1,10 +1,12 @@
-"""The role genrm: SGLang servers of a generative reward model, which reward `judge` of other groups asks.
+"""The role genrm: SGLang servers of a generative reward model, which reward `judge` of other groups
+asks.
 
     reward worker --proven connection--> JudgeFront (this process) --HTTP, loopback--> SGLang
 
-SGLang has an API key, but proves nothing to its clients. So its servers listen on the loopback address
-alone, where this process keeps their ports, and this process takes the questions of other groups. Its
-endpoint is in the run directory. If one server ends, so does the group, which is then started again alone.
+SGLang has an API key, but proves nothing to its clients. So its servers listen on the loopback
+address alone, where this process keeps their ports, and this process takes the questions of other
+groups. Its endpoint is in the run directory. If one server ends, so does the group, which is then
+started again alone.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def run(context: Context) -> None:
             listener = CallListener(listening, key.encode(), PURPOSE, front.serve)
             folder = context.run.rendezvous(context.group)
             endpoints = [Endpoint(listener.endpoint, key)]
-            await asyncio.to_thread(publish_endpoints, folder, context.incarnation, context.world.rank, endpoints)
+            await asyncio.to_thread(
+                publish_endpoints, folder, context.incarnation, context.world.rank, endpoints
+            )
             answering = asyncio.create_task(listener.run())
             try:
                 with context.spans("wait", cause=_ASKED):
@@ -72,7 +76,8 @@ def run(context: Context) -> None:
 
 
 class JudgeFront:
-    """Forwards questions of other groups, each to the server of this process with the fewest open questions."""
+    """Forwards questions of other groups, each to the server of this process with the fewest open
+    questions."""
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
@@ -87,8 +92,8 @@ class JudgeFront:
 
     async def serve(self, number: int, message: Message) -> Message:
         """Status and body of a server's answer. ``number``: number of the peer, which is not used.
-        aiohttp.ClientError: the server has ended. ValueError: the answer is too large, or ``message`` is no
-        question."""
+        aiohttp.ClientError: the server has ended. ValueError: the answer is too large, or
+        ``message`` is no question."""
         body = message["body"]
         if not isinstance(body, bytes):
             raise ValueError(f"found {type(body).__name__} as a question, allowed: bytes of JSON")
@@ -96,7 +101,9 @@ class JudgeFront:
         headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
         self._asked[server.url] += 1
         try:
-            async with self._session.post(f"{server.url}{_CHAT}", data=body, headers=headers) as reply:
+            async with self._session.post(
+                f"{server.url}{_CHAT}", data=body, headers=headers
+            ) as reply:
                 return {"status": reply.status, "body": await read_answer(reply)}
         finally:
             self._asked[server.url] -= 1
@@ -161,8 +168,11 @@ async def _start(context: Context, server: ServerProcess) -> None:
         await client.close()
 
 
-async def _over(context: Context, servers: list[ServerProcess], answering: asyncio.Task[None]) -> None:
-    """Return once the run is finished. RelaxError: a server has ended before. ``answering``: its error is raised."""
+async def _over(
+    context: Context, servers: list[ServerProcess], answering: asyncio.Task[None]
+) -> None:
+    """Return once the run is finished. RelaxError: a server has ended before. ``answering``: its
+    error is raised."""
     assert context.client is not None
     over = asyncio.wrap_future(context.client.status.over())
     ended = {server.session.ended: server for server in servers}

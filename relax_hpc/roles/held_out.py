@@ -1,4 +1,5 @@
-"""Evaluation of a run that learns from files: the actor scores held-out rows itself, at the edges of steps."""
+"""Evaluation of a run that learns from files: the actor scores held-out rows itself, at the edges
+of steps."""
 
 from __future__ import annotations
 
@@ -31,12 +32,21 @@ class HeldOut:
     """Evaluation sets of one rank; every rank makes and calls it alike."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
-        """``model`` has the weights of the policy before its first step, and keeps them. ConfigError: the reference is
-        of another architecture."""
+        """``model`` has the weights of the policy before its first step, and keeps them.
+        ConfigError: the reference is of another architecture."""
         self.context, self.config, self.ranks, self.model = context, context.config, ranks, model
-        self._media = MediaReader(lambda: MediaStore(context.run.eval_media, durable=False), context.model)
-        files = open_evals(context.run, self.config, load_tokenizer(context.model)) if self.config.eval.every else {}
-        self.sets = {name: self._rows(list(islice(file, self.config.eval.samples))) for name, file in files.items()}
+        self._media = MediaReader(
+            lambda: MediaStore(context.run.eval_media, durable=False), context.model
+        )
+        files = (
+            open_evals(context.run, self.config, load_tokenizer(context.model))
+            if self.config.eval.every
+            else {}
+        )
+        self.sets = {
+            name: self._rows(list(islice(file, self.config.eval.samples)))
+            for name, file in files.items()
+        }
         if self.sets and "ref_logprobs" in self.config.algorithm.loss_needs():
             self._refer()
 
@@ -65,7 +75,8 @@ class HeldOut:
         return [[_ids_of(sequence) for sequence in example.sequences] for example in stored]
 
     def _refer(self) -> None:
-        """Give the rows the reference's log-probabilities: its weights are there now, or come for a moment."""
+        """Give the rows the reference's log-probabilities: its weights are there now, or come for a
+        moment."""
         path, policy = self.config.model.reference_path, self.context.model
         if path:
             check_same(read_config(Path(path)), self.model.hf_config, self.config.model.ignore_keys)
@@ -93,7 +104,9 @@ class HeldOut:
     def _scores(self, rows: list[Row]) -> list[np.ndarray]:
         """Log-probabilities of the rows' trained tokens, [tokens] each; complete in the leader."""
         score = partial(self.model.forward_logprobs, temperature=self.config.rollout.temperature)
-        return score_rows(rows, self.ranks, self.model, self.config.actor, score, read_media=self._media.of)
+        return score_rows(
+            rows, self.ranks, self.model, self.config.actor, score, read_media=self._media.of
+        )
 
 
 def _ids_of(sequence: Learned) -> list[str]:

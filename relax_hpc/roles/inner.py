@@ -1,4 +1,5 @@
-"""Forward roles inside of the actor: its own processes score the rows of each window before they train on it."""
+"""Forward roles inside of the actor: its own processes score the rows of each window before they
+train on it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class InnerRoles:
     """
 
     def __init__(self, model: PolicyModel, config: Config, policy: Path) -> None:
-        """`model` has the weights of the Hugging Face directory `policy`, and keeps them. ConfigError: the reference
-        is of another architecture."""
+        """`model` has the weights of the Hugging Face directory `policy`, and keeps them.
+        ConfigError: the reference is of another architecture."""
         self.model, self.temperature = model, config.rollout.temperature
         algorithm = config.algorithm
         self._passes, self._mini_batches = algorithm.passes, algorithm.mini_batches
@@ -53,10 +54,11 @@ class InnerRoles:
             self._weights.keep("old")
 
     def score(self, number: int, batches: Sequence[Batch]) -> None:
-        """Give `batches`, of mini-batch `number` in its first pass, the log-probabilities that these roles have.
+        """Give `batches`, of mini-batch `number` in its first pass, the log-probabilities that
+        these roles have.
 
-        Collective over the tensor and pipeline ranks of a replica, which pass the same ones. Nothing may read the
-        weights meanwhile.
+        Collective over the tensor and pipeline ranks of a replica, which pass the same ones.
+        Nothing may read the weights meanwhile.
         """
         # A mini-batch that is trained on once, before any update, needs no old ones: see the class.
         if "actor_fwd" in self.roles and (number > 0 or self._passes > 1):
@@ -67,16 +69,22 @@ class InnerRoles:
     def _fill(self, field: str, batches: Sequence[Batch], weights: str) -> None:
         with self._weights.in_place(weights) if weights else nullcontext():
             # Routes are those of the policy's engine.
-            found = self.model.batch_logprobs(batches, self.temperature, routed=field != "ref_logprobs")
+            found = self.model.batch_logprobs(
+                batches, self.temperature, routed=field != "ref_logprobs"
+            )
         # The last stage alone has them, and needs them.
         for batch, values in zip(batches, found, strict=False):
             batch.fields[field] = values
 
 
-def check_same(reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()) -> None:
+def check_same(
+    reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()
+) -> None:
     """ConfigError if config.json of the reference says another architecture than the policy's."""
     if spec_of(reference, ignore_keys) != spec_of(policy, ignore_keys):
         raise ConfigError(
-            "model.reference_path: found another architecture than the policy's, allowed with reference in "
-            "actor.forward, or with held-out pairs (eval.every): the same; give it a group, or set eval.every: 0"
+            "model.reference_path: found another architecture than the policy's, allowed with "
+            "reference in "
+            "actor.forward, or with held-out pairs (eval.every): the same; give it a group, or set "
+            "eval.every: 0"
         )

@@ -22,17 +22,21 @@ class MediaReader:
     """Reader of the media of a run."""
 
     def __init__(self, store: Callable[[], MediaStore], model: Path) -> None:
-        """``store``: makes the store, or finds it, once there are any. ``model``: a Hugging Face directory."""
+        """``store``: makes the store, or finds it, once there are any. ``model``: a Hugging Face
+        directory."""
         self._store = functools.cache(store)
         self._rules = Rules.of(model) if places_of(model) else None
 
     def of(self, rows: Sequence[Row]) -> RowMedia | None:
         """Media that ``rows`` name, each once; None: they name none.
 
-        MediaError: one is missing, or damaged, and stays so for as long as another node's file may take to appear.
+        MediaError: one is missing, or damaged, and stays so for as long as another node's file may
+        take to appear.
         """
         names = media_ids(rows) if self._rules else ()
-        return RowMedia.of({name: self._read(name) for name in names}, self._rules) if names else None
+        return (
+            RowMedia.of({name: self._read(name) for name in names}, self._rules) if names else None
+        )
 
     def _read(self, media_id: str) -> Medium:
         until = time.monotonic() + APPEARS_S

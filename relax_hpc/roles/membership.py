@@ -1,4 +1,5 @@
-"""Engines of a process that leave and join while the run goes on, as `rollout.without` says at the time."""
+"""Engines of a process that leave and join while the run goes on, as `rollout.without` says at the
+time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Membership:
     def wanted(self) -> list[Entry]:
         """Engines that are to serve."""
         group = self._context.group
-        return [entry for entry in self._configured if f"{group}/{entry.number}" not in self._without]
+        return [
+            entry for entry in self._configured if f"{group}/{entry.number}" not in self._without
+        ]
 
     async def follow(self) -> None:
         """Follow the changes of the run from now on."""
@@ -53,7 +56,10 @@ class Membership:
             if entry.number not in serving:
                 print(f"engine {entry.number} joins", flush=True)
                 self._pool.join(entry)
-        if all(entry.number in serving and not serving[entry.number].leaving.is_set() for entry in wanted):
+        if all(
+            entry.number in serving and not serving[entry.number].leaving.is_set()
+            for entry in wanted
+        ):
             for number in serving.keys() - {entry.number for entry in wanted}:
                 if not serving[number].leaving.is_set():
                     print(f"engine {number} leaves: rollout.without", flush=True)

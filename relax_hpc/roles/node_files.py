@@ -1,4 +1,5 @@
-"""Copies on a node's own disk of what every process of that node reads: made once, by whoever comes first."""
+"""Copies on a node's own disk of what every process of that node reads: made once, by whoever comes
+first."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _LOOK_S = 0.2
 
 
 def model_directory(run: RunDir, config: Config) -> Path:
-    """Directory of the run's first weights and tokenizer for this process: the run's, or a copy on this node."""
+    """Directory of the run's first weights and tokenizer for this process: the run's, or a copy on
+    this node."""
     if "model" not in config.site.stage:
         return run.model
     name = hashlib.sha256(f"{run.root}:{run.model.resolve()}".encode()).hexdigest()[:16]
@@ -33,10 +35,12 @@ def model_directory(run: RunDir, config: Config) -> Path:
 
 
 def go_on_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
-    """Replace this process by the same ``module`` run from a copy on this node, where the site stages the environment.
+    """Replace this process by the same ``module`` run from a copy on this node, where the site
+    stages the environment.
 
-    The copy is of the folder of this interpreter's virtual or conda environment, by its path and last change. The
-    process keeps its id and all that it has inherited. Returns if that is not asked for, or has been done.
+    The copy is of the folder of this interpreter's virtual or conda environment, by its path and
+    last change. The process keeps its id and all that it has inherited. Returns if that is not
+    asked for, or has been done.
     """
     source = Path(sys.prefix)
     if "environment" not in config.site.stage or source.parent == local_folder():
@@ -50,10 +54,11 @@ def go_on_in_local_environment(config: Config, module: str, arguments: list[str]
 
 
 def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = False) -> Path:
-    """``target``, a copy of folder ``source`` that appears whole; others wait while one process of the node copies.
+    """``target``, a copy of folder ``source`` that appears whole; others wait while one process of
+    the node copies.
 
-    A copier that died is replaced by the next one. ``symlinks``: kept, else what they point at is copied.
-    DeadlineError after ``patience_s`` seconds.
+    A copier that died is replaced by the next one. ``symlinks``: kept, else what they point at is
+    copied. DeadlineError after ``patience_s`` seconds.
     """
     deadline = time.monotonic() + patience_s
     while not target.exists():
@@ -63,7 +68,9 @@ def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = Fa
             finally:
                 claim.unlink(missing_ok=True)
         elif time.monotonic() > deadline:
-            raise DeadlineError(f"{target}: not copied within {patience_s:.0f} s; see whether its disk is full")
+            raise DeadlineError(
+                f"{target}: not copied within {patience_s:.0f} s; see whether its disk is full"
+            )
         elif _abandoned(claim):
             claim.unlink(missing_ok=True)
         else:

@@ -1,4 +1,5 @@
-"""Windows of rows, each claimed, checked and read by a thread while a trainer role is at the one before."""
+"""Windows of rows, each claimed, checked and read by a thread while a trainer role is at the one
+before."""
 
 from __future__ import annotations
 
@@ -34,16 +35,26 @@ class Window:
 
 
 class Prefetch:
-    """One rank's. Its calls are collective: the threads of the ranks follow the leader's by a channel of their own.
+    """One rank's. Its calls are collective: the threads of the ranks follow the leader's by a
+    channel of their own.
 
     >>> prefetch.ask(batch=0)                                                    # doctest: +SKIP
     >>> window = prefetch.asked.result()
     """
 
     def __init__(
-        self, context: Context, ranks: Ranks, settings: TrainerConfig, placeholders: Mapping[str, int]
+        self,
+        context: Context,
+        ranks: Ranks,
+        settings: TrainerConfig,
+        placeholders: Mapping[str, int],
     ) -> None:
-        self.context, self.ranks, self.settings, self.placeholders = context, ranks, settings, placeholders
+        self.context, self.ranks, self.settings, self.placeholders = (
+            context,
+            ranks,
+            settings,
+            placeholders,
+        )
         self.routes = routes_of(context.model, context.config.model)
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
@@ -51,7 +62,8 @@ class Prefetch:
         self._work = Background("windows", self._answer)
 
     def ask(self, batch: int) -> None:
-        """Have the next window fetched, as number ``batch`` of its mini-batch. One is asked for at a time."""
+        """Have the next window fetched, as number ``batch`` of its mini-batch. One is asked for at
+        a time."""
         self.asked = Future()
         self._work.put((batch, self.asked))
 
@@ -59,7 +71,7 @@ class Prefetch:
         """Forget the window that was asked for: it has its user."""
         self.asked = None
 
-    # -- in the thread -----------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _answer(self, job: tuple[int, Future[Window]]) -> None:
         batch, asked = job
@@ -86,12 +98,16 @@ class Prefetch:
     def _claim(self, batch: int) -> dict[str, Any]:
         """The leader's part: a claim all of whose rows are sound, as a message.
 
-        The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
+        The request is never given up, as its answer, a lease, would come to nobody: who needs it
+        has the deadline.
         """
         config, client, task = self.context.config, self.context.client, self.context.role
         settings, ranks = self.settings, self.ranks.layout.data_size
         most, size = settings.pack_tokens, config.prompts_per_step // config.algorithm.mini_batches
-        budget, about = settings.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
+        budget, about = (
+            settings.balance_window * most * ranks,
+            {"ranks": ranks, "max_tokens": most, "batch": batch},
+        )
         about |= {"max_media": settings.pack_media_tokens} if settings.pack_media_tokens else {}
         while True:
             claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()

@@ -1,4 +1,5 @@
-"""`python -m relax_hpc.roles.prepare`: make what a run starts from: its model, its data, its warm start."""
+"""`python -m relax_hpc.roles.prepare`: make what a run starts from: its model, its data, its warm
+start."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NOTE = "note: "
 
 
 def prepare(run: RunDir, config: Config) -> None:
-    """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice, it does nothing."""
+    """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice,
+    it does nothing."""
     if run.model.exists():
         return
     say(run.preparing, "making model and data")
@@ -44,8 +46,8 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
 
 
 def _prompts(run: RunDir, config: Config, model: Path) -> None:
-    """Make the task's files, and the index of each. ConfigError now, before anything waits for a GPU, if a prompt file
-    is of no use."""
+    """Make the task's files, and the index of each. ConfigError now, before anything waits for a
+    GPU, if a prompt file is of no use."""
     from relax_hpc.data.prompt_file import PromptSets
     from relax_hpc.data.tokenizer import load_tokenizer
     from relax_hpc.tasks.files import make_files, open_evals, open_train

@@ -1,4 +1,5 @@
-"""A group of ranks that follow their leader: it decides, the others are told, all read the same rows."""
+"""A group of ranks that follow their leader: it decides, the others are told, all read the same
+rows."""
 
 from __future__ import annotations
 
@@ -32,19 +33,31 @@ from relax_hpc.transport import SlabPool
 
 _LOOK_S = 0.5
 _LATER_S = 60.0
-"""Seconds that a wait for the leader's word may be longer than the leader's for the queue's, at most."""
+"""Seconds that a wait for the leader's word may be longer than the leader's for the queue's, at
+most."""
 
 
 class Ranks:
     """The ranks of one training or forward group; every method is collective."""
 
     def __init__(self, context: Context, shape: ParallelConfig) -> None:
-        config, world, patience_s = context.config, context.world, context.config.queue.wait_timeout_s
+        config, world, patience_s = (
+            context.config,
+            context.world,
+            context.config.queue.wait_timeout_s,
+        )
         torch.set_num_threads(config.threads)
         timeout = patience_s + _LATER_S
         store = store_of(world, context.run.token(), timeout)
         parallel.initialize(
-            shape, world.rank, world.size, world.local_rank, store, config.model.device, config.seed, timeout
+            shape,
+            world.rank,
+            world.size,
+            world.local_rank,
+            store,
+            config.model.device,
+            config.seed,
+            timeout,
         )
         self.layout = parallel.layout()
         self._mark = context.run.exit_mark(context.group, context.incarnation, context.role)
@@ -60,7 +73,8 @@ class Ranks:
         self._media = MediaReader(partial(_media_store, context), context.model)
 
     def channel(self, patience_s: float = 0.0) -> Channel:
-        """One more way for small messages between the ranks, for one thread of each, whose waits may take so long."""
+        """One more way for small messages between the ranks, for one thread of each, whose waits
+        may take so long."""
         return Channel(max(self._timeout_s, patience_s))
 
     def _own_reader(self, context: Context) -> ShardReader:
@@ -79,8 +93,9 @@ class Ranks:
     def rows(self, claim: Claim, channel: Channel) -> list[Row] | None:
         """All rows of ``claim``, read by each rank for itself.
 
-        None, in all ranks, if some were lost with their maker before every rank had them: the claim is given back then.
-        ShardError, in the ranks that it is about, if what is on disk cannot be read there.
+        None, in all ranks, if some were lost with their maker before every rank had them: the claim
+        is given back then. ShardError, in the ranks that it is about, if what is on disk cannot be
+        read there.
         """
         until = time.monotonic() + APPEARS_S
         while True:
@@ -98,36 +113,45 @@ class Ranks:
             time.sleep(_LOOK_S)
 
     def media(self, rows: Sequence[Row]) -> RowMedia | None:
-        """Media that ``rows`` name, read by this rank for itself; None: there are none. Not collective. MediaError: see
-        `MediaReader`."""
+        """Media that ``rows`` name, read by this rank for itself; None: there are none. Not
+        collective. MediaError: see `MediaReader`."""
         return self._media.of(rows)
 
     def _holds(self, claim: Claim) -> bool:
-        """The leader's part: whether all rows of ``claim`` are on disk, once that is decided; else it is given back."""
+        """The leader's part: whether all rows of ``claim`` are on disk, once that is decided; else
+        it is given back."""
         assert self._client is not None
         if still_held(self._client, claim):
             return True
         self._client.give_back(claim)
         return False
 
-    def parts(self, rows: Sequence[Row], settings: TrainerConfig | ForwardConfig) -> list[list[int]]:
-        """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens as the others', and
-        as many, see `samplers.dealt`."""
+    def parts(
+        self, rows: Sequence[Row], settings: TrainerConfig | ForwardConfig
+    ) -> list[list[int]]:
+        """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens
+        as the others', and as many, see `samplers.dealt`."""
         most = settings.pack_tokens, settings.pack_media_tokens
         return dealt(group_sizes(rows), self.layout.data_size, *most)[self.layout.data_rank]
 
     def collect(
-        self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None, tail: tuple[int, ...] = ()
+        self,
+        rows: Sequence[Row],
+        mine: Sequence[int],
+        values: Sequence[np.ndarray] | None,
+        tail: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
-        """Values of all rows in order, [tokens, *tail] float32 each, in the leader; data-parallel leaders have
-        ``values`` for ``mine``."""
+        """Values of all rows in order, [tokens, *tail] float32 each, in the leader; data-parallel
+        leaders have ``values`` for ``mine``."""
         if self.size == 1:
             assert values is not None
             return [value for _, value in sorted(zip(mine, values, strict=True), key=itemgetter(0))]
         lengths = [len(row["token_ids"]) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         flat = torch.zeros((int(starts[-1]), *tail), dtype=torch.float32)
-        for index, value in zip(mine, values if self.layout.leader and values is not None else [], strict=False):
+        for index, value in zip(
+            mine, values if self.layout.leader and values is not None else [], strict=False
+        ):
             flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
         self.control.reduce_sum(flat)
         return np.split(flat.numpy(), starts[1:-1])

@@ -1,4 +1,5 @@
-"""A replica of the rollout role: one engine, which follows the published weights while requests are asked of it."""
+"""A replica of the rollout role: one engine, which follows the published weights while requests are
+asked of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, Episode, GenerateRequest, Generation
+from relax_hpc.engines.engine import (
+    BadAnswer,
+    Engine,
+    EngineFault,
+    Episode,
+    GenerateRequest,
+    Generation,
+)
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.metrics.writer import CACHED, READ
@@ -53,11 +61,14 @@ class Replica:
         if context.kept_short:
             context.kept_short.add(context.logs / f"engine-{number}.log")
         self.ready = asyncio.Event()
-        """Event that is cleared while the engine's weights are not known: then nothing is asked of it."""
+        """Event that is cleared while the engine's weights are not known: then nothing is asked of
+        it."""
         planes = rollout.client.store.planes
         reader = f"{context.group}/{number}"
         about = {"evaluates": True, "relays": pays(self.config)}
-        self.reader = Subscriber(context.run, rollout.client, reader, planes, self.config.weights, **about)
+        self.reader = Subscriber(
+            context.run, rollout.client, reader, planes, self.config.weights, **about
+        )
         self.suspected = asyncio.Event()
         """Event that is set when the engine has shown that it does not serve what it was given."""
         self.replaced = 0
@@ -67,7 +78,8 @@ class Replica:
         self.failed = 0
         """Failures of the engine ever: what was asked before a failure has failed by that one."""
         self.read = Counter[str]()
-        """Tokens that the engine was asked with, and had read before, since they were last reported."""
+        """Tokens that the engine was asked with, and had read before, since they were last
+        reported."""
         self.leaving = asyncio.Event()
         """Event that is set when the engine is to take no more work."""
         self.started = False
@@ -75,7 +87,8 @@ class Replica:
         """Activity of the engine, set once it has started."""
 
     async def serve(self) -> None:
-        """Start the engine, then follow weights and generate until the run is finished, or the engine leaves."""
+        """Start the engine, then follow weights and generate until the run is finished, or the
+        engine leaves."""
         try:
             starting = await self.until_leaving(self.begin())
             if starting.cancelled():
@@ -84,7 +97,9 @@ class Replica:
             self.started, self.activity = True, Activity(self.context.spans, str(self.number))
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self.watch())
-                await asyncio.wait([tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())])
+                await asyncio.wait(
+                    [tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())]
+                )
                 watch.cancel()
             if self.leaving.is_set():
                 # What it was just loading when it said so before it serves no more either.
@@ -95,12 +110,13 @@ class Replica:
             self.rollout.over()
 
     def leave(self) -> None:
-        """Take no more tickets and no newer weights; `serve` ends when what it draws is in the log, for others to go on
-        with, and what is drawn is put. ConfigError with `colocate`: the actor waits for all engines of the
-        configuration to make room."""
+        """Take no more tickets and no newer weights; `serve` ends when what it draws is in the log,
+        for others to go on with, and what is drawn is put. ConfigError with `colocate`: the actor
+        waits for all engines of the configuration to make room."""
         if self.config.colocate:
             raise ConfigError(
-                f"colocate: engine {self.number} may not leave, as the actor takes turns with all of rollout.replicas "
+                f"colocate: engine {self.number} may not leave, as the actor takes turns with all "
+                "of rollout.replicas "
                 "engines; stop the run, and go on with --resume and fewer"
             )
         self.leaving.set()
@@ -119,8 +135,8 @@ class Replica:
     async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
         """Answer of the queue to who asks for tickets; None once the engine is to leave.
 
-        The queue may have granted some at that moment, which must not be lost; so it is told first that there will be
-        no weights to draw them by, after which it grants none.
+        The queue may have granted some at that moment, which must not be lost; so it is told first
+        that there will be no weights to draw them by, after which it grants none.
         """
         leaving = asyncio.create_task(self.leaving.wait())
         try:
@@ -176,21 +192,27 @@ class Replica:
                 await self.quarantine(fault)
 
     async def news(self) -> News | None:
-        """The next version; None: the run is finished, or the engine leaves. EngineFault: see `_come_first`."""
+        """The next version; None: the run is finished, or the engine leaves. EngineFault: see
+        `_come_first`."""
         newer = asyncio.wrap_future(self.reader.newer())
         await self._come_first(newer)
         return newer.result() if newer.done() and not newer.cancelled() else None
 
     async def _come_first(self, *answers: asyncio.Future) -> None:
-        """Wait for one of ``answers``, unless the engine leaves; none of them is waited for any more then.
+        """Wait for one of ``answers``, unless the engine leaves; none of them is waited for any
+        more then.
 
         EngineFault: the engine does not serve the version that it was given.
         """
-        suspected, leaving = (asyncio.create_task(event.wait()) for event in (self.suspected, self.leaving))
+        suspected, leaving = (
+            asyncio.create_task(event.wait()) for event in (self.suspected, self.leaving)
+        )
         try:
             await asyncio.wait((suspected, leaving, *answers), return_when=asyncio.FIRST_COMPLETED)
             if suspected.done():
-                raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
+                raise EngineFault(
+                    "old_version", f"tokens of a version before {self.reader.serving}"
+                )
         finally:
             for task in (suspected, leaving, *answers):
                 task.cancel()
@@ -201,9 +223,12 @@ class Replica:
             await asyncio.wrap_future(self.rollout.client.training.take_turn("engines"))
 
     async def rest(self, step: int) -> None:
-        """Make room for the actor when all of ``step`` is generated, unless news come before: of another lineage."""
+        """Make room for the actor when all of ``step`` is generated, unless news come before: of
+        another lineage."""
         training = self.rollout.client.training
-        newer, generated = map(asyncio.wrap_future, (self.reader.newer(), training.step_generated(step)))
+        newer, generated = map(
+            asyncio.wrap_future, (self.reader.newer(), training.step_generated(step))
+        )
         await self._come_first(newer, generated)
         if newer.done() and not newer.cancelled():
             return
@@ -222,16 +247,22 @@ class Replica:
         self.context.report(version.number, {"perf/engine_pause_s": self.engine.pause_s})
 
     async def quarantine(self, fault: EngineFault) -> None:
-        """Put another engine in the place of one of whose weights nothing is sure; it has to pull them anew."""
+        """Put another engine in the place of one of whose weights nothing is sure; it has to pull
+        them anew."""
         if fault.reason == "dead":
             raise RelaxError(str(fault)) from fault
         self.ready.clear()
         self.suspected.clear()
         self.replaced += 1
         await self.note(fault)
-        print(log_entry(f"{self.engine.name} of replica {self.number} is replaced: {fault}"), flush=True)
+        print(
+            log_entry(f"{self.engine.name} of replica {self.number} is replaced: {fault}"),
+            flush=True,
+        )
         if self.replaced >= self.config.rollout.engine.max_failures:
-            raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
+            raise RelaxError(
+                f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}"
+            ) from fault
         # No tickets for it, and the newest version again.
         await asyncio.to_thread(self.reader.served, NOTHING)
         with self.activity("start", None):
@@ -256,7 +287,9 @@ class Replica:
     def new_engine(self) -> Engine:
         """New engine that serves no version of the run yet."""
         context = self.context
-        return make_engine(self.config, self.number, context.model, NOTHING, context.logs, self.place)
+        return make_engine(
+            self.config, self.number, context.model, NOTHING, context.logs, self.place
+        )
 
     async def evaluate(self, version: Version) -> None:
         """Evaluate what the engine serves, unless it leaves. EngineFault: see `_come_first`."""
@@ -273,7 +306,9 @@ class Replica:
         for name, prompts in self.rollout.eval_sets.items():
             tally, count = Tally(settings), min(len(prompts), settings.samples)
             for start in range(0, count, size):
-                part = await asyncio.to_thread(prompts.__getitem__, slice(start, min(start + size, count)))
+                part = await asyncio.to_thread(
+                    prompts.__getitem__, slice(start, min(start + size, count))
+                )
                 with self.activity("eval", version.number):
                     scored = await self.scored(part)
                 for _, _, score in scored:
@@ -289,9 +324,16 @@ class Replica:
     async def note_failed(self, name: str, version: Version, tally: Tally) -> None:
         """Have the queue count responses of an evaluation that have no reward."""
         for reason, count in tally.failed.items():
-            print(log_entry(f"evaluation of {version} on {name}: {count} responses left out, {reason}"), flush=True)
+            print(
+                log_entry(
+                    f"evaluation of {version} on {name}: {count} responses left out, {reason}"
+                ),
+                flush=True,
+            )
             for number in range(count):
-                note = self.rollout.client.status.note("eval_failed", f"{name}/{version.number}/{number}", reason)
+                note = self.rollout.client.status.note(
+                    "eval_failed", f"{name}/{version.number}/{number}", reason
+                )
                 await asyncio.wrap_future(note)
 
     async def scored(self, prompts: list[Prompt]) -> list[Evaluated]:
@@ -299,7 +341,9 @@ class Replica:
         drawn = await asyncio.gather(*map(self.drawn, prompts))
         each = [prompt for prompt, answers in drawn for _ in answers]
         answers = [answer for _, some in drawn for answer in some]
-        return list(zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True))
+        return list(
+            zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True)
+        )
 
     async def drawn(self, prompt: Prompt) -> tuple[Prompt, list[Generation | Episode | BadAnswer]]:
         """A prompt of an evaluation, its media stored, and all responses to it."""
@@ -312,9 +356,11 @@ class Replica:
         requests = requests_for(prompt, 0, settings.responses, self.rollout.eval_sampling, budget)
         return prompt, await asyncio.gather(*(self.answer(prompt, request) for request in requests))
 
-    async def answer(self, prompt: Prompt, request: GenerateRequest) -> Generation | Episode | BadAnswer:
-        """An episode against the environment, or the end of another; asked for again while the engine fails, a few
-        times in a row at most."""
+    async def answer(
+        self, prompt: Prompt, request: GenerateRequest
+    ) -> Generation | Episode | BadAnswer:
+        """An episode against the environment, or the end of another; asked for again while the
+        engine fails, a few times in a row at most."""
         if self.rollout.player:
             start = Start(prompt, request, self.once)
             episode = await self.rollout.player.play(History(), start)
@@ -322,12 +368,14 @@ class Replica:
             return episode
         while True:
             with contextlib.suppress(Repeat):
-                made = await play(self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s)
+                made = await play(
+                    self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s
+                )
                 return made if isinstance(made, BadAnswer) else last_response(made)
 
     async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
-        """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role if too many that
-        are ``counted`` have none."""
+        """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role
+        if too many that are ``counted`` have none."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
             known = len(request.so_far)
@@ -369,9 +417,13 @@ class Replica:
             self.failures = failures = self.failures + 1
             await self.note(fault)
             if failures >= self.config.rollout.engine.max_failures:
-                raise RelaxError(f"{engine.name} failed {failures} times in a row, last: {fault}") from fault
+                raise RelaxError(
+                    f"{engine.name} failed {failures} times in a row, last: {fault}"
+                ) from fault
 
     async def note(self, fault: EngineFault) -> None:
         """Let the queue count ``fault``."""
         self.rollout.report_failure(fault.reason, str(fault), fault.origin)
-        await asyncio.wrap_future(self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason))
+        await asyncio.wrap_future(
+            self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason)
+        )

@@ -1,7 +1,9 @@
-"""The rollout role: asks for tickets, has engines generate, computes rewards, puts whole prompt groups into the queue.
+"""The rollout role: asks for tickets, has engines generate, computes rewards, puts whole prompt
+groups into the queue.
 
-Each engine replica has one task that follows the published weights and some that generate. An engine's death ends the
-role, and the supervisor starts the group again; a single bad answer costs one prompt group.
+Each engine replica has one task that follows the published weights and some that generate. An
+engine's death ends the role, and the supervisor starts the group again; a single bad answer costs
+one prompt group.
 """
 
 from __future__ import annotations
@@ -59,24 +61,41 @@ class Rollout:
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
         ev = config.eval
-        sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, (), shape.top_k, shape.min_p)
-        evaluated = Sampling(ev.temperature, ev.top_p, stops, config.seed, (), ev.top_k, ev.min_p, is_trained=False)
+        sampling = Sampling(
+            shape.temperature, shape.top_p, stops, config.seed, (), shape.top_k, shape.min_p
+        )
+        evaluated = Sampling(
+            ev.temperature, ev.top_p, stops, config.seed, (), ev.top_k, ev.min_p, is_trained=False
+        )
         self.sampling = with_stops(sampling, shape.stop, self.tokenizer)
         self.eval_sampling = with_stops(evaluated, shape.stop, self.tokenizer)
         self.outcomes = Outcomes(shape)
         self.first_failures = FirstFailures()
-        path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
+        path = (
+            context.run.samples
+            / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
+        )
         self.keeping: set[asyncio.Task[None]] = set()
         """Tasks that write down the last puts."""
         log = SampleLog(path, config.samples, config.steps)
-        self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media, context.run.eval_media)
+        self.samples = SampleKeeper(
+            log, config, self.tokenizer, context.run.media, context.run.eval_media
+        )
         self.outbox = Outbox(self.put, context.report)
-        self.media = PromptMedia(self.client, context.model, context.run.eval_media, self.config.data.multimodal)
+        self.media = PromptMedia(
+            self.client, context.model, context.run.eval_media, self.config.data.multimodal
+        )
         self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note)
-        """Player of episodes of several turns; None: an episode is one response, or the task plays it."""
+        """Player of episodes of several turns; None: an episode is one response, or the task plays
+        it."""
         routes = routes_of(context.model, config.model)
         self.judging = Judge(
-            config, self.tokenizer, self.outbox.report, self.samples.keeps, routes, self.note_waiting_for_judge
+            config,
+            self.tokenizer,
+            self.outbox.report,
+            self.samples.keeps,
+            routes,
+            self.note_waiting_for_judge,
         )
         self.waiting_for_judge = 0
         """Prompt groups that wait for servers of role genrm."""
@@ -92,8 +111,8 @@ class Rollout:
             note_bad_lines(self.client, self.train_prompts)
 
     def tell(self, name: str, phase: str) -> None:
-        """Have beats say what an engine, or another part, is at: of several the first that is at anything but a
-        wait."""
+        """Have beats say what an engine, or another part, is at: of several the first that is at
+        anything but a wait."""
         if phase and phase != self.phases.get(name):
             print(f"{name}: {phase}", flush=True)
         self.phases[name] = phase
@@ -157,17 +176,24 @@ class Rollout:
                 replica.leave()
 
     async def put(self, rows: list[Row]) -> dict[int, str]:
-        """Have the queue take prompt groups, and keep for people what is to be kept of them; what was refused."""
+        """Have the queue take prompt groups, and keep for people what is to be kept of them; what
+        was refused."""
         name = self.client.next_shard()
         refused = await asyncio.to_thread(self.client.generated, rows, name)
-        if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
+        if kept := [
+            row
+            for row in rows
+            if row["ticket"] not in refused and self.samples.keeps(row["ticket"])
+        ]:
             # Nobody waits for it, least of all the next put.
             task = asyncio.create_task(self.keep(kept, name, self.judging.about(kept)))
             self.keeping.add(task)
             task.add_done_callback(self.keeping.discard)
         return refused
 
-    async def keep(self, rows: list[Row], shard: str, about: Mapping[str, Mapping[str, Any]]) -> None:
+    async def keep(
+        self, rows: list[Row], shard: str, about: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Keep ``rows`` for people, and tell the hub of a few, and of those that found no room."""
         samples = await asyncio.to_thread(self.samples.put, rows, shard, about)
         step, every = samples[0]["step"], self.config.samples.tensorboard_every
@@ -176,7 +202,9 @@ class Rollout:
         if skipped := self.samples.log.take_skipped():
             self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
-    async def judge(self, attempt: Attempt, answers: Sequence[Generation | Episode | BadAnswer]) -> list[Row] | Failure:
+    async def judge(
+        self, attempt: Attempt, answers: Sequence[Generation | Episode | BadAnswer]
+    ) -> list[Row] | Failure:
         """Rows of an attempt, rewards included, or why it came to nothing."""
         judged = await self.judging.rows(attempt.prompt, attempt.ticket, answers)
         self.outcomes.count(judged)

@@ -1,4 +1,5 @@
-"""Watch over routes: rows whose routes are not about those that the trainer would take are never trained on."""
+"""Watch over routes: rows whose routes are not about those that the trainer would take are never
+trained on."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class RouteWatch:
         self.least = context.config.model.min_equal_routes
 
     def agree(self, computed: Computed, tally: Tally) -> bool:
-        """Whether all rows have about the routes that they should; in every rank. The prompt groups of others are
-        dropped, and made again. The leader's ``tally`` counts the routes."""
+        """Whether all rows have about the routes that they should; in every rank. The prompt groups
+        of others are dropped, and made again. The leader's ``tally`` counts the routes."""
         if not self.model.routed:
             return True
         found = [self._of(*one) for one in computed]
@@ -36,7 +37,10 @@ class RouteWatch:
 
     def _of(self, window: Window, batches: Sequence[Batch]) -> Agreement:
         """Agreement of a window's routes; complete in the leader."""
-        found, split = Agreement([len(row["token_ids"]) for row in window.rows]), self.model.pack_split
+        found, split = (
+            Agreement([len(row["token_ids"]) for row in window.rows]),
+            self.model.pack_split,
+        )
         assigned = window.claim.assignment[self.ranks.layout.data_rank]
         for batch, rows in zip(batches, assigned, strict=True):
             found.add(batch, rows, split, self.model.router_tokens(batch))
@@ -56,7 +60,8 @@ class RouteWatch:
             for name, share in wrong:
                 allowed = f"at least {self.least:g} (model.min_equal_routes)"
                 print(
-                    f"quarantined: {name}: {share:.3f} of its routes are the trainer's own, allowed {allowed}",
+                    f"quarantined: {name}: {share:.3f} of its routes are the trainer's own, "
+                    f"allowed {allowed}",
                     flush=True,
                 )
             if wrong:

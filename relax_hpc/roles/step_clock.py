@@ -9,11 +9,13 @@ _MARGIN = 1.5
 
 
 class AtEdge(Exception):
-    """Training ends at the edge of the step it is at, which has changed nothing yet; the message says why."""
+    """Training ends at the edge of the step it is at, which has changed nothing yet; the message
+    says why."""
 
 
 class StepClock:
-    """Whether the time limit leaves room for another step and its checkpoint, by the longest ones so far."""
+    """Whether the time limit leaves room for another step and its checkpoint, by the longest ones
+    so far."""
 
     def __init__(self, deadline: float | None) -> None:
         self.deadline, self.step_s, self.save_s = deadline, 0.0, 0.0
@@ -24,8 +26,17 @@ class StepClock:
 
     def room(self) -> bool:
         """Whether to start another step; true while nothing was measured."""
-        return self.deadline is None or time.time() + _MARGIN * (self.step_s + self.save_s) < self.deadline
+        return (
+            self.deadline is None
+            or time.time() + _MARGIN * (self.step_s + self.save_s) < self.deadline
+        )
 
     def reason(self, stop: bool) -> str:
         """Reason to end at this step's edge; empty: go on."""
-        return "asked to stop" if stop else "" if self.room() else "the time limit leaves no room for a step"
+        return (
+            "asked to stop"
+            if stop
+            else ""
+            if self.room()
+            else "the time limit leaves no room for a step"
+        )

@@ -38,7 +38,8 @@ class Tally:
         self.row_tokens: list[int] = []
         """Tokens of each row, those included that nobody sampled."""
         self.media: dict[str, tuple[Kind, Grid]] = {}
-        """Kinds and grids of the media of this rank's rows, by their ids; of all ranks', once they are gathered."""
+        """Kinds and grids of the media of this rank's rows, by their ids; of all ranks', once they
+        are gathered."""
         self.routes = np.zeros(2)
         """Routes that are the trainer's own too, and all that came with the rows; in the leader."""
 
@@ -96,8 +97,8 @@ class RowCounts:
 
 
 def row_counts(rows: Sequence[Row]) -> RowCounts:
-    """Count the tokens of all ``rows``, at least one, in a few calls of numpy. Calls for each row would
-    cost more than the counting."""
+    """Count the tokens of all ``rows``, at least one, in a few calls of numpy. Calls for each row
+    would cost more than the counting."""
     lengths = np.array([len(row["token_versions"]) for row in rows])
     prompts = np.array([row["prompt_len"] for row in rows])
     starts = np.cumsum(lengths) - lengths
@@ -112,7 +113,8 @@ def row_counts(rows: Sequence[Row]) -> RowCounts:
 
 
 def staleness_report(answer: StepTrained) -> dict[str, float]:
-    """Scalars of what the queue says of a step: how old its tokens were, how far behind readers are."""
+    """Scalars of what the queue says of a step: how old its tokens were, how far behind readers
+    are."""
     staleness = answer.staleness
     return {
         "staleness/min": min(staleness),
@@ -147,14 +149,19 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     and maxima; `empty` and `skipped` count such updates.
     """
     names = dict.fromkeys(chain.from_iterable(updates))
-    return {name: _over_updates(name, [update for update in updates if name in update]) for name in names}
+    return {
+        name: _over_updates(name, [update for update in updates if name in update])
+        for name in names
+    }
 
 
 def _over_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     """One value of the metric ``name``, which all ``updates`` have."""
     if name in _COUNTS:
         return sum(update[name] for update in updates)
-    usable = [update for update in updates if math.isfinite(update[name]) and not update.get("empty")]
+    usable = [
+        update for update in updates if math.isfinite(update[name]) and not update.get("empty")
+    ]
     if not usable:
         return updates[0][name]
     values = [update[name] for update in usable]
@@ -187,7 +194,9 @@ class StepResult:
         if len(self.updates) > 1:
             each = [_renamed(update) for update in self.updates]
             for name in _WITH_LARGEST:
-                finite = [update[name] for update in each if math.isfinite(update.get(name, math.nan))]
+                finite = [
+                    update[name] for update in each if math.isfinite(update.get(name, math.nan))
+                ]
                 if finite:
                     values[name + MAX_SUFFIX] = max(finite)
         return values | {
@@ -204,12 +213,17 @@ def _renamed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def mfu_report(
-    result: StepResult, spec: ModelSpec, passes: int, peak: float | None, frozen: Collection[str] = ()
+    result: StepResult,
+    spec: ModelSpec,
+    passes: int,
+    peak: float | None,
+    frozen: Collection[str] = (),
 ) -> dict[str, float]:
-    """The share of ``peak``, operations a second of all ranks together, that a step's ``passes`` over its rows took.
+    """The share of ``peak``, operations a second of all ranks together, that a step's ``passes``
+    over its rows took.
 
-    Of its whole time: waiting for rows is in it. Towers that are ``frozen`` have a forward pass alone. Nothing where
-    the peak is not known.
+    Of its whole time: waiting for rows is in it. Towers that are ``frozen`` have a forward pass
+    alone. Nothing where the peak is not known.
     """
     if not peak:
         return {}
@@ -222,7 +236,8 @@ def policy_values(result: StepResult) -> dict[str, float]:
     pass, in which each row counts once. `drift` is of the first update, before it: what moved since
     the old log-probs were made is apart from what the step's updates move.
 
-    `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
+    `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no
+    KL.
     """
     first, rows, tally = result.updates[0], result.of_first_pass(), result.tally
     count = len(tally.rewards)
@@ -242,7 +257,9 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "kl/drift": first.get("kl/old", 0.0),
         "loss/clip_fraction_drift": first.get("clip_fraction", 0.0),
         **correction_report(rows),
-        **({"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}),
+        **(
+            {"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}
+        ),
     }
 
 
@@ -258,16 +275,20 @@ def turns_report(tally: Tally) -> dict[str, float]:
 
 
 def correction_report(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of how far the engine's policy was from the old one, and of what the off-policy correction made of it.
+    """Metrics of how far the engine's policy was from the old one, and of what the off-policy
+    correction made of it.
 
-    `correction/effective_share`: of as many tokens by the old policy itself, those that would say as much.
+    `correction/effective_share`: of as many tokens by the old policy itself, those that would say
+    as much.
     """
     inverse = metrics.get("rollout_inverse_ratio_max", 0.0)
     weight = metrics.get("correction_weight", 0.0)
     return {
         "correction/weight": weight,
         "correction/cut_share": metrics.get("correction_cut", 0.0),
-        "correction/effective_share": effective_share(weight, metrics.get("correction_square", 0.0)),
+        "correction/effective_share": effective_share(
+            weight, metrics.get("correction_square", 0.0)
+        ),
         "correction/ratio_min": 1.0 / inverse if inverse else 0.0,
         "correction/ratio_max": metrics.get("rollout_ratio_max", 0.0),
     }

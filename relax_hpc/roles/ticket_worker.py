@@ -1,4 +1,5 @@
-"""Worker that turns tickets into prompt groups in the queue: as many at a time as an engine may have."""
+"""Worker that turns tickets into prompt groups in the queue: as many at a time as an engine may
+have."""
 
 from __future__ import annotations
 
@@ -30,15 +31,18 @@ if TYPE_CHECKING:
     from relax_hpc.roles.replica import Replica
 
 _UNUSABLE, _SURPLUS = "unusable", "surplus"
-"""Reasons why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody needs."""
+"""Reasons why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody
+needs."""
 
 
 class HandedOn(Exception):
-    """The engine leaves: what it has of an attempt is in the log, for whoever is admitted to the ticket next."""
+    """The engine leaves: what it has of an attempt is in the log, for whoever is admitted to the
+    ticket next."""
 
 
 class TicketWorker:
-    """Asks for as many tickets as its engine has places for, and works on each of them by itself."""
+    """Asks for as many tickets as its engine has places for, and works on each of them by
+    itself."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.rollout = replica, replica.rollout
@@ -60,7 +64,9 @@ class TicketWorker:
                 while admitted := await self.admitted():
                     self.replica.activity.because(admitted.waited)
                     for ticket, failures in admitted.failures.items():
-                        self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
+                        self.rollout.outcomes.count_lost(
+                            ticket, failures, "rows that were dropped after they were put"
+                        )
                     wanted = list(zip(admitted.tickets, admitted.attempts, strict=True))
                     begun = [(place.ticket, place.attempt) for place in admitted.logs]
                     await asyncio.to_thread(self.rollout.source.fetch, [*wanted, *begun])
@@ -76,10 +82,13 @@ class TicketWorker:
             await asyncio.gather(*self.unneeded, return_exceptions=True)
 
     async def look_ahead(self, ticket: int) -> None:
-        """Have media decoded of prompts behind that of ``ticket``, as many as an engine may have."""
+        """Have media decoded of prompts behind that of ``ticket``, as many as an engine may
+        have."""
         shape = self.config.rollout
         count = shape.groups_per_request * shape.requests_in_flight
-        self.rollout.media.expect(await asyncio.to_thread(self.rollout.source.following, ticket, count))
+        self.rollout.media.expect(
+            await asyncio.to_thread(self.rollout.source.following, ticket, count)
+        )
 
     async def admitted(self) -> Admission | None:
         """The next tickets, once there is room for one; None: there will be none."""
@@ -116,7 +125,8 @@ class TicketWorker:
             self.left.set()
 
     async def gone_on(self, ticket: int, number: int, logs: Sequence[LogPlace]) -> Attempt:
-        """An attempt with what its log has, or that of a spare, among ``logs``; or one that begins."""
+        """An attempt with what its log has, or that of a spare, among ``logs``; or one that
+        begins."""
         place = next((place for place in logs if place.holder == ticket), None)
         if not place:
             return self.begun(ticket, number)
@@ -132,13 +142,16 @@ class TicketWorker:
         """New attempt, of which there is nothing yet."""
         return self.attempt(ticket, number, self.rollout.source.prompt(ticket, number))
 
-    def attempt(self, ticket: int, number: int, prompt: Prompt, made: Mapping[int, Made] | None = None) -> Attempt:
+    def attempt(
+        self, ticket: int, number: int, prompt: Prompt, made: Mapping[int, Made] | None = None
+    ) -> Attempt:
         """Attempt ``number`` at ``ticket``, with what there is of it."""
         in_turns = self.rollout.player is not None
         return Attempt(ticket, number, prompt, self.config.samples_per_prompt, made, in_turns)
 
     async def finish(self, attempt: Attempt) -> Failure | None:
-        """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn: others are to do that."""
+        """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn:
+        others are to do that."""
         step, known = self.step_of(attempt.ticket), attempt.tokens
         if failure := await self.prepare(attempt):
             self.rollout.outcomes.count(failure)
@@ -174,28 +187,42 @@ class TicketWorker:
     def report(self, ticket: int, drawn: int, values: Mapping[str, float] | None = None) -> None:
         """Report the number of tokens drawn for a ticket, and what else there is to count."""
         read, self.replica.read = self.replica.read, Counter()
-        self.rollout.outbox.report(self.step_of(ticket), {"perf/rollout_tokens": drawn, **read, **(values or {})})
+        self.rollout.outbox.report(
+            self.step_of(ticket), {"perf/rollout_tokens": drawn, **read, **(values or {})}
+        )
 
     def step_of(self, ticket: int) -> int:
         """The step that ``ticket`` is for."""
         return ticket // self.config.prompts_per_step
 
-    async def draw(self, attempt: Attempt, counted: bool = True) -> list[Generation | Episode | BadAnswer]:
-        """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see `episode`."""
+    async def draw(
+        self, attempt: Attempt, counted: bool = True
+    ) -> list[Generation | Episode | BadAnswer]:
+        """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see
+        `episode`."""
         engine = self.replica.engine
-        if isinstance(engine, DrawsTogether) and not (self.rollout.player or self.rollout.task.makes("episode")):
+        if isinstance(engine, DrawsTogether) and not (
+            self.rollout.player or self.rollout.task.makes("episode")
+        ):
             return await self.together(attempt, counted)
         async with asyncio.TaskGroup() as tasks:
-            episodes = [tasks.create_task(self.episode(attempt, k, counted)) for k in range(len(attempt.drafts))]
+            episodes = [
+                tasks.create_task(self.episode(attempt, k, counted))
+                for k in range(len(attempt.drafts))
+            ]
         return [episode.result() for episode in episodes]
 
-    async def together(self, attempt: Attempt, counted: bool) -> list[Generation | Episode | BadAnswer]:
+    async def together(
+        self, attempt: Attempt, counted: bool
+    ) -> list[Generation | Episode | BadAnswer]:
         """The same, where an episode is one response, of an engine that `DrawsTogether`."""
         bad: dict[int, BadAnswer] = {}
         budget = self.config.rollout.max_new_tokens
         while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
             with contextlib.suppress(*([Repeat] if counted else [])):
-                answers = await self.replica.asked(lambda engine, these=requests: engine.generate_all(these), counted)
+                answers = await self.replica.asked(
+                    lambda engine, these=requests: engine.generate_all(these), counted
+                )
                 for request, answer in zip(requests, answers, strict=True):
                     if isinstance(answer, BadAnswer):
                         bad[request.sample] = answer
@@ -203,21 +230,32 @@ class TicketWorker:
                         attempt.drafts[request.sample].ended = answer
         return [bad.get(k) or draft.so_far() for k, draft in enumerate(attempt.drafts)]
 
-    async def episode(self, attempt: Attempt, k: int, counted: bool) -> Generation | Episode | BadAnswer:
-        """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
-        while request := attempt.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
+    async def episode(
+        self, attempt: Attempt, k: int, counted: bool
+    ) -> Generation | Episode | BadAnswer:
+        """One of them; asked for again while the engine fails. Repeat: it failed, which is not
+        ``counted``."""
+        while request := attempt.request(
+            k, self.rollout.sampling, self.config.rollout.max_new_tokens
+        ):
             history = attempt.drafts[k]
             if isinstance(history, History):
                 return await self.turns(attempt, history, request, counted)
             with contextlib.suppress(*([Repeat] if counted else [])):
                 limit_s = self.config.rollout.episode_timeout_s
-                return await play(self.rollout.task, request, lambda asked: self.replica.once(asked, counted), limit_s)
+                return await play(
+                    self.rollout.task,
+                    request,
+                    lambda asked: self.replica.once(asked, counted),
+                    limit_s,
+                )
         return attempt.drafts[k].so_far()
 
     async def turns(
         self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool
     ) -> Episode | BadAnswer:
-        """The episode that ``history`` is the beginning of, against its environment. Repeat: as `episode`."""
+        """The episode that ``history`` is the beginning of, against its environment. Repeat: as
+        `episode`."""
         assert self.rollout.player
 
         async def ask(asked: GenerateRequest) -> Generation | BadAnswer:
@@ -231,14 +269,21 @@ class TicketWorker:
         return episode
 
     def drawing(self, ticket: int) -> AbstractContextManager[None]:
-        """Activity of the engine while it draws all of an attempt; of episodes of several turns, each turn by itself
-        is."""
-        return nullcontext() if self.rollout.player else self.replica.activity("generate", self.step_of(ticket))
+        """Activity of the engine while it draws all of an attempt; of episodes of several turns,
+        each turn by itself is."""
+        return (
+            nullcontext()
+            if self.rollout.player
+            else self.replica.activity("generate", self.step_of(ticket))
+        )
 
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:
-        """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
+        """Count a group that is not put; the number of the next attempt, by another prompt under
+        the same ticket."""
         if failure.reason != FILTERED:
-            text = f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail_with_location}"
+            text = (
+                f"ticket {attempt.ticket}, attempt {attempt.number}: {failure.detail_with_location}"
+            )
             print(log_entry(text), flush=True)
             self.rollout.report_failure(failure.reason, failure.detail, failure.origin)
         if self.rollout.outcomes.is_programming_error(failure):
@@ -250,32 +295,41 @@ class TicketWorker:
         return answer
 
     async def check_progress(self, failure: Failure) -> None:
-        """ConfigError if the run has made no progress: then a programming error is the cause of ``failure``,
-        and not data."""
+        """ConfigError if the run has made no progress: then a programming error is the cause of
+        ``failure``, and not data."""
         status = await asyncio.wrap_future(self.client.status.get())
         if not (status.trained_steps or status.accepted):
             raise ConfigError(failure.as_programming_error)
 
-    # -- spares ------------------------------------------------------------------------------------------------
+    # -- spares ------------------------------------------------------------------------------------
 
     def begin_spare(self, attempt: Attempt) -> Spare | None:
-        """Have the attempt behind some drawn too, unless as many are under way as the engine has places."""
+        """Have the attempt behind some drawn too, unless as many are under way as the engine has
+        places."""
         shape = self.config.rollout
         most = shape.groups_per_request * shape.requests_in_flight
-        if attempt.whole or self.spares >= most or not has_spare(attempt.ticket, shape.over_sampling):
+        if (
+            attempt.whole
+            or self.spares >= most
+            or not has_spare(attempt.ticket, shape.over_sampling)
+        ):
             return None
         self.spares += 1
         following = self.begun(attempt.ticket, attempt.number + 1)
         return Spare(following, asyncio.create_task(self.draw_spare(following)))
 
     async def draw_spare(self, attempt: Attempt) -> bool:
-        """Whether the engine draws all of it well, asked once: what keeps it from that shows in the other requests."""
+        """Whether the engine draws all of it well, asked once: what keeps it from that shows in the
+        other requests."""
         try:
             if await self.prepare(attempt):
                 return False
             with self.drawing(attempt.ticket):
                 answers = await self.draw(attempt, counted=False)
-            return not any(isinstance(answer, BadAnswer) or answer.finish_reason == "abort" for answer in answers)
+            return not any(
+                isinstance(answer, BadAnswer) or answer.finish_reason == "abort"
+                for answer in answers
+            )
         except* Repeat:
             pass
         finally:
@@ -285,8 +339,8 @@ class TicketWorker:
         return False
 
     async def leave(self, spare: Spare) -> None:
-        """Offer a spare to other tickets, as its own does not need it; at staleness 0, where none may be given it, drop
-        it."""
+        """Offer a spare to other tickets, as its own does not need it; at staleness 0, where none
+        may be given it, drop it."""
         if not self.config.max_staleness:
             await spare.abort()
             await self.drop(spare.attempt, _SURPLUS)
@@ -309,4 +363,6 @@ class TicketWorker:
 
     async def drop(self, attempt: Attempt, reason: str) -> None:
         """Drop an attempt that is of no use, which the queue counts."""
-        await asyncio.wrap_future(self.client.tickets.drop_attempt(attempt.ticket, attempt.number, reason))
+        await asyncio.wrap_future(
+            self.client.tickets.drop_attempt(attempt.ticket, attempt.number, reason)
+        )

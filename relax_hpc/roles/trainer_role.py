@@ -1,8 +1,9 @@
-"""The trainer role: claims the rows of one step after the other, trains on them, settles them and checkpoints.
+"""The trainer role: claims the rows of one step after the other, trains on them, settles them and
+checkpoints.
 
-It knows no policy: what goes on beside it (weights that are published, forward passes, turns on shared devices) it
-calls at the points where that belongs, see `Beside`. It begins where the newest verified checkpoint ends and tells the
-queue, which gives back or drops what came later.
+It knows no policy: what goes on beside it (weights that are published, forward passes, turns on
+shared devices) it calls at the points where that belongs, see `Beside`. It begins where the newest
+verified checkpoint ends and tells the queue, which gives back or drops what came later.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ _OTHERS = ("trainers", "their last step")
 
 
 class Beside(Aside):
-    """Duties of a trainer role beside its training: none here. Every method is called in every rank."""
+    """Duties of a trainer role beside its training: none here. Every method is called in every
+    rank."""
 
     def resumed(self, step: int) -> None:
         """Called when the model is as before training step ``step``."""
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
-        """Called before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
+        """Called before the time of ``step`` counts; `windows.ask` waits for an answer of the
+        queue."""
 
     def rate(self, step: int, lr: float) -> float:
         """Learning rate of ``step``, of which the schedule says ``lr``."""
@@ -49,8 +52,8 @@ class Beside(Aside):
         """Called before the first update of ``step``."""
 
     def prepare(self, step: int, number: int, batches: list[Batch]) -> None:
-        """Called before the gradient of ``batches``, of mini-batch ``number`` in its first pass; may add fields to
-        them."""
+        """Called before the gradient of ``batches``, of mini-batch ``number`` in its first pass;
+        may add fields to them."""
 
     def before_update(self, step: int) -> None:
         """Called before weights change."""
@@ -59,7 +62,8 @@ class Beside(Aside):
         """Called when all updates of ``step`` are made."""
 
     def end_step(self, steps: int) -> None:
-        """Called when so many ``steps`` are done, and the checkpoint of the last is begun if one is due."""
+        """Called when so many ``steps`` are done, and the checkpoint of the last is begun if one is
+        due."""
 
     def come_back(self) -> None:
         """Weights and optimizer are to be saved: have them where they belong."""
@@ -76,7 +80,8 @@ class Beside(Aside):
 
 
 class TrainerRole:
-    """One rank of a group that trains; every method runs in all of them, only the leader talks to the queue."""
+    """One rank of a group that trains; every method runs in all of them, only the leader talks to
+    the queue."""
 
     def __init__(
         self,
@@ -87,18 +92,22 @@ class TrainerRole:
         beside: Beside,
         placeholders: Mapping[str, int],
     ) -> None:
-        """``settings``: the role's section of the configuration. ``placeholders``: see `check_media`."""
+        """``settings``: the role's section of the configuration. ``placeholders``: see
+        `check_media`."""
         self.context, self.config, self.ranks = context, context.config, ranks
         self.settings, self.trainer, self.beside = settings, trainer, beside
         self.checkpoints = Checkpoints(context, ranks, trainer)
         self.clock = StepClock(context.deadline)
-        self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check, beside)
+        self.windows = WindowStream(
+            context, ranks, self.clock, settings, placeholders, self.check, beside
+        )
         self.route_watch = RouteWatch(context, ranks, trainer.model)
         self.alone = len(trainers_of(self.config.groups)) == 1
         """Whether no other role of the run trains."""
         self.told: Future | None = None
-        """Answer to the leader when the queue has taken the last step for trained, and it is reported: {"save_next":
-        whether the next step ends with a checkpoint because `checkpoint.every_s` is over}."""
+        """Answer to the leader when the queue has taken the last step for trained, and it is
+        reported: {"save_next": whether the next step ends with a checkpoint because
+        `checkpoint.every_s` is over}."""
 
     def run(self) -> None:
         """Train to the last step; asked to stop, or out of time, save at a step's edge."""
@@ -128,10 +137,13 @@ class TrainerRole:
         self.ranks.close()
 
     def await_others(self) -> None:
-        """Wait until all trainers have saved the last step: one that had left could not go back with the policy."""
+        """Wait until all trainers have saved the last step: one that had left could not go back
+        with the policy."""
         last, seen = self.config.steps, -1
         while not self.alone:
-            whole, seen = self.windows.ask(last, _OTHERS, lambda client, seen=seen: client.training.whole(last, seen))
+            whole, seen = self.windows.ask(
+                last, _OTHERS, lambda client, seen=seen: client.training.whole(last, seen)
+            )
             if whole:
                 break
 
@@ -150,11 +162,15 @@ class TrainerRole:
         self.beside.settle()
         self.checkpoints.settle()
 
-    # -- a step ------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def train(self, step: int) -> bool:
         """All passes and mini-batches of one training step; whether it was checkpointed."""
-        started, passes, minis = time.monotonic(), self.config.algorithm.passes, self.config.algorithm.mini_batches
+        started, passes, minis = (
+            time.monotonic(),
+            self.config.algorithm.passes,
+            self.config.algorithm.mini_batches,
+        )
         lr = self.beside.rate(step, learning_rate(self.settings.optimizer, step, self.config.steps))
         leases: list[int] = []
         tally = Tally()
@@ -173,7 +189,9 @@ class TrainerRole:
         with self.context.spans("train", step=step):
             for _ in range(passes - 1):
                 for windows in mini_batches:
-                    self.trainer.accumulate([batch for window in windows for batch in window], last=True)
+                    self.trainer.accumulate(
+                        [batch for window in windows for batch in window], last=True
+                    )
                     updates.append(self.trainer.step(lr))
         self.context.has_worked = True
         self.beside.trained(step)
@@ -196,21 +214,26 @@ class TrainerRole:
         return {"save_next": answer.save_next}
 
     def await_told(self, step: int) -> bool:
-        """Wait, in every rank: nothing more is changed or saved before the queue knows of the last step that was
-        trained; whether the step after that ends with a checkpoint because time requires one.
+        """Wait, in every rank: nothing more is changed or saved before the queue knows of the last
+        step that was trained; whether the step after that ends with a checkpoint because time
+        requires one.
 
-        Ranks that went on alone would wait in a collective of the next work, whose deadline no full disk and no hub
-        that is away puts off.
+        Ranks that went on alone would wait in a collective of the next work, whose deadline no full
+        disk and no hub that is away puts off.
         """
         with self.context.spans("wait", step=step, cause=DISK):
             answer = self.ranks.tell((self.told or {}) if self.ranks.leader else None)
         return answer.get("save_next", False)
 
-    def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
-        """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.
+    def gradients(
+        self, step: int, number: int, tally: Tally
+    ) -> tuple[list[Claim], list[list[Batch]]]:
+        """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any
+        more.
 
-        Rows are trained on before they are on disk. What is lost with its maker until then costs a gradient, which is
-        gathered again, and no change of the weights has to be undone. So is one of rows with routes of others.
+        Rows are trained on before they are on disk. What is lost with its maker until then costs a
+        gradient, which is gathered again, and no change of the weights has to be undone. So is one
+        of rows with routes of others.
         """
         pipeline = self.settings.parallel.pipeline > 1
         while True:
@@ -223,7 +246,9 @@ class TrainerRole:
                 if not pipeline:
                     self.learn(step, number, computed[-1][1], window.last)
             if pipeline:
-                self.learn(step, number, [batch for _, batches in computed for batch in batches], last=True)
+                self.learn(
+                    step, number, [batch for _, batches in computed for batch in batches], last=True
+                )
             claims = [window.claim for window, _ in computed]
             if self.windows.settled(step, claims) and self.route_watch.agree(computed, found):
                 tally.join(found)
@@ -232,7 +257,8 @@ class TrainerRole:
             self.windows.give_back(step, number, claims)
 
     def learn(self, step: int, number: int, batches: list[Batch], last: bool) -> None:
-        """Add what ``batches`` of mini-batch ``number``, maybe its ``last``, say to the gradient, in the first pass."""
+        """Add what ``batches`` of mini-batch ``number``, maybe its ``last``, say to the gradient,
+        in the first pass."""
         self.beside.prepare(step, number, batches)
         with self.context.spans("train", step=step):
             self.trainer.accumulate(batches, last)

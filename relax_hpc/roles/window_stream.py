@@ -26,7 +26,8 @@ class Aside:
     """Duties of a trainer role while it waits for rows to train on: none here."""
 
     def due(self, step: int) -> Future | None:
-        """Future, in the leader, that is done when there is work to do before ``step``; None: none will come."""
+        """Future, in the leader, that is done when there is work to do before ``step``; None: none
+        will come."""
         return None
 
     def take(self) -> dict[str, Any]:
@@ -57,8 +58,8 @@ class WindowStream:
         check: Callable[[], None] = lambda: None,
         aside: Aside | None = None,
     ) -> None:
-        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows come. ``aside``: what is
-        done while they do not."""
+        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows
+        come. ``aside``: what is done while they do not."""
         self.context, self.config, self.ranks = context, context.config, ranks
         self.clock, self.check, self.aside = clock, check, aside or Aside()
         self.prefetch = Prefetch(context, ranks, settings, placeholders)
@@ -68,8 +69,8 @@ class WindowStream:
     def of(self, step: int, number: int) -> Iterator[Window]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
 
-        While one is trained on, the next is fetched, though it be another step's. With the last one the queue is
-        asked whether all rows are on disk.
+        While one is trained on, the next is fetched, though it be another step's. With the last one
+        the queue is asked whether all rows are on disk.
         """
         minis = self.config.algorithm.mini_batches
         size = self.config.prompts_per_step // minis
@@ -96,13 +97,15 @@ class WindowStream:
             yield replace(window, last=last)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
-        """Whether all rows of ``claims``, which `of` has asked about, are on disk; if not, some were lost."""
+        """Whether all rows of ``claims``, which `of` has asked about, are on disk; if not, some
+        were lost."""
         with self.context.spans("wait", step=step, cause=DISK):
             held = self.ranks.tell(self.settling if self.ranks.leader else None)
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
-        """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of this one too."""
+        """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of
+        this one too."""
         for claim in claims:
             self._release(claim)
         if self.prefetch.asked:
@@ -112,14 +115,22 @@ class WindowStream:
         self.ranks.ask(lambda client: client.release(claim))
 
     def _wait(
-        self, work: Future, may_end: bool, what: str = "no rows to train on came", other: Future | None = None
+        self,
+        work: Future,
+        may_end: bool,
+        what: str = "no rows to train on came",
+        other: Future | None = None,
     ) -> str:
-        """Wait for an answer of the queue, or for ``other``, in the leader; why the role has to end before, if it
-        ``may_end``.
+        """Wait for an answer of the queue, or for ``other``, in the leader; why the role has to end
+        before, if it ``may_end``.
 
         DeadlineError, which says ``what`` was waited for in vain."""
         patience, client = self.config.queue.wait_timeout_s, self.context.client
-        longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.beat.stood_s
+        longest, until, stood = (
+            longest_wait_s(self.config),
+            time.monotonic() + patience,
+            client.beat.stood_s,
+        )
         while not wait([work, *([other] if other else [])], _LOOK_S, FIRST_COMPLETED).done:
             # While somebody is not there, the clock stands.
             if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
@@ -132,12 +143,15 @@ class WindowStream:
         return ""
 
     def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> Any:
-        """Ask the queue and wait for its answer, a message, in every rank; AtEdge if the role has to end before."""
+        """Ask the queue and wait for its answer, a message, in every rank; AtEdge if the role has
+        to end before."""
         told: dict[str, Any] = {}
         with self.context.spans("wait", step=step, cause=cause):
             if self.ranks.leader:
                 work = ask(self.context.client)
-                reason = self._wait(work, may_end=True, what=f"{cause[0]}: {cause[1]}: waited in vain")
+                reason = self._wait(
+                    work, may_end=True, what=f"{cause[0]}: {cause[1]}: waited in vain"
+                )
                 told = {"reason": reason, "answer": None if reason else work.result()}
             told = self.ranks.tell(told)
         if told["reason"]:
@@ -149,11 +163,14 @@ class WindowStream:
         return self.clock.reason(self.context.stop.is_set())
 
     def _take(self, step: int, may_end: bool) -> Window:
-        """The window that was asked for, in every rank; AtEdge if the role has to end before, and ``may_end``."""
+        """The window that was asked for, in every rank; AtEdge if the role has to end before, and
+        ``may_end``."""
         asked = self.prefetch.asked
         while True:
             with self.context.spans("wait", step=step, cause=HUB) as waiting:
-                told = self.ranks.tell(self._next(asked, step, may_end) if self.ranks.leader else None)
+                told = self.ranks.tell(
+                    self._next(asked, step, may_end) if self.ranks.leader else None
+                )
                 if told["reason"]:
                     raise AtEdge(told["reason"])
                 if not told["aside"]:
@@ -164,8 +181,8 @@ class WindowStream:
             self.aside.do(told["aside"])
 
     def _next(self, asked: Future, step: int, may_end: bool) -> dict[str, Any]:
-        """Message of the leader to the ranks: why the role has to end, what is done aside, or that the window is
-        there."""
+        """Message of the leader to the ranks: why the role has to end, what is done aside, or that
+        the window is there."""
         other = self.aside.due(step)
         reason = self._wait(asked, may_end, other=other)
         goes_aside = not reason and not asked.done()
@@ -173,9 +190,11 @@ class WindowStream:
 
 
 def check_range(claim: Claim, first: int, size: int) -> None:
-    """RelaxError unless ``claim`` has some of the ``size`` places in the order of training from ``first`` on."""
+    """RelaxError unless ``claim`` has some of the ``size`` places in the order of training from
+    ``first`` on."""
     if not first <= claim.place < first + size:
         found = f"places from {claim.place} on in the order of training"
         raise RelaxError(
-            f"claim: found {found}, expected those of {first} to {first + size - 1}; its group starts again"
+            f"claim: found {found}, expected those of {first} to {first + size - 1}; its group "
+            "starts again"
         )

@@ -9,13 +9,15 @@ from contextlib import ExitStack, contextmanager
 from relax_hpc.metrics.spans import Spans
 
 _TICKETS = ("actor", "tickets")
-"""Cause of an engine's wait where no other is told: versions and room in the queue come from there."""
+"""Cause of an engine's wait where no other is told: versions and room in the queue come from
+there."""
 _ENVIRONMENTS = ("environments", "step")
 """Cause of the wait of an engine all of whose episodes are with their environments."""
 
 
 class Activity:
-    """Activity of an engine, as spans: several requests at once count once, and only an engine without any work waits.
+    """Activity of an engine, as spans: several requests at once count once, and only an engine
+    without any work waits.
 
     Make it when the engine has started. ``lane``: its own among those of the process.
     """
@@ -35,7 +37,8 @@ class Activity:
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """An episode against an environment, for which the engine waits where it has no other work."""
+        """An episode against an environment, for which the engine waits where it has no other
+        work."""
         self._play(1)
         try:
             yield

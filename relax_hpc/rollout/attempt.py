@@ -1,4 +1,5 @@
-"""An attempt at a ticket while engines are at it: what there is of each episode, and how much of that the queue has."""
+"""An attempt at a ticket while engines are at it: what there is of each episode, and how much of
+that the queue has."""
 
 from __future__ import annotations
 
@@ -40,17 +41,21 @@ class Attempt:
         made: Mapping[int, Made] | None = None,
         in_turns: bool = False,
     ) -> None:
-        """Attempt ``number`` at ``ticket``; ``made``: by episode, what its log has; ``in_turns``: they are played
-        against environments."""
+        """Attempt ``number`` at ``ticket``; ``made``: by episode, what its log has; ``in_turns``:
+        they are played against environments."""
         self.ticket, self.number, self.prompt = ticket, number, prompt
         found = made or {}
         self.drafts: list[Draft] | list[History]
         if in_turns:
-            self.drafts = [History.of(found[k], prompt.token_ids) if k in found else History() for k in range(episodes)]
+            self.drafts = [
+                History.of(found[k], prompt.token_ids) if k in found else History()
+                for k in range(episodes)
+            ]
         else:
             self.drafts = [Draft.of(found[k]) if k in found else Draft() for k in range(episodes)]
         self._logged = [_lengths(found[k]) if k in found else {} for k in range(episodes)]
-        """Tokens behind the prompt of each row of each episode that the log has, by the row's number."""
+        """Tokens behind the prompt of each row of each episode that the log has, by the row's
+        number."""
         self._closed = {k for k, draft in enumerate(self.drafts) if draft.ended}
         """Episodes whose end the log has."""
         self._refused = False
@@ -58,7 +63,11 @@ class Attempt:
     @property
     def tokens(self) -> int:
         """Tokens of all episodes so far that were sampled."""
-        begun = [draft for draft in self.drafts if draft.ended or isinstance(draft, History) or draft.token_versions]
+        begun = [
+            draft
+            for draft in self.drafts
+            if draft.ended or isinstance(draft, History) or draft.token_versions
+        ]
         rows = chain.from_iterable(_rows(draft.so_far()) for draft in begun)
         return sum(int(np.count_nonzero(row.made.token_versions)) for row in rows)
 
@@ -68,8 +77,8 @@ class Attempt:
         return all(draft.ended for draft in self.drafts)
 
     def request(self, k: int, sampling: Sampling, budget: int) -> GenerateRequest | None:
-        """Request for the rest of episode ``k``; None if it is whole. An engine that has failed may still add to the
-        draft that it was given before."""
+        """Request for the rest of episode ``k``; None if it is whole. An engine that has failed may
+        still add to the draft that it was given before."""
         draft = self.drafts[k]
         if draft.ended:
             return None
@@ -79,18 +88,24 @@ class Attempt:
         self.drafts[k] = again = Draft.of(draft.so_far()) if draft.token_versions else Draft()
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, media, draft=again)
 
-    def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
+    def requests(
+        self, sampling: Sampling, budget: int, but: Container[int] = ()
+    ) -> list[GenerateRequest]:
         """Requests for the rest of all episodes that are not whole, ``but`` for some."""
         asked = (self.request(k, sampling, budget) for k in range(len(self.drafts)) if k not in but)
         return [request for request in asked if request]
 
     def news(self, unfinished_too: bool, budget: int) -> list[Row]:
-        """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not of an
-        engine that gives a field which is declared with the whole response alone; of several turns, those that are
-        over in any case."""
+        """The segments that the log does not have; nothing that the queue would refuse. Unfinished
+        ones not of an engine that gives a field which is declared with the whole response alone; of
+        several turns, those that are over in any case."""
         if self._refused:
             return []
-        return [row for k in range(len(self.drafts)) for row in self._segments(k, unfinished_too, budget)]
+        return [
+            row
+            for k in range(len(self.drafts))
+            for row in self._segments(k, unfinished_too, budget)
+        ]
 
     def _segments(self, k: int, unfinished_too: bool, budget: int) -> list[Row]:
         draft, known = self.drafts[k], self._logged[k]
@@ -114,14 +129,18 @@ class Attempt:
             return []
         return [
             row | {START: start}
-            for row, one in zip(rows_of(self.prompt, self.ticket, {k: made}), made.rows, strict=True)
+            for row, one in zip(
+                rows_of(self.prompt, self.ticket, {k: made}), made.rows, strict=True
+            )
             for start in [starts.get(row["row"], 0)]
-            if one.made.finish_reason != UNFINISHED or start + len(one.made.token_ids) > known.get(row["row"], 0)
+            if one.made.finish_reason != UNFINISHED
+            or start + len(one.made.token_ids) > known.get(row["row"], 0)
             if _is_loggable(one.made, budget - start)
         ]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:
-        """Note that the log has ``segments`` now, unless the queue ``refused``: it wants no more then."""
+        """Note that the log has ``segments`` now, unless the queue ``refused``: it wants no more
+        then."""
         self._refused = refused
         for one in segments if not refused else ():
             end = one[START] + len(one["token_ids"]) - one["prompt_len"]
@@ -131,15 +150,19 @@ class Attempt:
 
 
 def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
-    """Answer that the log of an episode has; None if it is not of this ``prompt``: its file has changed since."""
+    """Answer that the log of an episode has; None if it is not of this ``prompt``: its file has
+    changed since."""
     found, told = [_row(row) for row in rows], rows[-1].get("environment")
-    # Where others speak too, rows may begin otherwise; they are compared when they are played again.
+    # Where others speak too, rows may begin otherwise; they are compared when they are played
+    # again.
     is_its = told or tuple(found[0].prompt) == prompt.token_ids
     if rows[0]["prompt_id"] != prompt.prompt_id or not is_its:
         return None
     if len(found) == 1 and not told:
         return found[0].made
-    return Episode(found, {name: told[name] for name in OUTCOME} if told and OUTCOME[0] in told else None)
+    return Episode(
+        found, {name: told[name] for name in OUTCOME} if told and OUTCOME[0] in told else None
+    )
 
 
 def _rows(made: Made) -> Sequence[EpisodeRow]:
@@ -156,9 +179,12 @@ def _row(row: Row) -> EpisodeRow:
     tokens, logprobs = row["token_ids"][known:].tolist(), row["rollout_logprobs"][known:].tolist()
     extras = {name: row[name] for name in _extras() if name in row}
     made, before = (
-        {name: value[part] for name, value in extras.items()} for part in (slice(known, None), slice(known))
+        {name: value[part] for name, value in extras.items()}
+        for part in (slice(known, None), slice(known))
     )
-    generation = Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], made, before)
+    generation = Generation(
+        tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], made, before
+    )
     prompt, told = row["token_ids"][:known].tolist(), row.get("environment")
     if not told:
         return EpisodeRow(prompt, generation)

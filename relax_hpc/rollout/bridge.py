@@ -1,7 +1,7 @@
 """Tokens between two turns of the policy: what others say, as the run's chat template has it.
 
-The template renders each message itself, behind placeholders for the messages before it. Tokens of these stay as they
-are: history is never tokenised again.
+The template renders each message itself, behind placeholders for the messages before it. Tokens of
+these stay as they are: history is never tokenised again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Bridge:
         most: int = 1 << 20,
         note_cut: Callable[[], None] = lambda: None,
     ) -> None:
-        """``template``: None where prompts are texts as they stand, between which nothing is put. ``places``: those of
-        media, by kind. ``most``: tokens of the texts of a message; ``note_cut`` is called for each that has more."""
+        """``template``: None where prompts are texts as they stand, between which nothing is put.
+        ``places``: those of media, by kind. ``most``: tokens of the texts of a message;
+        ``note_cut`` is called for each that has more."""
         self._tokenizer, self._places, self._most = tokenizer, dict(places or {}), most
         self._note_cut = note_cut
         self._marks = {kind: random_mark() for kind in self._places}
@@ -46,15 +47,23 @@ class Bridge:
         self._opening = self._render_opening(self._chat) if self._chat else []
 
     def tokens(
-        self, before: Sequence[int], messages: Sequence[Message], is_prompt: bool, roles: Sequence[str] = _PROMPT
+        self,
+        before: Sequence[int],
+        messages: Sequence[Message],
+        is_prompt: bool,
+        roles: Sequence[str] = _PROMPT,
     ) -> tuple[int, list[int]]:
-        """Number of the tokens ``before`` that stay, and those that follow, a medium's placeholder once for each.
+        """Number of the tokens ``before`` that stay, and those that follow, a medium's placeholder
+        once for each.
 
-        ``is_prompt``: nothing of it was sampled, so that what would have the policy speak at its end is left out.
-        ``roles``: of all messages so far without the policy's last turn. A template may look at them.
-        EnvironmentFault: nothing follows, or the template takes no such messages.
+        ``is_prompt``: nothing of it was sampled, so that what would have the policy speak at its
+        end is left out. ``roles``: of all messages so far without the policy's last turn. A
+        template may look at them. EnvironmentFault: nothing follows, or the template takes no such
+        messages.
         """
-        contents = [{"role": message.role, "content": self._content(message.parts)} for message in messages]
+        contents = [
+            {"role": message.role, "content": self._content(message.parts)} for message in messages
+        ]
         media = {self._marks[kind]: rules.tokens for kind, rules in self._places.items()}
         kept = len(before)
         if not self._chat:
@@ -68,12 +77,14 @@ class Bridge:
             text = self._render_behind_turn(self._chat, contents, roles, before[-1])
             ids = self._chat.tokens(text, before[-1], media)
         if not ids:
-            raise EnvironmentFault("environment_answer", "found an empty observation, allowed: text or media")
+            raise EnvironmentFault(
+                "environment_answer", "found an empty observation, allowed: text or media"
+            )
         return kept, ids
 
     def _join(self, text: str, before: str, media: Mapping[str, Sequence[int]]) -> list[int]:
-        """Tokens of ``text`` behind a token that is called ``before``, none of them special, and those of ``media`` by
-        the words that stand for them."""
+        """Tokens of ``text`` behind a token that is called ``before``, none of them special, and
+        those of ``media`` by the words that stand for them."""
         ids = list[int]()
         for piece in filter(None, re.split(f"({'|'.join(media)})", text) if media else [text]):
             tokens = media[piece] if piece in media else self._tokenizer.encode_after(before, piece)
@@ -92,7 +103,9 @@ class Bridge:
                 "environment_answer", f"the chat template takes no messages of {names}: {error}"
             ) from error
 
-    def _render_behind_prompt(self, chat: ChatTokens, after: Sequence[ChatMessage], roles: Sequence[str]) -> str:
+    def _render_behind_prompt(
+        self, chat: ChatTokens, after: Sequence[ChatMessage], roles: Sequence[str]
+    ) -> str:
         """Text of messages behind a prompt without its opening."""
         before = _placeholders(roles)
         try:
@@ -101,9 +114,11 @@ class Bridge:
                 return text.removeprefix(prompt)
         except TemplateError:
             pass
-        # A template that wants the policy between two users' messages: as if it had said something, and without the
-        # line break that ends its turn.
-        return self._render_behind_turn(chat, after, roles, self._tokenizer.eos_ids[0]).removeprefix("\n")
+        # A template that wants the policy between two users' messages: as if it had said something,
+        # and without the line break that ends its turn.
+        return self._render_behind_turn(
+            chat, after, roles, self._tokenizer.eos_ids[0]
+        ).removeprefix("\n")
 
     def _content(self, content: Sequence[Part]) -> str:
         """Text of a message, with a word in the place of each medium."""
@@ -117,24 +132,34 @@ class Bridge:
             elif Kind(piece.kind) in self._places:
                 texts.append(self._marks[Kind(piece.kind)])
             else:
-                raise EnvironmentFault("environment_answer", f"found {piece.kind}, of which the model takes none")
+                raise EnvironmentFault(
+                    "environment_answer", f"found {piece.kind}, of which the model takes none"
+                )
         return "".join(texts)
 
     def _plain(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, special=False) if text else []
 
     def _shortened(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """``parts`` with texts of as many tokens as are allowed together; where they had more, a note says so."""
+        """``parts`` with texts of as many tokens as are allowed together; where they had more, a
+        note says so."""
         texts = [part for part in parts if isinstance(part, str)]
         # A character of any language has no more tokens than bytes.
-        if sum(map(len, texts)) * _BYTES <= self._most or sum(len(self._plain(text)) for text in texts) <= self._most:
+        if (
+            sum(map(len, texts)) * _BYTES <= self._most
+            or sum(len(self._plain(text)) for text in texts) <= self._most
+        ):
             return parts
         self._note_cut()
         short, left = list[Part](), self._most
         for part in parts:
             if isinstance(part, str):
                 ids = self._plain(part)
-                part = part if len(ids) <= left else self._tokenizer.decode(ids[:left]) + _NOTE.format(len(ids) - left)
+                part = (
+                    part
+                    if len(ids) <= left
+                    else self._tokenizer.decode(ids[:left]) + _NOTE.format(len(ids) - left)
+                )
                 left = max(0, left - len(ids))
             short.append(part)
         return short
@@ -156,4 +181,6 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise EnvironmentFault("environment_answer", f"found a text that is not Unicode: {error}") from error
+        raise EnvironmentFault(
+            "environment_answer", f"found a text that is not Unicode: {error}"
+        ) from error

@@ -1,7 +1,8 @@
 """Tokens of what a chat template makes of messages, in whose texts no token is special.
 
-A template renders whole messages: a filter such as `trim` or `tojson` sees the text that it is applied to. So names of
-special tokens in messages are replaced by random marks, and put back as text when tokens are made.
+A template renders whole messages: a filter such as `trim` or `tojson` sees the text that it is
+applied to. So names of special tokens in messages are replaced by random marks, and put back as
+text when tokens are made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def random_mark() -> str:
 
 
 class ChatTokens:
-    """A chat template and its tokenizer. Each call may take some milliseconds, and threads may share it."""
+    """A chat template and its tokenizer. Each call may take some milliseconds, and threads may
+    share it."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template, self._tokenizer = template, tokenizer
@@ -34,19 +36,25 @@ class ChatTokens:
         self._special = re.compile("|".join(longest_first) or r"(?!)")
         self._ends = tuple(filter(None, map(tokenizer.name_of, tokenizer.eos_ids)))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), whole: bool = False) -> str:
-        """Text of a chat, up to where the policy speaks, unless it is ``whole``. TemplateError: the template does not
-        take it."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), whole: bool = False
+    ) -> str:
+        """Text of a chat, up to where the policy speaks, unless it is ``whole``. TemplateError: the
+        template does not take it."""
         return self._template.render(self._protect(messages), whole, self._protect(tools))
 
     def render_between(
-        self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], last: int, tools: Tools = ()
+        self,
+        before: Sequence[Mapping[str, Any]],
+        after: Sequence[Mapping[str, Any]],
+        last: int,
+        tools: Tools = (),
     ) -> str:
-        """Text between an answer of the policy, which follows the messages ``before`` and ends by the token ``last``,
-        and where the policy speaks again, behind the messages ``after``.
+        """Text between an answer of the policy, which follows the messages ``before`` and ends by
+        the token ``last``, and where the policy speaks again, behind the messages ``after``.
 
-        The template never sees the answer, so its tokens stay as they were drawn. TemplateError: the template does not
-        take these messages, or shows no such place.
+        The template never sees the answer, so its tokens stay as they were drawn. TemplateError:
+        the template does not take these messages, or shows no such place.
         """
         answer = {"role": "assistant", "content": self._answer}
         text = self.render([*before, answer, *after], tools)
@@ -58,9 +66,11 @@ class ChatTokens:
             text = text.removeprefix(end)
         return text
 
-    def tokens(self, text: str, last: int | None = None, media: Mapping[str, Sequence[int]] | None = None) -> list[int]:
-        """Tokens of a ``text`` that was rendered here, behind the token ``last``, if there is one; ``media``: marks in
-        it -> the tokens that they stand for."""
+    def tokens(
+        self, text: str, last: int | None = None, media: Mapping[str, Sequence[int]] | None = None
+    ) -> list[int]:
+        """Tokens of a ``text`` that was rendered here, behind the token ``last``, if there is one;
+        ``media``: marks in it -> the tokens that they stand for."""
         media = media or {}
         marks = "|".join([*self._names, *media])
         before = self._name(last)

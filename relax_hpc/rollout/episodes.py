@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.engines.engine import BadAnswer, EngineFault, Episode, GenerateRequest, Generation, checked
+from relax_hpc.engines.engine import (
+    BadAnswer,
+    EngineFault,
+    Episode,
+    GenerateRequest,
+    Generation,
+    checked,
+)
 from relax_hpc.error_origin import describe, locate
 from relax_hpc.errors import RelaxError
 from relax_hpc.tasks import Task
@@ -27,7 +34,8 @@ class Repeat(Exception):
 
 
 class OwnTime:
-    """Ends what runs in it once it has taken ``seconds``, without those in which an engine was asked."""
+    """Ends what runs in it once it has taken ``seconds``, without those in which an engine was
+    asked."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._asked, self._since = seconds, 0, 0.0
@@ -47,7 +55,8 @@ class OwnTime:
 
     @contextlib.contextmanager
     def stands(self) -> Iterator[None]:
-        """Stop the clock inside of the block; blocks of requests that are asked side by side may overlap."""
+        """Stop the clock inside of the block; blocks of requests that are asked side by side may
+        overlap."""
         if not self._asked:
             self._left -= _now() - self._since
             self._timeout.reschedule(None)
@@ -65,8 +74,11 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def in_time(playing: Awaitable[Generation | Episode], own: OwnTime, limit_s: float) -> Answer | Episode:
-    """The episode that ``playing`` makes, or why there is none. What others have written may raise anything."""
+async def in_time(
+    playing: Awaitable[Generation | Episode], own: OwnTime, limit_s: float
+) -> Answer | Episode:
+    """The episode that ``playing`` makes, or why there is none. What others have written may raise
+    anything."""
     try:
         async with own:
             made = await playing
@@ -75,7 +87,10 @@ async def in_time(playing: Awaitable[Generation | Episode], own: OwnTime, limit_
         return bad
     except TimeoutError as error:
         if own.is_over:
-            return BadAnswer("episode_timeout", f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)")
+            return BadAnswer(
+                "episode_timeout",
+                f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)",
+            )
         return BadAnswer("episode_exception", describe(error), locate(error))
     except (RelaxError, EngineFault, Repeat):
         raise
@@ -93,8 +108,8 @@ async def play(
 
     ``limit_s``: for an episode of the task's own, without what its responses take.
 
-    A task that has its own way to play gets requests without a draft: what there is of a turn is no episode. What it
-    raises costs the prompt group. Repeat: as ``once``.
+    A task that has its own way to play gets requests without a draft: what there is of a turn is no
+    episode. What it raises costs the prompt group. Repeat: as ``once``.
     """
     if not task.makes("episode"):
         return await once(request)
@@ -118,11 +133,15 @@ def sound(made: Generation | Episode) -> Generation | Episode:
     """``made`` itself. BadAnswer: its rows are none, or nobody sampled any of it."""
     rows = [row.made for row in made.rows] if isinstance(made, Episode) else [made]
     if not 0 < len(rows) <= MAX_ROWS:
-        raise BadAnswer("wrong_count", f"found an episode of {len(rows)} rows, allowed 1 to {MAX_ROWS}")
+        raise BadAnswer(
+            "wrong_count", f"found an episode of {len(rows)} rows, allowed 1 to {MAX_ROWS}"
+        )
     sampled = [np.asarray(checked(row, sys.maxsize).token_versions) != NOBODY for row in rows]
     for row, mine in zip(rows, sampled, strict=True):
         if np.any(np.asarray(row.logprobs)[~mine]):
-            raise BadAnswer("wrong_count", "found a log-probability other than 0 of a token that nobody sampled")
+            raise BadAnswer(
+                "wrong_count", "found a log-probability other than 0 of a token that nobody sampled"
+            )
     if not any(mine.any() for mine in sampled):
         raise BadAnswer("wrong_count", "found no token that the policy has sampled")
     return made

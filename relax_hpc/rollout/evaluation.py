@@ -17,7 +17,8 @@ Evaluated = tuple[Prompt, Generation | Episode | EngineFault, Score | RewardErro
 
 
 class Tally:
-    """Tally of one set. A response without a reward, whatever the reason, is left out; it does not count as 0."""
+    """Tally of one set. A response without a reward, whatever the reason, is left out; it does not
+    count as 0."""
 
     def __init__(self, settings: EvalConfig) -> None:
         self._settings = settings
@@ -38,14 +39,22 @@ class Tally:
 
     def values(self, name: str) -> Iterator[tuple[str, float]]:
         """Metrics of the set ``name``; a metric without a reward is left out."""
-        means = {self._settings.metric: self._rewards} | {f"pass@{k}": part for k, part in self._passed.items()}
-        return ((f"eval/{name}/{metric}", math.fsum(part) / len(part)) for metric, part in means.items() if part)
+        means = {self._settings.metric: self._rewards} | {
+            f"pass@{k}": part for k, part in self._passed.items()
+        }
+        return (
+            (f"eval/{name}/{metric}", math.fsum(part) / len(part))
+            for metric, part in means.items()
+            if part
+        )
 
 
 def pass_at(k: int, count: int, right: int) -> float:
-    """Probability that ``k`` responses, drawn from ``count`` of which ``right`` are right, hold a right one.
+    """Probability that ``k`` responses, drawn from ``count`` of which ``right`` are right, hold a
+    right one.
 
-    The unbiased estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv 2107.03374, section 2.1.
+    The unbiased estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv
+    2107.03374, section 2.1.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 2), pass_at(4, 4, 1)
     (0.25, 0.8333333333333334, 1.0)

@@ -1,4 +1,5 @@
-"""Filters of prompt groups: they decide by the rewards which groups are trained on. Other prompts replace the rest."""
+"""Filters of prompt groups: they decide by the rewards which groups are trained on. Other prompts
+replace the rest."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ Filter = Callable[[Sequence[float]], bool]
 def rewards_differ(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ by more than rounding.
 
-    A group of equal rewards has no advantages, and so no gradient. Dynamic sampling, DAPO, arXiv 2503.14476,
-    section 3.2.
+    A group of equal rewards has no advantages, and so no gradient. Dynamic sampling, DAPO, arXiv
+    2503.14476, section 3.2.
 
     >>> rewards_differ([0.0, 1.0]), rewards_differ([1.0, 1.0]), rewards_differ([0.1 + 0.2, 0.3])
     (True, False, False)
@@ -27,5 +28,6 @@ FILTERS: dict[str, Filter] = {"rewards_differ": rewards_differ}
 
 
 def get_filter(name: str) -> Filter:
-    """The filter called ``name``; an empty name lets all groups pass. ConfigError: no filter has that name."""
+    """The filter called ``name``; an empty name lets all groups pass. ConfigError: no filter has
+    that name."""
     return named("filter", name, FILTERS) if name else lambda rewards: True

@@ -1,4 +1,5 @@
-"""An episode of several turns while it is played: rows that grow turn by turn, and what its environment says of it."""
+"""An episode of several turns while it is played: rows that grow turn by turn, and what its
+environment says of it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class OpenRow:
     turns: list[int] = field(default_factory=list)
     """Ends of its turns that are over: tokens behind the prompt."""
     roles: list[str] = field(default_factory=lambda: [PROMPT_ROLE])
-    """Roles of its messages so far, the prompt one of a user. Programs know theirs themselves, and leave this out."""
+    """Roles of its messages so far, the prompt one of a user. Programs know theirs themselves, and
+    leave this out."""
 
     @classmethod
     def of(cls, row: EpisodeRow) -> OpenRow:
@@ -47,8 +49,8 @@ class OpenRow:
         return Draft(*made, extras, whole.before)
 
     def since(self, start: int, whole_turns: bool) -> EpisodeRow:
-        """Copy without its first ``start`` tokens behind the prompt, which is left out too then; of ``whole_turns``
-        without the one that is being drawn."""
+        """Copy without its first ``start`` tokens behind the prompt, which is left out too then; of
+        ``whole_turns`` without the one that is being drawn."""
         draft, turns = self.draft, tuple(self.turns)
         length = max(draft.turn, *turns, 0) if whole_turns else len(draft.token_versions)
         made = self.first(length).drawn(start)
@@ -79,10 +81,12 @@ class History:
         return self.ended or Episode([row.since(0, whole_turns=False) for row in self.rows])
 
     def since(self, starts: Mapping[int, int], whole_turns: bool) -> Episode:
-        """The same without the first tokens of rows behind their prompts: by number of the row so many; of
-        ``whole_turns`` without one that is being drawn."""
+        """The same without the first tokens of rows behind their prompts: by number of the row so
+        many; of ``whole_turns`` without one that is being drawn."""
         if not self.ended:
-            return Episode([row.since(starts.get(n, 0), whole_turns) for n, row in enumerate(self.rows)])
+            return Episode(
+                [row.since(starts.get(n, 0), whole_turns) for n, row in enumerate(self.rows)]
+            )
         rows = []
         for number, row in enumerate(self.ended.rows):
             start = starts.get(number, 0)
@@ -100,14 +104,21 @@ class History:
         for one in self.rows:
             made = one.draft.so_far()
             assert isinstance(made, Generation)
-            rows.append(EpisodeRow(one.prompt, replace(made, finish_reason=reason), one.media, tuple(one.turns)))
+            rows.append(
+                EpisodeRow(
+                    one.prompt, replace(made, finish_reason=reason), one.media, tuple(one.turns)
+                )
+            )
         self.ended = Episode(rows, {**outcome, "row": self.rows.index(row)})
         return self.ended
 
 
 def media_in(spans: Sequence[Mapping[str, Any]]) -> tuple[PromptMedium, ...]:
-    """Media that a row of a log names in its field `spans`, to be compared with others: each run of one by itself."""
+    """Media that a row of a log names in its field `spans`, to be compared with others: each run of
+    one by itself."""
     return tuple(
-        PromptMedium(Kind(span["kind"]), b"", ((span["start"], span["length"]),), Path(span["media_id"]))
+        PromptMedium(
+            Kind(span["kind"]), b"", ((span["start"], span["length"]),), Path(span["media_id"])
+        )
         for span in spans
     )

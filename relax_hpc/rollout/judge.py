@@ -27,25 +27,27 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.row_schema import Row
 
 _AT_ONCE_TOKENS = 4096
-"""Tokens up to which responses are decoded in the event loop, in some milliseconds: a thread would cost more than it
-saves."""
+"""Tokens up to which responses are decoded in the event loop, in some milliseconds: a thread would
+cost more than it saves."""
 _MOST_COMPONENTS = 64
 """Names of components that one process reports; others are in samples alone."""
 _MOST_KEPT = 4096
-"""Samples of whose components is known until they are put; those of groups that are not are forgotten in the end."""
+"""Samples of whose components is known until they are put; those of groups that are not are
+forgotten in the end."""
 _OTHER = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def patient_settings(config: Config) -> RewardSettings:
-    """Settings of a run's rewards, whose servers are waited for as any group is where `away_s` says nothing else: their
-    job may be in a queue."""
+    """Settings of a run's rewards, whose servers are waited for as any group is where `away_s` says
+    nothing else: their job may be in a queue."""
     settings = reward_settings(config)
     judge = settings.judge
     return replace(settings, judge=replace(judge, away_s=judge.away_s or longest_wait_s(config)))
 
 
 class Judge:
-    """Judge of one rollout process: computes rewards in its event loop, and makes rows of prompt groups."""
+    """Judge of one rollout process: computes rewards in its event loop, and makes rows of prompt
+    groups."""
 
     def __init__(
         self,
@@ -56,16 +58,18 @@ class Judge:
         routes: RouteShape | None = None,
         waits: Callable[[int], None] = lambda change: None,
     ) -> None:
-        """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples;
-        ``routes``: those that rows must have; ``waits(change)`` is told how many more wait for servers that are
-        away."""
+        """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at
+        its samples; ``routes``: those that rows must have; ``waits(change)`` is told how many more
+        wait for servers that are away."""
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
         self._routes = routes
         shape, reward = config.rollout, train_reward(config)
         about = shape.reward_workers, shape.reward_timeout_s, patient_settings(config), waits
         self.rewards: Rewards = make_rewards(reward, *about)
         evaluations = eval_reward(config)
-        self.eval_rewards = self.rewards if evaluations == reward else make_rewards(evaluations, *about)
+        self.eval_rewards = (
+            self.rewards if evaluations == reward else make_rewards(evaluations, *about)
+        )
         self._filter = get_filter(shape.filter)
         self._names: set[str] = set()
         self._about: dict[str, dict[str, Any]] = {}
@@ -94,7 +98,11 @@ class Judge:
         algorithm, rewards = self.config.algorithm, [score.total for score in scores]
         masks = algorithm.mask_older_tokens, algorithm.mask_truncated
         rows = group_rows(prompt, ticket, answers, rewards, self._filter, *masks)
-        if self._routes and not isinstance(rows, Failure) and (failure := bad_routes(self._routes, rows)):
+        if (
+            self._routes
+            and not isinstance(rows, Failure)
+            and (failure := bad_routes(self._routes, rows))
+        ):
             return failure
         if not isinstance(rows, Failure) and self._keeps(ticket):
             for row in rows:
@@ -130,7 +138,9 @@ class Judge:
                 values.append(scores if isinstance(scores, RewardError) else scores[0])
         return values
 
-    async def _inputs(self, prompts: Sequence[Prompt], answers: Sequence[Generation | Episode]) -> list[RewardInput]:
+    async def _inputs(
+        self, prompts: Sequence[Prompt], answers: Sequence[Generation | Episode]
+    ) -> list[RewardInput]:
         def made() -> list[RewardInput]:
             pairs = zip(prompts, answers, strict=True)
             return [reward_input(prompt, answer, self.tokenizer) for prompt, answer in pairs]

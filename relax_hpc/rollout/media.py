@@ -1,4 +1,5 @@
-"""Media of prompts that are drawn: decoded once a prompt group, and stored where engines and trainers read them."""
+"""Media of prompts that are drawn: decoded once a prompt group, and stored where engines and
+trainers read them."""
 
 from __future__ import annotations
 
@@ -24,14 +25,19 @@ UNUSABLE = (BadMedium, BadMedia)
 
 
 class PromptMedia:
-    """Media of a rollout process, decoded by processes of their own. Prompts without any come back as they are, at
-    once. For one event loop."""
+    """Media of a rollout process, decoded by processes of their own. Prompts without any come back
+    as they are, at once. For one event loop."""
 
     def __init__(
-        self, client: QueueClient | None, model: Path, evaluations: Path, settings: MultimodalConfig | None = None
+        self,
+        client: QueueClient | None,
+        model: Path,
+        evaluations: Path,
+        settings: MultimodalConfig | None = None,
     ) -> None:
-        """``client``: None where there are evaluations alone. ``model``: a Hugging Face directory. ``evaluations``:
-        folder of the media of evaluations, which no row names: they stay as long as the run."""
+        """``client``: None where there are evaluations alone. ``model``: a Hugging Face directory.
+        ``evaluations``: folder of the media of evaluations, which no row names: they stay as long
+        as the run."""
         self._client, self._folder = client, evaluations
         settings = settings or MultimodalConfig()
         self._rules = rules = Rules.of(model, settings) if places_of(model) else None
@@ -58,27 +64,40 @@ class PromptMedia:
             self._client.media.put(loaded.blob, loaded.media_id)
 
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
-        """``prompt`` with its media in the queue's store, where they stay as long as rows of ``ticket`` name them.
+        """``prompt`` with its media in the queue's store, where they stay as long as rows of
+        ``ticket`` name them.
 
         BadMedium, BadMedia: one of them cannot be used."""
         if prompt.fault:
             raise prompt.fault
-        return replace(prompt, media=await self.store_for_ticket(prompt.media, ticket)) if prompt.media else prompt
+        return (
+            replace(prompt, media=await self.store_for_ticket(prompt.media, ticket))
+            if prompt.media
+            else prompt
+        )
 
     async def of_evaluation(self, prompt: Prompt) -> Prompt:
         """``prompt`` of an evaluation with its media stored. BadMedium as `of_ticket`."""
         if prompt.fault:
             raise prompt.fault
-        return replace(prompt, media=await self.store_for_evaluation(prompt.media)) if prompt.media else prompt
+        return (
+            replace(prompt, media=await self.store_for_evaluation(prompt.media))
+            if prompt.media
+            else prompt
+        )
 
-    async def store_for_ticket(self, media: Sequence[PromptMedium], ticket: int) -> tuple[PromptMedium, ...]:
+    async def store_for_ticket(
+        self, media: Sequence[PromptMedium], ticket: int
+    ) -> tuple[PromptMedium, ...]:
         """``media`` in the queue's store, which keeps them as long as rows of ``ticket`` name them.
         BadMedium, BadMedia: one of them cannot be used."""
         client = self._client
         assert client, "there are evaluations alone"
 
         def store(loaded: Sequence[Loaded]) -> list[Path]:
-            ids = store_media(client, ticket, [one.blob for one in loaded], [one.media_id for one in loaded])
+            ids = store_media(
+                client, ticket, [one.blob for one in loaded], [one.media_id for one in loaded]
+            )
             paths = [client.media.folder / media_id for media_id in ids]
             for path, one in zip(paths, loaded, strict=True):
                 # If another role owns the ticket by now, it refuses the rows; until then an engine
@@ -98,7 +117,9 @@ class PromptMedia:
 
         return await self._stored(media, store)
 
-    async def _stored(self, media: Sequence[PromptMedium], store: Store) -> tuple[PromptMedium, ...]:
+    async def _stored(
+        self, media: Sequence[PromptMedium], store: Store
+    ) -> tuple[PromptMedium, ...]:
         if not media:
             return ()
         loaded = await asyncio.gather(*map(self._loaded, media))
@@ -109,5 +130,7 @@ class PromptMedia:
         assert self._ahead and self._rules, "a prompt of a model that takes text alone has no media"
         found = await self._ahead.load(medium)
         if (tokens := self._rules.tokens(found.header)) != medium.tokens:
-            raise BadMedium(Reason.SPANS, f"{medium.kind} of {tokens} tokens, its header said {medium.tokens}")
+            raise BadMedium(
+                Reason.SPANS, f"{medium.kind} of {tokens} tokens, its header said {medium.tokens}"
+            )
         return found

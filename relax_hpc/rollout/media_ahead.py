@@ -1,5 +1,5 @@
-"""Media of prompts that will be drawn soon, decoded and stored while nobody waits for others: they are there when they
-are wanted, and no place of an engine stays empty for them."""
+"""Media of prompts that will be drawn soon, decoded and stored while nobody waits for others: they
+are there when they are wanted, and no place of an engine stays empty for them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ Key = tuple[Kind, Source, MediumOptions]
 class MediaAhead:
     """Media by a pool of workers, some of them ahead; for one event loop."""
 
-    def __init__(self, rules: Rules, settings: MultimodalConfig, store: Callable[[Loaded], object]) -> None:
-        """``store``: where a medium will be looked for, before anybody has asked for it; called in a thread."""
+    def __init__(
+        self, rules: Rules, settings: MultimodalConfig, store: Callable[[Loaded], object]
+    ) -> None:
+        """``store``: where a medium will be looked for, before anybody has asked for it; called in
+        a thread."""
         self._store = store
-        self._workers, self.most_bytes = settings.mm_processor_pool_size, settings.ahead_mb * 1_000_000
+        self._workers, self.most_bytes = (
+            settings.mm_processor_pool_size,
+            settings.ahead_mb * 1_000_000,
+        )
         self._pool = MediaPool(rules, Limits.of(settings), self._workers)
         self._former: frozenset[Key] = frozenset()
         """Media that were expected the last time: some of them may be about to be loaded."""
@@ -50,12 +56,14 @@ class MediaAhead:
             self._go_on()
 
     def expect(self, media: Iterable[PromptMedium]) -> None:
-        """Begin with these, which will be wanted in this order; what was expected neither now nor the last time is
-        given up."""
+        """Begin with these, which will be wanted in this order; what was expected neither now nor
+        the last time is given up."""
         if not self.most_bytes:
             return
         keys = dict.fromkeys((medium.kind, medium.source, medium.options) for medium in media)
-        self._begun = {key: task for key, task in self._begun.items() if key in self._former.union(keys)}
+        self._begun = {
+            key: task for key, task in self._begun.items() if key in self._former.union(keys)
+        }
         self._expected = [key for key in keys if key not in self._begun]
         self._former = frozenset(keys)
         self._go_on()
@@ -71,7 +79,11 @@ class MediaAhead:
     @property
     def bytes(self) -> int:
         """Bytes of the media that are ready."""
-        ready = (task for task in self._begun.values() if task.done() and not task.cancelled() and not task.exception())
+        ready = (
+            task
+            for task in self._begun.values()
+            if task.done() and not task.cancelled() and not task.exception()
+        )
         return sum(task.result().blob.nbytes for task in ready)
 
     def _go_on(self) -> None:

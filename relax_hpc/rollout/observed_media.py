@@ -29,14 +29,17 @@ class ObservedMedia:
     async def placed(
         self, ticket: int | None, ids: list[int], parts: Sequence[MediaPart]
     ) -> tuple[list[int], tuple[PromptMedium, ...]]:
-        """``ids``, which have a placeholder for each of ``parts``, with as many as these have tokens, and the media
-        with their places. They are stored as those of the prompt of ``ticket``; of an evaluation's where that is None.
+        """``ids``, which have a placeholder for each of ``parts``, with as many as these have
+        tokens, and the media with their places. They are stored as those of the prompt of
+        ``ticket``; of an evaluation's where that is None.
 
         BadMedium, BadMedia: one of them is of no use.
         """
         sources: dict[Kind, list[Any]] = defaultdict(list)
         for part in parts:
-            sources[Kind(part.kind)].append(part.source if isinstance(part.source, bytes) else str(part.source))
+            sources[Kind(part.kind)].append(
+                part.source if isinstance(part.source, bytes) else str(part.source)
+            )
         expanded, media = await asyncio.to_thread(self._rules.placed, ids, sources, self._encode)
         if ticket is None:
             return expanded, await self._media.store_for_evaluation(media)

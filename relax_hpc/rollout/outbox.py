@@ -1,7 +1,9 @@
-"""Finished prompt groups on their way to the queue: those that are done within a few milliseconds go in one put.
+"""Finished prompt groups on their way to the queue: those that are done within a few milliseconds
+go in one put.
 
-A put costs much the same for one group as for hundreds: a shard and its file, a request, a record of the journal, and
-the same again in each role that reads it. So groups are handed over as soon as they are done, and gathered here.
+A put costs much the same for one group as for hundreds: a shard and its file, a request, a record
+of the journal, and the same again in each role that reads it. So groups are handed over as soon as
+they are done, and gathered here.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ Put = Callable[[list[Row]], Awaitable[dict[int, str]]]
 GATHER_S = 0.003
 """Seconds that the first of several hand-overs waits for the others."""
 _MOST_TOKENS = 1 << 22
-"""Most tokens of one put, unless a single hand-over has more: some 100 MB of rows, which are copied in well under a
-second."""
+"""Most tokens of one put, unless a single hand-over has more: some 100 MB of rows, which are copied
+in well under a second."""
 _LAST_S = 3.0
 """Seconds to put what is left when the role ends."""
 
@@ -48,7 +50,8 @@ class Outbox:
     """
 
     def __init__(self, put: Put, report: Callable[[int, dict[str, float]], None]) -> None:
-        """``put(rows)`` has the queue take prompt groups, ``report(step, values)`` sends metrics."""
+        """``put(rows)`` has the queue take prompt groups, ``report(step, values)`` sends
+        metrics."""
         self._put_all, self._report = put, report
         self._parcels: list[_Parcel] = []
         self._values: Counter[str] = Counter()
@@ -56,13 +59,15 @@ class Outbox:
         self._sending: asyncio.Task[None] | None = None
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """Send counts, which add up, with the next put, or without one if none comes: nobody waits for them."""
+        """Send counts, which add up, with the next put, or without one if none comes: nobody waits
+        for them."""
         self._step = max(self._step, step)
         self._values.update(values)
         self._begin()
 
     async def put(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Have the queue take whole prompt groups, together with others; why tickets of ``rows`` were refused.
+        """Have the queue take whole prompt groups, together with others; why tickets of ``rows``
+        were refused.
 
         RefusedError as `QueueClient.put`.
         """
@@ -117,7 +122,10 @@ class Outbox:
             _fail(parcels, error)
         else:
             for parcel in parcels:
-                _answer(parcel, {ticket: why for ticket, why in refused.items() if ticket in parcel.tickets})
+                _answer(
+                    parcel,
+                    {ticket: why for ticket, why in refused.items() if ticket in parcel.tickets},
+                )
 
 
 def _answer(parcel: _Parcel, refused: dict[int, str]) -> None:

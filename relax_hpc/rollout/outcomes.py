@@ -1,4 +1,5 @@
-"""Outcomes of prompt groups that were generated, and the end of a role too many of whose groups are bad."""
+"""Outcomes of prompt groups that were generated, and the end of a role too many of whose groups are
+bad."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
 _TICKETS = 4096
 _FIRST_GROUPS = 16
-"""Prompt groups that fail at the same line, and none that succeeds, after which the line is wrong."""
+"""Prompt groups that fail at the same line, and none that succeeds, after which the line is
+wrong."""
 _WRONG_RESULTS = ("reward_wrong_count", "reward_not_a_number", "environment_answer")
 """Reasons of failures by a result of a wrong type, which raise no exception in the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
+    """Reason why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads
+    the error."""
 
     reason: str
     detail: str
@@ -38,7 +41,11 @@ class Failure:
     @property
     def as_programming_error(self) -> str:
         """One line for a failure that every prompt group has, in a run without progress."""
-        return f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt groups; {REMEDY}"
+        return (
+            f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt "
+            "groups; "
+            f"{REMEDY}"
+        )
 
     @property
     def detail_with_location(self) -> str:
@@ -48,20 +55,23 @@ class Failure:
 
 
 def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
-    """Number of episodes with a reward in ``groups``, those included that are not kept, and the sum of their
-    rewards."""
+    """Number of episodes with a reward in ``groups``, those included that are not kept, and the sum
+    of their rewards."""
     rewards = [
         reward
         for group in groups
         for reward in (
-            group.rewards if isinstance(group, Failure) else [row["reward"] for row in group if not row["row"]]
+            group.rewards
+            if isinstance(group, Failure)
+            else [row["reward"] for row in group if not row["row"]]
         )
     ]
     return {GENERATED: float(len(rewards)), GENERATED_SUM: float(sum(rewards))}
 
 
 class Outcomes:
-    """Counts the last groups of all engines of a role; NoProgressError where too many failed or were filtered out."""
+    """Counts the last groups of all engines of a role; NoProgressError where too many failed or
+    were filtered out."""
 
     def __init__(self, shape: RolloutConfig) -> None:
         self._shape = shape
@@ -82,8 +92,8 @@ class Outcomes:
             self._has_succeeded = True
 
     def count_lost(self, ticket: int, failures: int, reason: str) -> None:
-        """Count failures of ``ticket``, which is given out again after so many ``failures``: those that were good here
-        were found bad later."""
+        """Count failures of ``ticket``, which is given out again after so many ``failures``: those
+        that were good here were found bad later."""
         later = failures - self._failures.get(ticket, 0)
         self.note_failures(ticket, failures)
         for _ in range(later):
@@ -101,11 +111,14 @@ class Outcomes:
             del self._failures[next(iter(self._failures))]
 
     def is_programming_error(self, failure: Failure) -> bool:
-        """Count ``failure``; whether so many have failed at its line, and no group has succeeded, that data
-        is not the cause. True once for each line."""
+        """Count ``failure``; whether so many have failed at its line, and no group has succeeded,
+        that data is not the cause. True once for each line."""
         is_suspect = is_description(failure.detail) or failure.reason in _WRONG_RESULTS
-        # The check of an environment's answer has no location. Without one, the code is not the user's.
-        line = failure.origin.location or (failure.reason if failure.reason == "environment_answer" else "")
+        # The check of an environment's answer has no location. Without one, the code is not the
+        # user's.
+        line = failure.origin.location or (
+            failure.reason if failure.reason == "environment_answer" else ""
+        )
         if self._has_succeeded or not (is_suspect and line):
             return False
         self._failures_by_line[line] += 1
@@ -119,12 +132,15 @@ class Outcomes:
                 raise NoProgressError(
                     f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by "
                     f"{failure.detail_with_location}; "
-                    f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
+                    f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the "
+                    "prompts and the reward"
                 )
         elif (share := _share(self._passed)) > shape.max_filtered_share:
             raise NoProgressError(
-                f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} prompt groups, the "
-                f"last with {failure.detail}; allowed rollout.max_filtered_share={shape.max_filtered_share:.0%}; "
+                f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} "
+                "prompt groups, the "
+                f"last with {failure.detail}; allowed "
+                f"rollout.max_filtered_share={shape.max_filtered_share:.0%}; "
                 "choose prompts of another difficulty, more samples a group, or another reward"
             )
 

@@ -1,4 +1,5 @@
-"""Plays episodes against environments, each of which is begun again where its environment has failed it."""
+"""Plays episodes against environments, each of which is begun again where its environment has
+failed it."""
 
 from __future__ import annotations
 
@@ -48,10 +49,12 @@ class Stage(Protocol):
         """Return when episodes can be played. ConfigError: they never can."""
 
     async def play(self, history: History, start: Start) -> Episode:
-        """The episode that ``history`` is the beginning of. EnvironmentFault; BadAnswer, Repeat: as `Start.drawn`."""
+        """The episode that ``history`` is the beginning of. EnvironmentFault; BadAnswer, Repeat: as
+        `Start.drawn`."""
 
     def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
-        """The episode that ``history`` is after the last ``fault``; None: it is none, and its prompt group fails."""
+        """The episode that ``history`` is after the last ``fault``; None: it is none, and its
+        prompt group fails."""
 
     async def close(self) -> None:
         """End all that was started for it."""
@@ -68,22 +71,26 @@ class Player:
         note: Callable[[EnvironmentFault], None],
         note_unrewarded: Callable[[str], None] = lambda ended: None,
     ) -> None:
-        """``limit_s``: seconds for an episode, without what its responses take. ``note`` is called with each fault,
-        also with those after which an episode starts again, up to ``max_faults`` times; ``note_unrewarded`` with the
-        end of each episode that has 0 because it ended before there was a reward."""
+        """``limit_s``: seconds for an episode, without what its responses take. ``note`` is called
+        with each fault, also with those after which an episode starts again, up to ``max_faults``
+        times; ``note_unrewarded`` with the end of each episode that has 0 because it ended before
+        there was a reward."""
         self._stage, self._max_faults, self._limit_s, self._note = stage, max_faults, limit_s, note
         self._note_unrewarded = note_unrewarded
         self.start, self.close = stage.start, stage.close
 
     async def play(self, history: History, start: Start) -> Episode | BadAnswer:
-        """The episode that ``history`` is the beginning of. Repeat: the engine failed, and is not asked again."""
+        """The episode that ``history`` is the beginning of. Repeat: the engine failed, and is not
+        asked again."""
         own = OwnTime(self._limit_s)
 
         async def ask(request: GenerateRequest) -> Generation | BadAnswer:
             with own.stands():
                 return await start.ask(request)
 
-        made = await in_time(self._played(history, replace(start, ask=ask, waiting=own.stands)), own, self._limit_s)
+        made = await in_time(
+            self._played(history, replace(start, ask=ask, waiting=own.stands)), own, self._limit_s
+        )
         assert not isinstance(made, Generation)
         outcome = made.outcome if isinstance(made, Episode) else None
         if outcome and outcome["reward"] is None and made.finish_reason != "env_done":
@@ -128,7 +135,8 @@ class OnEnvironments:
             await session.close()
 
     def conclude(self, history: History, fault: EnvironmentFault) -> Episode | None:
-        """See `Stage.conclude`: an environment that has failed its episode says nothing of the policy."""
+        """See `Stage.conclude`: an environment that has failed its episode says nothing of the
+        policy."""
         return None
 
 
@@ -139,8 +147,8 @@ def player_of(
     note: Callable[[EnvironmentFault], None],
     count: Callable[[str, str], None] = lambda what, reason: None,
 ) -> Player | None:
-    """Player of a run's episodes; None: they are played against no environment. ``count``, ConfigError: as
-    `stage_of`."""
+    """Player of a run's episodes; None: they are played against no environment. ``count``,
+    ConfigError: as `stage_of`."""
     stage = stage_of(config, tokenizer, media, count)
     if not stage:
         return None
@@ -163,9 +171,9 @@ def stage_of(
     media: PromptMedia,
     count: Callable[[str, str], None] = lambda what, reason: None,
 ) -> Stage | None:
-    """Stage of a run's episodes; None: there is none. ``count`` is told what went wrong and was mended, and why: a
-    request of an agent program that was refused, an observation that was cut. ConfigError: there is no such template
-    for chats."""
+    """Stage of a run's episodes; None: there is none. ``count`` is told what went wrong and was
+    mended, and why: a request of an agent program that was refused, an observation that was cut.
+    ConfigError: there is no such template for chats."""
     if not (kind := environment_of(config)):
         return None
     if kind == AGENT:
@@ -175,4 +183,6 @@ def stage_of(
     cut = functools.partial(count, "observation", "cut")
     bridge = Bridge(tokenizer, how.template, places, settings.max_observation_tokens, cut)
     observed = ObservedMedia(media, how.media, tokenizer) if how.media else None
-    return OnEnvironments(Environments(kind, settings), Rules(bridge, tokenizer, settings, observed))
+    return OnEnvironments(
+        Environments(kind, settings), Rules(bridge, tokenizer, settings, observed)
+    )

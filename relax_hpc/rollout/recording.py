@@ -1,4 +1,5 @@
-"""Recordings of rows, which samples of episodes against an environment have, so that these can be played again."""
+"""Recordings of rows, which samples of episodes against an environment have, so that these can be
+played again."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from relax_hpc.rollout.history import OpenRow, media_in
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row
 
 Recording = dict[str, Any]
-"""JSON values: `episode` and `row`, their numbers; `token_ids` of the row, which began with `prompt_len` of them;
-`sampled`, places of those behind that the policy has sampled; `turns`, ends of its turns; `spans` of media."""
+"""JSON values: `episode` and `row`, their numbers; `token_ids` of the row, which began with
+`prompt_len` of them; `sampled`, places of those behind that the policy has sampled; `turns`, ends
+of its turns; `spans` of media."""
 _SAMPLED = 1
 """Version of a sampled token here, where it is of no interest which."""
 
@@ -32,9 +34,15 @@ def recording_of(row: Row) -> Recording:
 
 
 def open_row(recording: Recording) -> OpenRow:
-    """The row, all turns of which are over. LookupError, TypeError, ValueError: this is no recording."""
+    """The row, all turns of which are over. LookupError, TypeError, ValueError: this is no
+    recording."""
     ids, known = [int(token) for token in recording["token_ids"]], int(recording["prompt_len"])
     made, versions = ids[known:], np.full(len(ids) - known, NOBODY)
     versions[recording["sampled"]] = _SAMPLED
     draft = Draft(made, [0.0] * len(made), versions.tolist())
-    return OpenRow(tuple(ids[:known]), draft, media_in(recording["spans"]), [int(end) for end in recording["turns"]])
+    return OpenRow(
+        tuple(ids[:known]),
+        draft,
+        media_in(recording["spans"]),
+        [int(end) for end in recording["turns"]],
+    )

@@ -1,4 +1,5 @@
-"""An episode of which all turns are known, played again against its environment: it is to say the same."""
+"""An episode of which all turns are known, played again against its environment: it is to say the
+same."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ async def replay(
     rows: Sequence[OpenRow],
     folder: Path,
 ) -> Episode:
-    """The episode as it is now; ``rows``: as it was, ``request``: of its first turn, ``folder``: empty, for a while.
+    """The episode as it is now; ``rows``: as it was, ``request``: of its first turn, ``folder``:
+    empty, for a while.
 
-    EnvironmentFault: its environment fails, or says something else (`Differs`). ConfigError: episodes of the run are
-    played against none.
+    EnvironmentFault: its environment fails, or says something else (`Differs`). ConfigError:
+    episodes of the run are played against none.
     """
 
     async def ask(asked: GenerateRequest) -> Generation:
@@ -48,13 +50,17 @@ async def replay(
     try:
         async with _stage(config, tokenizer, media, RunDir(folder / "run")) as stage:
             prompt = await media.of_evaluation(prompt)
-            return await stage.play(History(list(rows)), Start(prompt, replace(request, media=prompt.media), ask))
+            return await stage.play(
+                History(list(rows)), Start(prompt, replace(request, media=prompt.media), ask)
+            )
     finally:
         await media.close()
 
 
 @contextlib.asynccontextmanager
-async def _stage(config: Config, tokenizer: Tokenizer, media: PromptMedia, run: RunDir) -> AsyncIterator[Stage]:
+async def _stage(
+    config: Config, tokenizer: Tokenizer, media: PromptMedia, run: RunDir
+) -> AsyncIterator[Stage]:
     """Stage of a run's episodes; the endpoint of programs is that of another ``run``."""
     async with contextlib.AsyncExitStack() as opened:
         if environment_of(config) == AGENT:
@@ -64,7 +70,10 @@ async def _stage(config: Config, tokenizer: Tokenizer, media: PromptMedia, run: 
             config = replace(config, run_dir=str(run.root))
         stage = stage_of(config, tokenizer, media)
         if stage is None:
-            raise ConfigError("--replay: episodes of this run are played against no environment (environment.kind)")
+            raise ConfigError(
+                "--replay: episodes of this run are played against no environment "
+                "(environment.kind)"
+            )
         opened.push_async_callback(stage.close)
         await stage.start()
         yield stage

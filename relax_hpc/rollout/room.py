@@ -6,11 +6,14 @@ from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.engines.engine import Ended
 
 
-def room(limits: EnvironmentConfig, row: int, length: int, others: int, sampled: int) -> tuple[int, Ended]:
-    """Tokens that a turn may have that begins ``length`` tokens behind the prompt of its row, and what limits it.
+def room(
+    limits: EnvironmentConfig, row: int, length: int, others: int, sampled: int
+) -> tuple[int, Ended]:
+    """Tokens that a turn may have that begins ``length`` tokens behind the prompt of its row, and
+    what limits it.
 
-    ``row``: tokens that a row may have behind its prompt; ``others``: those of the other rows of the episode together;
-    ``sampled``: those of all that were sampled.
+    ``row``: tokens that a row may have behind its prompt; ``others``: those of the other rows of
+    the episode together; ``sampled``: those of all that were sampled.
 
     >>> room(EnvironmentConfig(turn_tokens=8, sampled_tokens=20), 100, 90, 0, 15)
     (5, 'sampled_budget')
@@ -21,4 +24,6 @@ def room(limits: EnvironmentConfig, row: int, length: int, others: int, sampled:
         (limits.sampled_tokens, sampled, "sampled_budget"),
         (limits.turn_tokens, 0, "turn_budget"),
     ]
-    return min(((most - used, limit) for most, used, limit in bounds if most), key=lambda bound: bound[0])
+    return min(
+        ((most - used, limit) for most, used, limit in bounds if most), key=lambda bound: bound[0]
+    )

@@ -28,33 +28,45 @@ _SHOWN_CHARS = 1500
 
 
 class SampleKeeper:
-    """Chooses episodes, has their tokens spelled out, and appends them to a `SampleLog`. Safe to use from threads."""
+    """Chooses episodes, has their tokens spelled out, and appends them to a `SampleLog`. Safe to
+    use from threads."""
 
     def __init__(
-        self, log: SampleLog, config: Config, tokenizer: Tokenizer, media: Path = Path(), eval_media: Path = Path()
+        self,
+        log: SampleLog,
+        config: Config,
+        tokenizer: Tokenizer,
+        media: Path = Path(),
+        eval_media: Path = Path(),
     ) -> None:
-        """``media``, ``eval_media``: folders of the stores of what rows name in their spans, and of evaluations."""
+        """``media``, ``eval_media``: folders of the stores of what rows name in their spans, and of
+        evaluations."""
         self.log, self.config, self.tokenizer = log, config, tokenizer
         self._media, self._eval_media = media, eval_media
 
     def keeps(self, ticket: int) -> bool:
         """Whether the episodes of ``ticket`` are among those of its step that are kept."""
         config = self.config
-        return kept_of(ticket, config.samples.per_step, config.prompts_per_step, config.samples_per_prompt)
+        return kept_of(
+            ticket, config.samples.per_step, config.prompts_per_step, config.samples_per_prompt
+        )
 
     def put(
         self, rows: Iterable[Row], shard: str, about: Mapping[str, Mapping[str, Any]] | None = None
     ) -> list[Sample]:
         """Keep those of ``rows``, which lie in ``shard``, that are to be kept, and return them.
 
-        ``about``: by row id what else is known of it, such as its `answer` or the `components` of its reward.
+        ``about``: by row id what else is known of it, such as its `answer` or the `components` of
+        its reward.
         """
         by_step: dict[int, list[Sample]] = defaultdict(list)
         for row in rows:
             if self.keeps(row["ticket"]):
                 step = row["ticket"] // self.config.prompts_per_step
                 sample = self._sample(row, row["row_id"], step, row["reward"], self._media)
-                by_step[step].append(sample | {"shard": shard} | dict((about or {}).get(row["row_id"], {})))
+                by_step[step].append(
+                    sample | {"shard": shard} | dict((about or {}).get(row["row_id"], {}))
+                )
         for step, samples in by_step.items():
             self.log.keep(samples, step)
         return [sample for samples in by_step.values() for sample in samples]
@@ -67,16 +79,31 @@ class SampleKeeper:
                 [
                     sample | about
                     for place, one in enumerate(scored)
-                    for sample in self._evaluated(place % self.config.eval.responses, version.number, *one)
+                    for sample in self._evaluated(
+                        place % self.config.eval.responses, version.number, *one
+                    )
                 ]
             )
 
     def _evaluated(
-        self, number: int, step: int, prompt: Prompt, answer: Made | EngineFault, score: Score | RewardError
+        self,
+        number: int,
+        step: int,
+        prompt: Prompt,
+        answer: Made | EngineFault,
+        score: Score | RewardError,
     ) -> Iterator[Sample]:
         """The rows of response ``number`` to ``prompt``."""
-        called = prompt.prompt_id if self.config.eval.responses == 1 else f"{prompt.prompt_id}.{number:02d}"
-        made = Generation([], [], np.zeros(0, np.int32), answer.reason) if isinstance(answer, EngineFault) else answer
+        called = (
+            prompt.prompt_id
+            if self.config.eval.responses == 1
+            else f"{prompt.prompt_id}.{number:02d}"
+        )
+        made = (
+            Generation([], [], np.zeros(0, np.int32), answer.reason)
+            if isinstance(answer, EngineFault)
+            else answer
+        )
         # Nobody counts the reward of one that has none.
         failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
         known = Score(0.0) if isinstance(score, RewardError) else score
@@ -102,7 +129,11 @@ def in_tensorboard(samples: list[Sample]) -> list[str]:
 def _text(sample: Sample) -> str:
     head = f"{sample['id']}  reward {sample['reward']:.4g}  {sample['finish_reason']}"
     response = [("response", sample["response"])]
-    said = [(turn["by"], turn["text"].strip("\n")) for turn in sample["turns"]] if "turns" in sample else response
+    said = (
+        [(turn["by"], turn["text"].strip("\n")) for turn in sample["turns"]]
+        if "turns" in sample
+        else response
+    )
     texts = [("prompt", sample["prompt"]), *said]
     if "answer" in sample:
         texts.append(("answer", sample["answer"]))

@@ -1,8 +1,10 @@
-"""Samples of the model's responses, kept for people to read: some episodes of every step, all of an evaluation.
+"""Samples of the model's responses, kept for people to read: some episodes of every step, all of an
+evaluation.
 
-Each rollout rank appends to a file of its own incarnation, `samples/rollout-inc-000001-rank-0.jsonl.gz`, one gzip
-member at a time, so that a killed writer costs the last one alone. Whether an episode was accepted only the journal
-says: each names the shard it was put in.
+Each rollout rank appends to a file of its own incarnation,
+`samples/rollout-inc-000001-rank-0.jsonl.gz`, one gzip member at a time, so that a killed writer
+costs the last one alone. Whether an episode was accepted only the journal says: each names the
+shard it was put in.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _HEAD_START = 0.02
 _LOOK_S = 10.0
 """Seconds between two looks at how much the other ranks have written."""
 _LEVEL = 6
-"""Level of compression: 9, the module's own choice, takes nine times as long for a twentieth less."""
+"""Level of compression: 9, the module's own choice, takes nine times as long for a twentieth
+less."""
 _MAGIC = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 1 << 16
 _MEMBER_BYTES = 8 << 20
@@ -50,9 +53,11 @@ Sample = dict[str, Any]
 
 
 class SampleLog:
-    """The file of one rank. Writing to it never fails and never waits for its disk; what finds no room is counted.
+    """The file of one rank. Writing to it never fails and never waits for its disk; what finds no
+    room is counted.
 
-    >>> log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples, steps=100)
+    >>> log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples,
+    steps=100)
     >>> log.keep([{"id": "000000012.00.00", "step": 3, "response": "12", "reward": 1.0}], step=3)
     """
 
@@ -66,7 +71,8 @@ class SampleLog:
         self._used, self._looked_at = 0, -math.inf
 
     def keep(self, samples: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
-        """Append episodes of ``step``; of None: of an evaluation, which may use all the room that is left."""
+        """Append episodes of ``step``; of None: of an evaluation, which may use all the room that
+        is left."""
         if not samples:
             return
         member = b"".join(gzip.compress(text, _LEVEL, mtime=0) for text in self._texts(samples))
@@ -89,7 +95,8 @@ class SampleLog:
             yield bytes(text)
 
     def _try_to_append(self, member: bytes) -> bool:
-        """Append if possible; False: not to such a folder, or file, or disk. A sample is not worth a run."""
+        """Append if possible; False: not to such a folder, or file, or disk. A sample is not worth
+        a run."""
         try:
             return self._append(member)
         except OSError as error:
@@ -100,7 +107,8 @@ class SampleLog:
             return False
 
     def _append(self, member: bytes) -> bool:
-        """Append; False: the disk has been full for so long that no more is kept for it in memory."""
+        """Append; False: the disk has been full for so long that no more is kept for it in
+        memory."""
         lines = self._lines = self._lines or Lines(self.path)
         before = lines.dropped
         lines.write(member)
@@ -109,23 +117,31 @@ class SampleLog:
         return lines.dropped == before
 
     def _has_room(self, size: int, step: int | None) -> bool:
-        """Whether ``size`` bytes fit into the part of the bound that ``step`` may use, which is all of it for a run's
-        last step."""
+        """Whether ``size`` bytes fit into the part of the bound that ``step`` may use, which is all
+        of it for a run's last step."""
         if time.monotonic() >= self._looked_at + _LOOK_S:
             self._looked_at = time.monotonic()
             with contextlib.suppress(OSError):
-                self._used = sum(path.stat().st_size for path in self.path.parent.glob(f"*{SUFFIX}"))
+                self._used = sum(
+                    path.stat().st_size for path in self.path.parent.glob(f"*{SUFFIX}")
+                )
         share = 1.0 if step is None else min(1.0, (step + 1) / self.steps + _HEAD_START)
         return self._used + size <= share * self.limits.max_bytes
 
     def _short(self, sample: Mapping[str, Any]) -> Sample:
-        """Sample whose texts are cut to the length that they may have; those of its turns share it."""
+        """Sample whose texts are cut to the length that they may have; those of its turns share
+        it."""
         most = self.limits.max_text_chars
-        short = {name: _cut(value, most) if isinstance(value, str) else value for name, value in sample.items()}
+        short = {
+            name: _cut(value, most) if isinstance(value, str) else value
+            for name, value in sample.items()
+        }
         if turns := sample.get("turns", []):
             whole = sum(len(turn["text"]) for turn in turns) <= most
             short["turns"] = (
-                turns if whole else [turn | {"text": _cut(turn["text"], most // len(turns))} for turn in turns]
+                turns
+                if whole
+                else [turn | {"text": _cut(turn["text"], most // len(turns))} for turn in turns]
             )
         if told := sample.get("environment"):
             text = json.dumps(told, ensure_ascii=False, default=str, skipkeys=True)
@@ -133,7 +149,8 @@ class SampleLog:
         return short
 
     def take_skipped(self) -> int:
-        """Episodes since the last call that found no room, within the bound or on a disk that was full for long."""
+        """Episodes since the last call that found no room, within the bound or on a disk that was
+        full for long."""
         with self._lock:
             skipped, self._skipped = self._skipped, 0
         return skipped
@@ -153,25 +170,33 @@ def _cut(text: str, most: int) -> str:
     '01\\n[... 6 characters left out ...]\\n89'
     """
     half = most // 2
-    return text if len(text) <= most else text[:half] + CUT.format(len(text) - 2 * half) + text[-half:]
+    return (
+        text if len(text) <= most else text[:half] + CUT.format(len(text) - 2 * half) + text[-half:]
+    )
 
 
 def kept_of(ticket: int, per_step: int, prompts_per_step: int, samples_per_prompt: int) -> bool:
-    """Whether the episodes of ``ticket`` are kept: of every step as many whole prompt groups as hold ``per_step``
-    episodes, evenly spread.
+    """Whether the episodes of ``ticket`` are kept: of every step as many whole prompt groups as
+    hold ``per_step`` episodes, evenly spread.
 
     >>> [ticket for ticket in range(8) if kept_of(ticket, 4, 4, 2)]
     [1, 3, 5, 7]
     """
-    groups, place = min(prompts_per_step, -(-per_step // samples_per_prompt)), ticket % prompts_per_step
+    groups, place = (
+        min(prompts_per_step, -(-per_step // samples_per_prompt)),
+        ticket % prompts_per_step,
+    )
     return (place + 1) * groups // prompts_per_step > place * groups // prompts_per_step
 
 
-def read_samples(folder: Path, complain: Callable[[str], None] = lambda _: None) -> Iterator[Sample]:
-    """Everything in the files of ``folder``, file by file in the order of their names, each from its beginning.
+def read_samples(
+    folder: Path, complain: Callable[[str], None] = lambda _: None
+) -> Iterator[Sample]:
+    """Everything in the files of ``folder``, file by file in the order of their names, each from
+    its beginning.
 
-    What is torn or damaged is left out. ``complain`` is called with a line for each file that is not read whole because
-    it is no file of a run, or unpacks to more than samples of a run do.
+    What is torn or damaged is left out. ``complain`` is called with a line for each file that is
+    not read whole because it is no file of a run, or unpacks to more than samples of a run do.
     """
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -199,9 +224,13 @@ def _number(text: str) -> float | None:
 
 
 def _members(path: Path) -> Iterator[bytes]:
-    """The content of each gzip member that is whole. ForeignFileError: the file, or a member of it, is not read."""
+    """The content of each gzip member that is whole. ForeignFileError: the file, or a member of it,
+    is not read."""
     try:
-        with open_in_run(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            open_in_run(path) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             start = data.find(_MAGIC)
             while start >= 0:
                 content, end = _inflate(data, start, path)
@@ -216,7 +245,8 @@ def _members(path: Path) -> Iterator[bytes]:
 
 
 def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int]:
-    """The content of the member at ``start``, and its end; None if it is damaged, and where to look for the next.
+    """The content of the member at ``start``, and its end; None if it is damaged, and where to look
+    for the next.
 
     ForeignFileError: it unpacks to more than `_MOST_MEMBER_BYTES`.
     """
@@ -229,7 +259,11 @@ def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int
             at += len(piece)
             size += len(parts[-1])
             if size > _MOST_MEMBER_BYTES:
-                text = f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most that in one part"
+                text = (
+                    f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most "
+                    "that in "
+                    "one part"
+                )
                 raise ForeignFileError(errno.EFBIG, text, str(path))
     except zlib.error:
         return None, start + len(_MAGIC)

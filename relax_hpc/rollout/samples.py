@@ -14,7 +14,15 @@ from relax_hpc.data.prompt_file import PromptFile, PromptSets
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.data.visits import Visits
-from relax_hpc.engines.engine import CUT, EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import (
+    CUT,
+    EngineFault,
+    Episode,
+    EpisodeRow,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
 from relax_hpc.environments.tool_calls import opens_thought
 from relax_hpc.error_origin import describe, locate
 from relax_hpc.fields import FIELDS
@@ -33,7 +41,8 @@ TAIL = 16
 
 
 class PromptSource:
-    """Source of training prompts: a ticket's depends on the seed, the ticket and the attempt alone."""
+    """Source of training prompts: a ticket's depends on the seed, the ticket and the attempt
+    alone."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         self.prompts = prompts
@@ -41,7 +50,8 @@ class PromptSource:
         self._fetched: dict[int, Prompt] = {}
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
-        """Prompt of an attempt at a ticket, read unless it was fetched. Errors as of `PromptFile`."""
+        """Prompt of an attempt at a ticket, read unless it was fetched. Errors as of
+        `PromptFile`."""
         place = self._place(ticket, attempt)
         return self._fetched.pop(place, None) or self.prompts[place]
 
@@ -54,8 +64,8 @@ class PromptSource:
             self._fetched.pop(place, None)
 
     def following(self, ticket: int, count: int) -> list[Prompt]:
-        """Prompts of the ``count`` tickets behind ``ticket``, at their first attempts, fetched in whatever thread this
-        is."""
+        """Prompts of the ``count`` tickets behind ``ticket``, at their first attempts, fetched in
+        whatever thread this is."""
         wanted = [(number, 0) for number in range(ticket + 1, ticket + 1 + count)]
         self.fetch(wanted)
         found = (self._fetched.get(self._place(*each)) for each in wanted)
@@ -68,7 +78,9 @@ class PromptSource:
 def visits_of(prompts: Sequence[Prompt], config: Config) -> Visits:
     """Order in which a run visits ``prompts``."""
     data = config.data
-    order = prompts.order if data.order_by and isinstance(prompts, PromptFile | PromptSets) else None
+    order = (
+        prompts.order if data.order_by and isinstance(prompts, PromptFile | PromptSets) else None
+    )
     if isinstance(prompts, PromptSets):
         counts = {name: len(file) for name, file in prompts.sets.items()}
     else:
@@ -78,15 +90,20 @@ def visits_of(prompts: Sequence[Prompt], config: Config) -> Visits:
 
 
 def draw_key(ticket: int, prompt: Prompt) -> str:
-    """Key of a prompt's draws, beside the seed and the sample. The ticket is part of it, so that a prompt's next visit
-    samples anew."""
+    """Key of a prompt's draws, beside the seed and the sample. The ticket is part of it, so that a
+    prompt's next visit samples anew."""
     return f"{ticket}/{prompt.prompt_id}"
 
 
-def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, budget: int) -> list[GenerateRequest]:
+def requests_for(
+    prompt: Prompt, ticket: int, samples: int, sampling: Sampling, budget: int
+) -> list[GenerateRequest]:
     """One request a sample, each of at most ``budget`` tokens."""
     key = draw_key(ticket, prompt)
-    return [GenerateRequest(prompt.token_ids, key, k, sampling, budget, prompt.media) for k in range(samples)]
+    return [
+        GenerateRequest(prompt.token_ids, key, k, sampling, budget, prompt.media)
+        for k in range(samples)
+    ]
 
 
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
@@ -95,9 +112,14 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
         return _of_turns(prompt, answer, tokenizer)
     generation, rows = last_response(answer), []
     if isinstance(answer, Episode) and len(answer.rows) > 1:
-        rows = [[tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)] for row in answer.rows]
+        rows = [
+            [tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)]
+            for row in answer.rows
+        ]
     text = rows[-1][1] if rows else response_text(generation, tokenizer)
-    return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata, rows)
+    return RewardInput(
+        prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata, rows
+    )
 
 
 def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardInput:
@@ -106,9 +128,13 @@ def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardI
     turns, ended = list(turns_in(episode, tokenizer)), episode.finish_reason
     finish = "length" if ended in CUT else "stop"
     number = episode.outcome["row"]
-    last = next(turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number)
+    last = next(
+        turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number
+    )
     told = {name: episode.outcome[name] for name in ("info", "reward")} | {"ended": ended}
-    return RewardInput(prompt.text, prompt.answer, last, finish, prompt.metadata, turns=turns, environment=told)
+    return RewardInput(
+        prompt.text, prompt.answer, last, finish, prompt.metadata, turns=turns, environment=told
+    )
 
 
 def turns_in(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -129,11 +155,14 @@ def response_text(made: Generation, tokenizer: Tokenizer) -> str:
 
 def turn_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Text of a turn, without special tokens."""
-    return tokenizer.decode(list(token_ids[:-1] if token_ids[-1] in tokenizer.eos_ids else token_ids))
+    return tokenizer.decode(
+        list(token_ids[:-1] if token_ids[-1] in tokenizer.eos_ids else token_ids)
+    )
 
 
 def begins_in_thought(before: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a turn that follows the tokens ``before`` begins within a thought, which the chat template has opened."""
+    """Whether a turn that follows the tokens ``before`` begins within a thought, which the chat
+    template has opened."""
     return opens_thought(tokenizer.decode([int(token) for token in before[-TAIL:]]))
 
 
@@ -150,8 +179,8 @@ def was_cut(answer: Generation | Episode) -> bool:
 
 
 def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
-    """Failure of a prompt group one of whose ``answers`` is no response, since groups enter the queue whole; else
-    None."""
+    """Failure of a prompt group one of whose ``answers`` is no response, since groups enter the
+    queue whole; else None."""
     for answer in answers:
         if isinstance(answer, EngineFault):
             return Failure(answer.reason, str(answer), origin=answer.origin)
@@ -171,8 +200,8 @@ def group_rows(
 ) -> list[Row] | Failure:
     """The rows of a prompt group, or why there are none.
 
-    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`. ``whole_only``: an
-    episode any row of which `was_cut` is not trained on.
+    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
+    ``whole_only``: an episode any row of which `was_cut` is not trained on.
     """
     try:
         kept = bool(keeps(list(rewards)))
@@ -180,13 +209,17 @@ def group_rows(
         detail = f"filter_exception: {describe(error)} (prompt {prompt.prompt_id})"
         return Failure("filter_exception", detail, origin=locate(error))
     if not kept:
-        return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
+        return Failure(
+            FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards)
+        )
     rows = rows_of(prompt, ticket, dict(enumerate(answers)))
     for row in rows:
         row["reward"] = rewards[row["episode"]]
     for row in rows if newest_only else ():
         leave_older_out(row)
-    cut_episodes = {number for number, answer in enumerate(answers) if was_cut(answer)} if whole_only else ()
+    cut_episodes = (
+        {number for number, answer in enumerate(answers) if was_cut(answer)} if whole_only else ()
+    )
     for row in rows:
         if row["episode"] in cut_episodes:
             row["loss_mask"][:] = 0
@@ -194,13 +227,18 @@ def group_rows(
 
 
 def bad_routes(shape: RouteShape, rows: Sequence[Row]) -> Failure | None:
-    """Failure of a prompt group a row of which lacks routes of ``shape``: it names the first; else None."""
+    """Failure of a prompt group a row of which lacks routes of ``shape``: it names the first; else
+    None."""
     found = ((row, fault) for row in rows if (fault := shape.fault(row)))
-    return next((Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found), None)
+    return next(
+        (Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found),
+        None,
+    )
 
 
 def leave_older_out(row: Row) -> None:
-    """Train only on tokens of the version that drew the last one of ``row`` that anybody sampled."""
+    """Train only on tokens of the version that drew the last one of ``row`` that anybody
+    sampled."""
     versions = row["token_versions"]
     if len(sampled := versions[versions != NOBODY]):
         row["loss_mask"] *= versions == sampled[-1]
@@ -209,9 +247,14 @@ def leave_older_out(row: Row) -> None:
 def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Episode]) -> list[Row]:
     """The rows of episodes of a prompt group, by their numbers, but for the rewards.
 
-    Arrays are made once for all of them, and each row has its part: of many short rows that is most of the work.
+    Arrays are made once for all of them, and each row has its part: of many short rows that is most
+    of the work.
     """
-    turns = [(episode, *turn) for episode, answer in answers.items() for turn in enumerate(_turns(prompt, answer))]
+    turns = [
+        (episode, *turn)
+        for episode, answer in answers.items()
+        for turn in enumerate(_turns(prompt, answer))
+    ]
     if not turns:
         return []
     flat = _columns([turn for *_, turn in turns])
@@ -235,14 +278,23 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
 
 
 def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
-    """Per-token fields of all rows, end to end: tokens of no version were sampled by nobody, and are not trained on."""
+    """Per-token fields of all rows, end to end: tokens of no version were sampled by nobody, and
+    are not trained on."""
     blank = np.zeros(max(len(turn.prompt) for turn in turns), np.float32)
     nobody = np.full(len(blank), NOBODY, np.int32)
     pairs = [(turn, len(turn.prompt)) for turn in turns]
-    versions = np.concatenate([part for turn, known in pairs for part in (nobody[:known], turn.made.token_versions)])
-    logprobs = [part for turn, known in pairs for part in (blank[:known], np.array(turn.made.logprobs, np.float32))]
+    versions = np.concatenate(
+        [part for turn, known in pairs for part in (nobody[:known], turn.made.token_versions)]
+    )
+    logprobs = [
+        part
+        for turn, known in pairs
+        for part in (blank[:known], np.array(turn.made.logprobs, np.float32))
+    ]
     return {
-        "token_ids": np.array([*chain.from_iterable((*turn.prompt, *turn.made.token_ids) for turn in turns)], np.int32),
+        "token_ids": np.array(
+            [*chain.from_iterable((*turn.prompt, *turn.made.token_ids) for turn in turns)], np.int32
+        ),
         "loss_mask": (versions != NOBODY).astype(np.uint8),
         "rollout_logprobs": np.concatenate(logprobs),
         "token_versions": versions.astype(np.int32, copy=False),
@@ -256,13 +308,20 @@ def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]
 def _environment(answer: Generation | Episode, turn: EpisodeRow) -> Row:
     """Field `environment` of a row, if its episode was played against one."""
     outcome = answer.outcome if isinstance(answer, Episode) else None
-    return {} if turn.turns is None else {"environment": {"turns": list(turn.turns), **(outcome or {})}}
+    return (
+        {}
+        if turn.turns is None
+        else {"environment": {"turns": list(turn.turns), **(outcome or {})}}
+    )
 
 
 def _media(prompt: Prompt, turn: EpisodeRow) -> Row:
-    """Fields about media: a row that does not begin with the ``prompt`` has none of its places, unless it says so."""
+    """Fields about media: a row that does not begin with the ``prompt`` has none of its places,
+    unless it says so."""
     if turn.media is not None:
-        return {"spans": spans_of(turn.media)} | ({"media_tokens": tokens_by_id(turn.media)} if turn.media else {})
+        return {"spans": spans_of(turn.media)} | (
+            {"media_tokens": tokens_by_id(turn.media)} if turn.media else {}
+        )
     known = len(prompt.token_ids)
     if not prompt.media or tuple(turn.prompt[:known]) != prompt.token_ids:
         return {"spans": []}
@@ -278,5 +337,9 @@ def _extras(turn: EpisodeRow) -> Row:
             before = turn.made.before.get(name, unknown)[:known]
             both, declared = np.concatenate([before, values]), FIELDS[name].dtype
             # What may lose more than precision is left for who checks rows.
-            found[name] = both.astype(declared, copy=False) if np.can_cast(both.dtype, declared, "same_kind") else both
+            found[name] = (
+                both.astype(declared, copy=False)
+                if np.can_cast(both.dtype, declared, "same_kind")
+                else both
+            )
     return found

@@ -1,4 +1,5 @@
-"""The logs of attempts: what engines make is appended beside their work, and read by whoever goes on after a death."""
+"""The logs of attempts: what engines make is appended beside their work, and read by whoever goes
+on after a death."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from relax_hpc.transfer_queue.storage.shard import ShardError
 _LAST_S = 3.0
 """Seconds for the queue to take unfinished attempts when the role is asked to stop."""
 _HANDED_ON_S = 60.0
-"""Seconds for the queue to take attempts that others are to go on with; past it, they draw them anew."""
+"""Seconds for the queue to take attempts that others are to go on with; past it, they draw them
+anew."""
 _SPARE_S = 10.0
 """Seconds for the queue to take spare attempts, which are no loss."""
 
 
 class SegmentLog:
-    """Appends to the logs of some attempts, now and then and when the role is asked to stop, and reads them."""
+    """Appends to the logs of some attempts, now and then and when the role is asked to stop, and
+    reads them."""
 
     def __init__(self, client: QueueClient, shape: RolloutConfig) -> None:
         self._client, self._shape = client, shape
@@ -47,7 +50,8 @@ class SegmentLog:
 
     @asynccontextmanager
     async def of(self, attempt: Attempt) -> AsyncIterator[None]:
-        """Append to its log while the body goes on, and once it has ended no more: nothing is on its way then."""
+        """Append to its log while the body goes on, and once it has ended no more: nothing is on
+        its way then."""
         self._attempts[attempt.ticket] = attempt
         yield
         # After a failure or a cancellation it stays: see `running`.
@@ -75,9 +79,15 @@ class SegmentLog:
         except (ShardError, KeyError) as error:
             print(f"ticket {place.holder} is generated anew: {error}", flush=True)
             return {}
-        found = {k: made for k, rows in episodes.items() if (made := answer_of(rows, prompt)) is not None}
+        found = {
+            k: made for k, rows in episodes.items() if (made := answer_of(rows, prompt)) is not None
+        }
         if len(found) < len(episodes):
-            print(f"ticket {place.holder} is generated anew: its prompt {prompt.prompt_id} has changed", flush=True)
+            print(
+                f"ticket {place.holder} is generated anew: its prompt {prompt.prompt_id} has "
+                "changed",
+                flush=True,
+            )
         return found if len(found) == len(episodes) else {}
 
     async def _now_and_then(self) -> None:
@@ -92,7 +102,8 @@ class SegmentLog:
                 await asyncio.to_thread(self._append, list(self._attempts.values()), False, timeout)
 
     def _append(self, attempts: Iterable[Attempt], spare: bool, timeout: float | None) -> None:
-        """Append what the queue does not have; if it cannot be, no more is lost than with the process."""
+        """Append what the queue does not have; if it cannot be, no more is lost than with the
+        process."""
         unfinished_too, budget = self._shape.save_partial == "tokens", self._shape.max_new_tokens
         news = {one: segments for one in attempts if (segments := one.news(unfinished_too, budget))}
         segments = [segment for some in news.values() for segment in some]
@@ -102,7 +113,10 @@ class SegmentLog:
         try:
             refused = append(self._client, segments, numbers, spare, timeout)
         except (RelaxError, OSError) as error:
-            print(f"{len(segments)} segments of unfinished prompt groups were not appended: {error}", flush=True)
+            print(
+                f"{len(segments)} segments of unfinished prompt groups were not appended: {error}",
+                flush=True,
+            )
             return
         for attempt, some in news.items():
             attempt.appended(some, attempt.ticket in refused)

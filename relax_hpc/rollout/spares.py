@@ -1,7 +1,8 @@
-"""Over-sampling: the next attempts at some tickets, begun before it is known whether they are needed.
+"""Over-sampling: the next attempts at some tickets, begun before it is known whether they are
+needed.
 
-A spare is what its own ticket would be given next anyway, so that what a ticket is trained on does not depend on
-spares, nor on which of them is quick.
+A spare is what its own ticket would be given next anyway, so that what a ticket is trained on does
+not depend on spares, nor on which of them is quick.
 """
 
 from __future__ import annotations
@@ -27,5 +28,6 @@ class Spare:
 
 
 def has_spare(ticket: int, share: float) -> bool:
-    """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare attempt."""
+    """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare
+    attempt."""
     return int((ticket + 1) * share) > int(ticket * share)

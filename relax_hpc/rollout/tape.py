@@ -1,4 +1,5 @@
-"""An episode of a log, gone through once more: turns are taken from it, and what its environment says is compared."""
+"""An episode of a log, gone through once more: turns are taken from it, and what its environment
+says is compared."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from relax_hpc.rollout.history import OpenRow
 class Differs(EnvironmentFault):
     """Fault of an environment that says something else when an episode is played again."""
 
-    def __init__(self, row: int, what: str, then: Sequence[int] = (), now: Sequence[int] = ()) -> None:
+    def __init__(
+        self, row: int, what: str, then: Sequence[int] = (), now: Sequence[int] = ()
+    ) -> None:
         """``then``, ``now``: tokens of row number ``row`` that it said, where it is about those."""
-        super().__init__("environment_differs", f"row {row} of the episode has {what} when it is played again")
+        super().__init__(
+            "environment_differs", f"row {row} of the episode has {what} when it is played again"
+        )
         self.then, self.now = list(then), list(now)
 
 
@@ -26,23 +31,24 @@ class Tape:
         self._rows = list(rows)
 
     def turn(self, number: int, start: int) -> Draft | None:
-        """Row ``number`` up to the end of its turn that begins ``start`` tokens behind the prompt; None: that turn is
-        not over here."""
+        """Row ``number`` up to the end of its turn that begins ``start`` tokens behind the prompt;
+        None: that turn is not over here."""
         if number >= len(self._rows):
             return None
         row = self._rows[number]
         return next((row.first(end) for end in row.turns if end > start), None)
 
     def rest(self, number: int, start: int) -> Draft | None:
-        """All of row ``number``, with what it has of the turn that begins ``start`` tokens behind the prompt; None: it
-        ends before that."""
+        """All of row ``number``, with what it has of the turn that begins ``start`` tokens behind
+        the prompt; None: it ends before that."""
         if number >= len(self._rows):
             return None
         row = self._rows[number]
         return row.first(row.length) if row.length >= start else None
 
     def compare(self, number: int, row: OpenRow, heard: Sequence[int]) -> None:
-        """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was ``heard``."""
+        """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was
+        ``heard``."""
         if number >= len(self._rows):
             return
         then, end = self._rows[number], row.length + len(heard)
@@ -53,7 +59,8 @@ class Tape:
             raise Differs(number, what, _said(then, row.length), heard)
 
     def check_over(self, rows: Sequence[OpenRow]) -> None:
-        """EnvironmentFault: it has more than the ``rows`` that were made of it, or other media. It is over then."""
+        """EnvironmentFault: it has more than the ``rows`` that were made of it, or other media. It
+        is over then."""
         then, self._rows = self._rows, []
         if len(then) > len(rows):
             raise Differs(len(rows), "no such row")

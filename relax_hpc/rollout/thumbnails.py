@@ -1,4 +1,5 @@
-"""Media as people see them beside a sample: small pictures, which stay when the media themselves are gone."""
+"""Media as people see them beside a sample: small pictures, which stay when the media themselves
+are gone."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def thumbnail_of(blob: Path) -> dict[str, str] | None:
 def thumbnail(medium: Medium) -> dict[str, str]:
     """{kind, about: its size, picture: a JPEG as a data URI}."""
     pixels, about = _waveform(medium) if medium.kind is Kind.AUDIO else _middle(medium)
-    return {"kind": str(medium.kind), "about": about, "picture": data_uri(_jpeg(pixels), "image/jpeg")}
+    return {
+        "kind": str(medium.kind),
+        "about": about,
+        "picture": data_uri(_jpeg(pixels), "image/jpeg"),
+    }
 
 
 def _middle(medium: Medium) -> tuple[np.ndarray, str]:
@@ -51,7 +56,9 @@ def _waveform(medium: Medium) -> tuple[np.ndarray, str]:
     columns = np.array_split(np.abs(waveform(medium)), SIDE)
     loud = np.array([column.max(initial=0.0) for column in columns])
     beyond = np.abs(np.linspace(-1, 1, _WAVE_HEIGHT))[:, None] > loud
-    return np.repeat(np.where(beyond, 255, 64).astype(np.uint8)[..., None], 3, axis=2), f"{medium.data.size} samples"
+    return np.repeat(
+        np.where(beyond, 255, 64).astype(np.uint8)[..., None], 3, axis=2
+    ), f"{medium.data.size} samples"
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:

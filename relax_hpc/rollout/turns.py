@@ -1,8 +1,9 @@
-"""One play of an episode of several turns: the policy speaks, its environment answers, until one of them or a budget
-ends it.
+"""One play of an episode of several turns: the policy speaks, its environment answers, until one of
+them or a budget ends it.
 
-Tokens in, tokens out: a request is all of a row so far, and what its engine draws stays as it is. What others say is
-tokenised once, by `Bridge`, and has version 0. The environment is told of each response, the last one included.
+Tokens in, tokens out: a request is all of a row so far, and what its engine draws stays as it is.
+What others say is tokenised once, by `Bridge`, and has version 0. The environment is told of each
+response, the last one included.
 """
 
 from __future__ import annotations
@@ -18,8 +19,24 @@ from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import BadAnswer, Draft, Ended, Episode, GenerateRequest, Generation, Sampling
-from relax_hpc.environments.base import Beginning, Context, EnvironmentFault, MediaPart, Message, Response, Step
+from relax_hpc.engines.engine import (
+    BadAnswer,
+    Draft,
+    Ended,
+    Episode,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
+from relax_hpc.environments.base import (
+    Beginning,
+    Context,
+    EnvironmentFault,
+    MediaPart,
+    Message,
+    Response,
+    Step,
+)
 from relax_hpc.errors import RefusedError
 from relax_hpc.rollout.bridge import Bridge
 from relax_hpc.rollout.episodes import Repeat
@@ -69,7 +86,8 @@ class Start:
     asks_again: bool = True
     """Whether the engine is asked again where it failed."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of waits, such as for a place among environments, that are no time of the episode's own."""
+    """Context of waits, such as for a place among environments, that are no time of the episode's
+    own."""
 
     @property
     def beginning(self) -> Beginning:
@@ -79,11 +97,18 @@ class Start:
         seed = zlib.crc32(f"{request.sampling.seed}/{request.prompt_id}/{request.sample}".encode())
         return Beginning(prompt.text, prompt.answer, prompt.metadata, media, seed, request.sample)
 
-    async def drawn(self, row: OpenRow, budget: int, sampling: Sampling | None = None) -> Generation:
-        """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine has drawn, by
-        ``sampling`` if that is another. BadAnswer: it is none. Repeat: the engine failed, and is not asked again."""
+    async def drawn(
+        self, row: OpenRow, budget: int, sampling: Sampling | None = None
+    ) -> Generation:
+        """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine
+        has drawn, by ``sampling`` if that is another. BadAnswer: it is none. Repeat: the engine
+        failed, and is not asked again."""
         session = f"{self.request.prompt_id}/{self.request.sample}"
-        about = {"media": row.media, "budget": budget, "sampling": sampling or self.request.sampling}
+        about = {
+            "media": row.media,
+            "budget": budget,
+            "sampling": sampling or self.request.sampling,
+        }
         request = replace(self.request, prompt_ids=row.prompt, session=session, **about)
         while True:
             row.draft = row.draft.again()
@@ -102,7 +127,8 @@ class Turns:
     """Turns of one episode."""
 
     def __init__(self, rules: Rules, start: Start, history: History) -> None:
-        """Turns that ``history`` has are taken as they are, and what others said then is compared."""
+        """Turns that ``history`` has are taken as they are, and what others said then is
+        compared."""
         self.rules, self.start, self.history = rules, start, history
         self.tape = Tape(history.rows)
         history.rows = self.rows = []
@@ -112,12 +138,15 @@ class Turns:
         self.outcome: dict[str, Any] = {"info": {}, "reward": None}
 
     async def through(self, session: Session) -> Episode:
-        """Play to the end. EnvironmentFault: it came to none. BadAnswer: of the engine. Repeat: as `Start.ask`."""
+        """Play to the end. EnvironmentFault: it came to none. BadAnswer: of the engine. Repeat: as
+        `Start.ask`."""
         row = OpenRow(self.start.request.prompt_ids, media=self.start.request.media)
         if not session.opening:
             self._add(row, "")
         elif limit := await self._hear(row, session.opening, ""):
-            raise EnvironmentFault("environment_answer", f"its opening leaves no room for a turn ({limit})")
+            raise EnvironmentFault(
+                "environment_answer", f"its opening leaves no room for a turn ({limit})"
+            )
         for number in itertools.count():
             begun = row.length
             ended = await self._speak(row)
@@ -126,7 +155,9 @@ class Turns:
             text = turn_text(row.draft.token_ids[begun:], self.rules.tokenizer)
             before = [*row.prompt[-TAIL:], *row.draft.token_ids[max(0, begun - TAIL) : begun]]
             in_thought = begins_in_thought(before, self.rules.tokenizer)
-            step, messages = await session.step(Response(text, "length" if ended else "stop", number, in_thought))
+            step, messages = await session.step(
+                Response(text, "length" if ended else "stop", number, in_thought)
+            )
             self._note(step)
             if step.done:
                 ended = ended or "env_done"
@@ -146,18 +177,23 @@ class Turns:
 
     def _add(self, row: OpenRow, name: str) -> None:
         if len(self.rows) == MAX_ROWS:
-            raise EnvironmentFault("environment_answer", f"found more than {MAX_ROWS} contexts in an episode")
+            raise EnvironmentFault(
+                "environment_answer", f"found more than {MAX_ROWS} contexts in an episode"
+            )
         self.rows.append(row)
         self.names[name] = row
 
-    # -- the policy speaks -----------------------------------------------------------------------------------------
+    # -- the policy speaks -------------------------------------------------------------------------
 
     async def _speak(self, row: OpenRow) -> Ended | None:
-        """Add a turn to ``row``, from the tape or by the engine; why the episode ends with it, if it does."""
+        """Add a turn to ``row``, from the tape or by the engine; why the episode ends with it, if
+        it does."""
         begun, (room, limit) = row.length, self._room(row, row.length)
         if turn := self.tape.turn(self.rows.index(row), begun):
             last = turn.token_ids[-1]
-            is_cut = len(turn.token_ids) == begun + room and last not in self.rules.tokenizer.eos_ids
+            is_cut = (
+                len(turn.token_ids) == begun + room and last not in self.rules.tokenizer.eos_ids
+            )
             row.draft, finish = turn, "length" if is_cut else "stop"
         else:
             answer = await self._drawn(row, begun + room)
@@ -174,21 +210,24 @@ class Turns:
         return await self.start.drawn(row, budget)
 
     def _room(self, row: OpenRow, length: int) -> tuple[int, Ended]:
-        """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``, and what limits
-        it."""
+        """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``,
+        and what limits it."""
         request, others = self.start.request, sum(one.length for one in self.rows if one is not row)
         # A branch has turns in its prompt, for which the row has to have room too.
         turns = max(0, len(row.prompt) - len(request.prompt_ids))
         return room(self.rules.limits, request.budget, turns + length, others - turns, self.sampled)
 
-    # -- the environment answers -----------------------------------------------------------------------------------
+    # -- the environment answers -------------------------------------------------------------------
 
     async def _answered(
         self, row: OpenRow, context: Context | None, messages: Sequence[Message]
     ) -> tuple[OpenRow, Ended | None]:
-        """The row in which the policy goes on after ``row``, and why the episode ends instead, if it does."""
+        """The row in which the policy goes on after ``row``, and why the episode ends instead, if
+        it does."""
         if not messages:
-            raise EnvironmentFault("environment_answer", "found no message, though it is not done; say something")
+            raise EnvironmentFault(
+                "environment_answer", "found no message, though it is not done; say something"
+            )
         if context is None:
             return row, await self._hear(row, messages)
         target = self.names.get(context.name) or self._begun(row, context.turns)
@@ -201,14 +240,17 @@ class Turns:
             return OpenRow(self.start.request.prompt_ids, media=self.start.request.media)
         if turns > len(row.turns):
             raise EnvironmentFault(
-                "environment_answer", f"found a context of {turns} turns, allowed: up to {len(row.turns)}"
+                "environment_answer",
+                f"found a context of {turns} turns, allowed: up to {len(row.turns)}",
             )
         prompt = (*row.prompt, *row.draft.token_ids[: row.turns[turns - 1]])
         media = (medium for medium in row.media if medium.spans[-1][0] < len(prompt))
         # A branch of a branch has turns in its prompt, which are not among those of its row.
         later = len(row.turns) - turns
         ends = [number for number, role in enumerate(row.roles) if role == POLICY_ROLE]
-        return OpenRow(prompt, media=tuple(media), roles=row.roles[: ends[len(ends) - later - 1] + 1])
+        return OpenRow(
+            prompt, media=tuple(media), roles=row.roles[: ends[len(ends) - later - 1] + 1]
+        )
 
     async def _placed(self, heard: list[int], parts: Sequence[MediaPart]) -> Placed:
         if not parts:
@@ -221,15 +263,19 @@ class Turns:
             # Refused: the prompt group has too many.
             raise EnvironmentFault("environment_answer", str(bad)) from bad
 
-    async def _hear(self, row: OpenRow, messages: Sequence[Message], name: str | None = None) -> Ended | None:
-        """Add ``messages`` to ``row``, which is one of the episode's then, by ``name`` if it was not; why the episode
-        ends instead, if there is no room for an answer."""
+    async def _hear(
+        self, row: OpenRow, messages: Sequence[Message], name: str | None = None
+    ) -> Ended | None:
+        """Add ``messages`` to ``row``, which is one of the episode's then, by ``name`` if it was
+        not; why the episode ends instead, if there is no room for an answer."""
         before = [*row.prompt, *row.draft.token_ids]
         roles = row.roles[:-1] if row.roles[-1] == POLICY_ROLE else row.roles
         kept, heard = self.rules.bridge.tokens(before, messages, not row.length, roles)
         if kept < len(row.prompt):
             row.prompt = row.prompt[:kept]
-        parts = [part for message in messages for part in message.parts if isinstance(part, MediaPart)]
+        parts = [
+            part for message in messages for part in message.parts if isinstance(part, MediaPart)
+        ]
         heard, media = await self._placed(heard, parts)
         room, limit = self._room(row, row.length + len(heard))
         if room <= 0:

@@ -1,4 +1,5 @@
-"""A private, real Slurm of several nodes on one machine: to try the toolkit on, and for its tests."""
+"""A private, real Slurm of several nodes on one machine: to try the toolkit on, and for its
+tests."""
 
 from relax_hpc.sandbox.cluster import Sandbox, down, up
 from relax_hpc.sandbox.options import Options

@@ -1,4 +1,5 @@
-"""The sandbox itself: Slurm's real daemons, one slurmd a node, all on 127.0.0.1 and all below one folder."""
+"""The sandbox itself: Slurm's real daemons, one slurmd a node, all on 127.0.0.1 and all below one
+folder."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ _START_S, _STOP_S, _COMMAND_S = 60.0, 10.0, 30.0
 
 
 def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
-    """Start what does not run of the sandbox in `folder`, and return when all its nodes but declared ones serve.
+    """Start what does not run of the sandbox in `folder`, and return when all its nodes but
+    declared ones serve.
 
-    Without `wanted` it is as it was last time, or as Options' defaults. ConfigError: this machine cannot have one
-    (programs, host name, folder, ports), or it runs already with other options. DeadlineError: a daemon does not come.
+    Without `wanted` it is as it was last time, or as Options' defaults. ConfigError: this machine
+    cannot have one (programs, host name, folder, ports), or it runs already with other options.
+    DeadlineError: a daemon does not come.
     """
     folder = Path(folder).expanduser().resolve()
     machine.check(folder)
@@ -37,7 +40,9 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
         config_files.write(folder, wanted)
         options.save(wanted, folder / "options.json")
     elif saved is None or replace(wanted, port=wanted.port or saved.port) != saved:
-        raise ConfigError(f"sandbox: {folder}: already runs with other options ({saved}), call down first")
+        raise ConfigError(
+            f"sandbox: {folder}: already runs with other options ({saved}), call down first"
+        )
     sandbox = Sandbox(folder, saved if running and saved else wanted)
     sandbox.start()
     if not (folder / "site.yaml").exists() or not running:
@@ -46,7 +51,8 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
 
 
 def down(folder: Path | str) -> None:
-    """End the sandbox in `folder` with all its jobs; its files stay. Nothing happens where none runs."""
+    """End the sandbox in `folder` with all its jobs; its files stay. Nothing happens where none
+    runs."""
     folder = Path(folder).expanduser().resolve()
     Sandbox(folder, options.load(folder / "options.json") or Options()).stop()
 
@@ -86,16 +92,22 @@ class Sandbox:
         return clean_environment() | {"SLURM_CONF": str(self.conf)}
 
     def client(self, *words: str, check: bool = True) -> str:
-        """Standard output of a Slurm command. RelaxError with its own words if it fails, unless `check` is off."""
+        """Standard output of a Slurm command. RelaxError with its own words if it fails, unless
+        `check` is off."""
         try:
             done = subprocess.run(
                 words, env=self.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=_COMMAND_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise DeadlineError(f"sandbox: {' '.join(words)}: no answer in {_COMMAND_S:g} s{self._see()}") from None
+            raise DeadlineError(
+                f"sandbox: {' '.join(words)}: no answer in {_COMMAND_S:g} s{self._see()}"
+            ) from None
         if check and done.returncode:
-            raise RelaxError(f"sandbox: {' '.join(words)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+            raise RelaxError(
+                f"sandbox: {' '.join(words)}: "
+                f"{done.stderr.strip() or f'exit code {done.returncode}'}"
+            )
         return done.stdout
 
     def daemons(self) -> dict[str, int]:
@@ -105,10 +117,13 @@ class Sandbox:
         return {name: found[name][0].pid if name in found else 0 for name in names}
 
     def node_states(self) -> dict[str, str]:
-        """State of each node in slurmctld's words, such as `idle` or `down*`; empty when slurmctld does not answer."""
+        """State of each node in slurmctld's words, such as `idle` or `down*`; empty when slurmctld
+        does not answer."""
         if not self.daemons()["slurmctld"]:
             return {}  # sinfo would try for ten seconds
-        lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).splitlines()
+        lines = self.client(
+            "sinfo", "--noheader", "--Node", "--format=%N %T", check=False
+        ).splitlines()
         return dict(line.split()[:2] for line in lines)
 
     def is_up(self) -> bool:
@@ -125,7 +140,8 @@ class Sandbox:
         """Cancel the jobs and end the daemons; what does not end when asked is killed."""
         if "slurmctld" in (found := processes.daemons(self.folder)) and "munged" in found:
             self._cancel_all()
-        # The controller first, while its nodes can still answer; munged, which all of them need, last.
+        # The controller first, while its nodes can still answer; munged, which all of them need,
+        # last.
         self.stop_controller()
         found = processes.daemons(self.folder)
         munge = found.pop("munged", [])
@@ -137,7 +153,8 @@ class Sandbox:
                 path.unlink(missing_ok=True)
 
     def kill_node(self, node: str, down: bool = False) -> list[int]:
-        """Power loss of `node`: SIGKILL to its slurmd and to all that runs on it. Returns the killed pids.
+        """Power loss of `node`: SIGKILL to its slurmd and to all that runs on it. Returns the
+        killed pids.
 
         `down` tells slurmctld at once; else it finds out by itself, after slurmd_timeout.
         """
@@ -150,8 +167,13 @@ class Sandbox:
             found.update({process.pid: process for process in new})
             return not new
 
-        # First all stop, then all die: no process shall see another's death, as it would not when power is lost.
-        processes.until(all_stand_still, _STOP_S, f"{node}: new processes keep coming{self._see(f'slurmd-{node}')}")
+        # First all stop, then all die: no process shall see another's death, as it would not when
+        # power is lost.
+        processes.until(
+            all_stand_still,
+            _STOP_S,
+            f"{node}: new processes keep coming{self._see(f'slurmd-{node}')}",
+        )
         try:
             if down:
                 # Before anybody sees the deaths, and asks for other nodes.
@@ -167,8 +189,8 @@ class Sandbox:
     def start_node(self, node: str, rebooted: bool = False) -> None:
         """Power `node` on, and wait until it serves.
 
-        `rebooted` tells slurmctld that what ran there before has ended, as a real node's boot does: else a job that was
-        being ended there may stay COMPLETING.
+        `rebooted` tells slurmctld that what ran there before has ended, as a real node's boot does:
+        else a job that was being ended there may stay COMPLETING.
         """
         self._check_node(node)
         if rebooted:
@@ -176,7 +198,8 @@ class Sandbox:
         self._start_nodes((node,))
 
     def stop_controller(self, kill: bool = False) -> None:
-        """End slurmctld in order, or `kill` it: what it learned in its last 5 s may then be lost. Jobs go on."""
+        """End slurmctld in order, or `kill` it: what it learned in its last 5 s may then be lost.
+        Jobs go on."""
         found = processes.families(processes.daemons(self.folder).get("slurmctld", []))
         if kill:
             processes.kill(found)
@@ -186,25 +209,44 @@ class Sandbox:
         """Start slurmctld with the state it left, and wait until it answers."""
         if "slurmctld" not in processes.daemons(self.folder):
             self._daemon("slurmctld", "slurmctld", "-f", str(self.conf))
-        self._wait(lambda: "UP" in self.client("scontrol", "ping", check=False), "slurmctld", "does not answer")
+        self._wait(
+            lambda: "UP" in self.client("scontrol", "ping", check=False),
+            "slurmctld",
+            "does not answer",
+        )
 
     def restart(self) -> None:
-        """Kill slurmctld and every slurmd, and start them again: the steps of running jobs are not touched.
+        """Kill slurmctld and every slurmd, and start them again: the steps of running jobs are not
+        touched.
 
         A job that was submitted or changed in the last 5 s may be forgotten, as on any Slurm.
         """
         found = processes.daemons(self.folder)
-        slurmds = [process for name, group in found.items() if name.startswith("slurmd-") for process in group]
+        slurmds = [
+            process
+            for name, group in found.items()
+            if name.startswith("slurmd-")
+            for process in group
+        ]
         self.stop_controller(kill=True)
         processes.kill(slurmds)
         processes.until_gone(slurmds, _STOP_S)
         self.start()
 
     def has_pmix(self) -> bool:
-        """Whether srun can start the system's Open MPI through PMIx; on Debian that takes the package libpmix-dev."""
+        """Whether srun can start the system's Open MPI through PMIx; on Debian that takes the
+        package libpmix-dev."""
         if not self.nodes:
             return False
-        command = ("srun", "--mpi=pmix", "--nodes=1", "--ntasks=1", "--immediate=5", "echo", "works")
+        command = (
+            "srun",
+            "--mpi=pmix",
+            "--nodes=1",
+            "--ntasks=1",
+            "--immediate=5",
+            "echo",
+            "works",
+        )
         return bool(config_files.open_mpi()) and "works" in self.client(*command, check=False)
 
     def _processes_of(self, node: str) -> list[Any]:
@@ -230,7 +272,8 @@ class Sandbox:
             return
         for stale in run.glob("munge.sock*"):
             stale.unlink()
-        # --force: munged wants every folder above its socket open to all users, and homes seldom are.
+        # --force: munged wants every folder above its socket open to all users, and homes seldom
+        # are.
         self._daemon(
             "munged", "munged", "--force", f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock",
             f"--pid-file={run}/munged.pid", f"--log-file={self.folder}/log/munged.log",
@@ -244,7 +287,11 @@ class Sandbox:
         for node in names:
             if f"slurmd-{node}" not in running:
                 self._daemon(f"slurmd-{node}", "slurmd", "-N", node, "-f", str(self.conf))
-        self._wait(lambda: all(map(_serves, self._states_of(names))), f"slurmd-{names[0]}", "does not serve")
+        self._wait(
+            lambda: all(map(_serves, self._states_of(names))),
+            f"slurmd-{names[0]}",
+            "does not serve",
+        )
 
     def _states_of(self, names: tuple[str, ...]) -> list[str]:
         states = self.node_states()
@@ -260,7 +307,9 @@ class Sandbox:
                 start_new_session=True, timeout=_START_S,
             )  # fmt: skip
         if done.returncode:
-            raise RelaxError(f"sandbox: {name}: did not start, its last words: {_tail(log)}{self._see(name)}")
+            raise RelaxError(
+                f"sandbox: {name}: did not start, its last words: {_tail(log)}{self._see(name)}"
+            )
 
     def _wait(self, done: Callable[[], bool], name: str, what: str) -> None:
         processes.until(done, _START_S, f"{name} {what}{self._see(name)}")
@@ -270,13 +319,26 @@ class Sandbox:
 
     def _check_node(self, node: str) -> None:
         if node not in self.nodes:
-            allowed = f"{self.nodes[0]} to {self.nodes[-1]}" if self.nodes else "none, as they are only declared"
+            allowed = (
+                f"{self.nodes[0]} to {self.nodes[-1]}"
+                if self.nodes
+                else "none, as they are only declared"
+            )
             raise ConfigError(f"sandbox: node: found {node!r}, allowed {allowed}")
 
 
 def _serves(state: str) -> bool:
     """Whether a node in this state runs jobs, or could when its present ones are done."""
-    return state in ("idle", "mixed", "allocated", "completing", "planned", "reserved", "drained", "draining")
+    return state in (
+        "idle",
+        "mixed",
+        "allocated",
+        "completing",
+        "planned",
+        "reserved",
+        "drained",
+        "draining",
+    )
 
 
 def _tail(path: Path) -> str:

@@ -47,31 +47,48 @@ def usage(verb: str) -> str:
     >>> usage("kill-node")
     'NODE [DIR] [--down]'
     """
-    node, more = ("NODE " if verb.endswith("-node") else ""), {"up": " [OPTION]...", "kill-node": " [--down]"}
+    node, more = (
+        ("NODE " if verb.endswith("-node") else ""),
+        {"up": " [OPTION]...", "kill-node": " [--down]"},
+    )
     return f"{node}[DIR]{more.get(verb, '')}"
 
 
 def add_arguments(verb: str, parser: argparse.ArgumentParser) -> None:
     """Add what `main` takes with ``verb``; options that are not given stay None, or are absent."""
     places = "[NODE] [DIR]" if verb.endswith("-node") else "DIR"
-    parser.add_argument("words", nargs="*", metavar=places, help=f"DIR: the folder (default {default_folder()})")
+    parser.add_argument(
+        "words", nargs="*", metavar=places, help=f"DIR: the folder (default {default_folder()})"
+    )
     if verb == "kill-node":
-        parser.add_argument("--down", action="store_true", help="tell slurmctld at once that NODE is down")
+        parser.add_argument(
+            "--down", action="store_true", help="tell slurmctld at once that NODE is down"
+        )
     if verb != "up":
         return
     for name, text in _HELP.items():
         metavar = "MB" if name == "memory" else "N"
         default = getattr(Options(), name)
-        parser.add_argument(f"--{name}", type=int, metavar=metavar, help=f"{text}; {default} unless it had another")
-    parser.add_argument("--bind", action="store_const", const=True, help="bind processes to their CPUs")
+        parser.add_argument(
+            f"--{name}", type=int, metavar=metavar, help=f"{text}; {default} unless it had another"
+        )
     parser.add_argument(
-        "--declared", action="append", metavar="LINE", help='nodes that run nothing: "big[1-9] CPUs=64 Gres=gpu:8"'
+        "--bind", action="store_const", const=True, help="bind processes to their CPUs"
     )
-    parser.add_argument("--extra", action="append", metavar="LINE", help="one more line of slurm.conf")
+    parser.add_argument(
+        "--declared",
+        action="append",
+        metavar="LINE",
+        help='nodes that run nothing: "big[1-9] CPUs=64 Gres=gpu:8"',
+    )
+    parser.add_argument(
+        "--extra", action="append", metavar="LINE", help="one more line of slurm.conf"
+    )
 
 
 def main(verb: str, words: Sequence[str] = (), *, down: bool = False, **given: Any) -> int:
-    """Do `verb` of VERBS on [NODE] [DIR] in `words`; `given` are Options by name, None where not given.
+    """Do `verb` of VERBS on [NODE] [DIR] in `words`; `given` are Options by name, None where not
+    given.
 
     Returns the exit code. RelaxError and its kinds: see the functions of `cluster`.
     """

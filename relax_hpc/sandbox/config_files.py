@@ -54,11 +54,16 @@ def _link_null(path: Path) -> None:
 def _gres_conf(folder: Path, options: Options) -> str:
     if not options.gpus or not options.nodes:
         return ""
-    return f"NodeName=node[1-{options.nodes}] Name=gpu File={folder}/dev/gpu[0-{options.gpus - 1}] AutoDetect=off\n"
+    return (
+        f"NodeName=node[1-{options.nodes}] Name=gpu "
+        f"File={folder}/dev/gpu[0-{options.gpus - 1}] "
+        "AutoDetect=off\n"
+    )
 
 
 def slurm_conf(folder: Path, options: Options) -> str:
-    """The text of slurm.conf; a line of `options.extra` takes the place of the setting of the same name."""
+    """The text of slurm.conf; a line of `options.extra` takes the place of the setting of the same
+    name."""
     return "".join(f"{line}\n" for line in _replace(_lines(folder, options), options.extra))
 
 
@@ -79,7 +84,8 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "ClusterName=sandbox",
         f"SlurmctldHost={host()}(127.0.0.1)",
         f"SlurmctldPort={options.port}",
-        # MPICH names its shared memory by job and step, and a killed rank leaves it: sandboxes must not share numbers.
+        # MPICH names its shared memory by job and step, and a killed rank leaves it: sandboxes must
+        # not share numbers.
         f"FirstJobId={100 * options.port + 1}",
         f"SlurmUser={me}",
         f"SlurmdUser={me}",
@@ -123,7 +129,8 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "MessageTimeout=10",
         "TCPTimeout=2",
         "OverTimeLimit=0",
-        # Heterogeneous jobs are started by the backfill scheduler alone, whose default interval is 30 s.
+        # Heterogeneous jobs are started by the backfill scheduler alone, whose default interval is
+        # 30 s.
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,bf_resolution=1,"
         "bf_window=120,bf_continue,bf_hetjob_immediate,requeue_setup_env_fail",
@@ -132,7 +139,10 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "JobCompType=jobcomp/filetxt",
         f"JobCompLoc={folder}/log/jobcomp.txt",
         *([_serving(options)] if options.nodes else []),
-        *(f"NodeName={line} NodeAddr=127.0.0.1 Port={options.dead_port} State=UNKNOWN" for line in options.declared),
+        *(
+            f"NodeName={line} NodeAddr=127.0.0.1 Port={options.dead_port} State=UNKNOWN"
+            for line in options.declared
+        ),
         *_partitions(options),
     ]
 
@@ -140,30 +150,51 @@ def _lines(folder: Path, options: Options) -> list[str]:
 def _serving(options: Options) -> str:
     """The nodes that run jobs."""
     gpus = f" Gres=gpu:{options.gpus}" if options.gpus else ""
-    cores = f" Sockets={options.sockets} CoresPerSocket={options.cpus // options.sockets} ThreadsPerCore=1"
+    cores = (
+        f" Sockets={options.sockets} CoresPerSocket={options.cpus // options.sockets} "
+        "ThreadsPerCore=1"
+    )
     ports = f"{options.port + 1}-{options.port + options.nodes}"
     return (
         f"NodeName=node[1-{options.nodes}] NodeHostname={host()} NodeAddr=127.0.0.1 Port={ports} "
-        f"CPUs={options.cpus}{cores if options.sockets > 1 else ''} RealMemory={options.memory}{gpus} State=UNKNOWN"
+        f"CPUs={options.cpus}{cores if options.sockets > 1 else ''} "
+        f"RealMemory={options.memory}{gpus} State=UNKNOWN"
     )
 
 
 def _partitions(options: Options) -> list[str]:
-    serving, rest = f"node[1-{options.nodes}]", "MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO"
+    serving, rest = (
+        f"node[1-{options.nodes}]",
+        "MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO",
+    )
     declared = ",".join(line.split()[0] for line in options.declared)
     first = [f"PartitionName=main Nodes={serving} Default=YES {rest}"] if options.nodes else []
     default = "NO" if first else "YES"
-    return [*first, *([f"PartitionName=declared Nodes={declared} Default={default} {rest}"] if declared else [])]
+    return [
+        *first,
+        *(
+            [f"PartitionName=declared Nodes={declared} Default={default} {rest}"]
+            if declared
+            else []
+        ),
+    ]
 
 
 def open_mpi() -> str:
     """The system's Open MPI library; empty without one."""
-    return next((str(path) for pattern in _LIBMPI for path in sorted(Path("/usr").glob(pattern))), "")
+    return next(
+        (str(path) for pattern in _LIBMPI for path in sorted(Path("/usr").glob(pattern))), ""
+    )
 
 
 def write_site(folder: Path, options: Options, pmix: bool) -> None:
-    """Write site.yaml, the site file of relax-hpc runs here; `pmix`: srun can start the system's Open MPI with it."""
-    mpi = {"launcher": "pmix", "library": open_mpi()} if pmix else {"launcher": "pmi2", "library": "wheel"}
+    """Write site.yaml, the site file of relax-hpc runs here; `pmix`: srun can start the system's
+    Open MPI with it."""
+    mpi = (
+        {"launcher": "pmix", "library": open_mpi()}
+        if pmix
+        else {"launcher": "pmi2", "library": "wheel"}
+    )
     site: dict[str, Any] = {
         "name": "sandbox",
         "partition": "main" if options.nodes else "declared",
@@ -175,6 +206,9 @@ def write_site(folder: Path, options: Options, pmix: bool) -> None:
         "mpi": mpi,
     }
     if pmix:
-        # Ranks of two nodes would take each other's shared memory for their own: the nodes have one host name.
+        # Ranks of two nodes would take each other's shared memory for their own: the nodes have one
+        # host name.
         site["env"] = {"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
-    (folder / "site.yaml").write_text(yaml.safe_dump({"site": site}, sort_keys=False), encoding="utf-8")
+    (folder / "site.yaml").write_text(
+        yaml.safe_dump({"site": site}, sort_keys=False), encoding="utf-8"
+    )

@@ -24,7 +24,8 @@ _PATH = os.pathsep.join(("/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 
 def find(program: str) -> str | None:
-    """Path of a program; Slurm's daemons are often not on a user's PATH. None: not on this machine."""
+    """Path of a program; Slurm's daemons are often not on a user's PATH. None: not on this
+    machine."""
     return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), _PATH)))
 
 
@@ -47,7 +48,8 @@ def check(folder: Path) -> None:
         socket.getaddrinfo(name, None)
     except OSError:
         raise ConfigError(
-            f"sandbox: this machine's own name {name} does not resolve, add `127.0.0.1 {name}` to /etc/hosts"
+            f"sandbox: this machine's own name {name} does not resolve, add `127.0.0.1 {name}` to "
+            "/etc/hosts"
         ) from None
 
 
@@ -61,20 +63,27 @@ def check_binding(wanted: Options) -> None:
     """ConfigError if nodes claim CPUs to which nothing can be bound here."""
     here = len(os.sched_getaffinity(0))
     if wanted.bind and wanted.nodes and wanted.cpus > here:
-        raise ConfigError(f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {here} of this machine")
+        raise ConfigError(
+            f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {here} of this "
+            "machine"
+        )
 
 
 def with_port(folder: Path, wanted: Options, saved: Options | None) -> Options:
     """`wanted` with its ports settled: those it names, those of last time, or a free block."""
     if wanted.port:
         if (port := _taken(wanted)) is not None:
-            raise ConfigError(f"sandbox: port: {port} of 127.0.0.1 is in use, leave port out to get free ones")
+            raise ConfigError(
+                f"sandbox: port: {port} of 127.0.0.1 is in use, leave port out to get free ones"
+            )
         return wanted
     blocks = ([saved.port] if saved and saved.port else []) + options.port_blocks(folder)
     for block in blocks:
         if _taken(chosen := replace(wanted, port=block)) is None:
             return chosen
-    raise ConfigError("sandbox: port: found no free block of ports from 20000 to 32160, name a --port")
+    raise ConfigError(
+        "sandbox: port: found no free block of ports from 20000 to 32160, name a --port"
+    )
 
 
 def _taken(chosen: Options) -> int | None:

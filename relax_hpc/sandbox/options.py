@@ -14,11 +14,13 @@ from relax_hpc.foreign_files import read_json_object
 MAX_NODES = 60
 """Nodes at most: more would not fit into a folder's block of ports."""
 _BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
-"""Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's ephemeral ports."""
+"""Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's
+ephemeral ports."""
 _NOBODY = _BLOCK - 1
 """Number, among these ports, of the one that nobody listens on."""
 _MAX_FOLDER = 64
-"""Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the kernel's 107."""
+"""Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the
+kernel's 107."""
 
 
 def _option(default: int, low: int, high: int) -> int:
@@ -52,32 +54,46 @@ class Options:
     port: int = _option(0, 0, 65535 - _BLOCK)
     """First of 64 ports; 0: a free block, drawn from the folder's name."""
     bind: bool = False
-    """Whether processes are bound to the CPUs that Slurm gave them (task/affinity), as on most clusters. All nodes
-    share this machine's CPUs, so it must have as many as a node claims."""
+    """Whether processes are bound to the CPUs that Slurm gave them (task/affinity), as on most
+    clusters. All nodes share this machine's CPUs, so it must have as many as a node claims."""
     declared: tuple[str, ...] = ()
-    """Further nodes that slurmctld knows and that run nothing, as NodeName= of slurm.conf describes them: what a large
-    cluster makes of a request can be read off held jobs (`sbatch --hold`, `scontrol show job`), in partition
-    `declared`. An example: "big[1-128] Sockets=2 CoresPerSocket=32 RealMemory=1000000 Gres=gpu:8"."""
+    """Further nodes that slurmctld knows and that run nothing, as NodeName= of slurm.conf describes
+    them: what a large cluster makes of a request can be read off held jobs (`sbatch --hold`,
+    `scontrol show job`), in partition `declared`. An example: "big[1-128] Sockets=2
+    CoresPerSocket=32 RealMemory=1000000 Gres=gpu:8"."""
     extra: tuple[str, ...] = ()
     """Further lines of slurm.conf; one for a setting that is there already takes its place."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, low, high = getattr(self, item.name), item.metadata.get("low"), item.metadata.get("high")
+            value, low, high = (
+                getattr(self, item.name),
+                item.metadata.get("low"),
+                item.metadata.get("high"),
+            )
             if low is not None and not low <= value <= high:
                 raise ConfigError(f"sandbox: {item.name}: found {value}, allowed {low} to {high}")
         if self.cpus % self.sockets:
-            raise ConfigError(f"sandbox: sockets: found {self.sockets}, allowed: a divisor of the {self.cpus} cpus")
+            raise ConfigError(
+                f"sandbox: sockets: found {self.sockets}, allowed: a divisor of the {self.cpus} "
+                "cpus"
+            )
         if not self.nodes and not self.declared:
-            raise ConfigError(f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 beside declared ones")
+            raise ConfigError(
+                f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 beside declared ones"
+            )
         for line in self.declared:
             if not re.match(r"[\w-]+(\[[\d,-]+\])?( \w+=\S+)*$", line):
                 raise ConfigError(
-                    f"sandbox: declared: found {line!r}, allowed: names and sizes, as in 'big[1-9] CPUs=64 Gres=gpu:8'"
+                    f"sandbox: declared: found {line!r}, allowed: names and sizes, as in 'big[1-9] "
+                    "CPUs=64 Gres=gpu:8'"
                 )
         for line in self.extra:
             if not re.match(r"\w+=", line) or "\n" in line:
-                raise ConfigError(f"sandbox: extra: found {line!r}, allowed one line of slurm.conf, as in 'KillWait=5'")
+                raise ConfigError(
+                    f"sandbox: extra: found {line!r}, allowed one line of slurm.conf, as in "
+                    "'KillWait=5'"
+                )
 
     @property
     def dead_port(self) -> int:
@@ -111,11 +127,15 @@ def check_folder(folder: Path) -> None:
     size = len(str(folder).encode())
     if size > _MAX_FOLDER:
         raise ConfigError(
-            f"sandbox: folder: found {folder} of {size} bytes, allowed {_MAX_FOLDER}: the kernel takes no unix socket "
+            f"sandbox: folder: found {folder} of {size} bytes, allowed {_MAX_FOLDER}: the kernel "
+            "takes no unix socket "
             "with a longer path; choose a folder such as /tmp/sandbox"
         )
     if not re.fullmatch(r"/[\w./+-]+", str(folder), re.ASCII):
-        raise ConfigError(f"sandbox: folder: found {str(folder)!r}, allowed letters, digits and . _ + - / (slurm.conf)")
+        raise ConfigError(
+            f"sandbox: folder: found {str(folder)!r}, allowed letters, digits and . _ + - / "
+            "(slurm.conf)"
+        )
 
 
 def port_blocks(folder: Path) -> list[int]:

@@ -1,4 +1,5 @@
-"""Processes of a sandbox: found by their files, not by name alone, and killed by pid and start time."""
+"""Processes of a sandbox: found by their files, not by name alone, and killed by pid and start
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _POLL_S = 0.05
 
 
 def until(done: Callable[[], bool], seconds: float, failure: str) -> None:
-    """Return when `done`; DeadlineError with `failure`, which names what to look at, after `seconds`."""
+    """Return when `done`; DeadlineError with `failure`, which names what to look at, after
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -27,8 +29,8 @@ def until(done: Callable[[], bool], seconds: float, failure: str) -> None:
 def daemons(folder: Path) -> dict[str, list[psutil.Process]]:
     """Living daemons of the sandbox in `folder`, by name (munged, slurmctld, slurmd-NODE).
 
-    A daemon is one with the sandbox's own files in its command line. There may be several processes under a name for
-    a moment, when one is forking; the oldest is first.
+    A daemon is one with the sandbox's own files in its command line. There may be several processes
+    under a name for a moment, when one is forking; the oldest is first.
     """
     found: dict[str, list[psutil.Process]] = {}
     for process in _all():
@@ -48,12 +50,15 @@ def _daemon_name(words: list[str], folder: Path) -> str:
 
 
 def steps(folder: Path, node: str = "") -> list[psutil.Process]:
-    """The slurmstepds of `node`, or of all nodes: they hold the node's slurmd log open and retitle themselves."""
+    """The slurmstepds of `node`, or of all nodes: they hold the node's slurmd log open and retitle
+    themselves."""
     logs = {str(path) for path in (folder / "log").glob(f"slurmd-{node or '*'}.log")}
     found = []
     for process in _all():
         with suppress(psutil.Error):
-            if process.name().startswith("slurmstepd") and logs & {file.path for file in process.open_files()}:
+            if process.name().startswith("slurmstepd") and logs & {
+                file.path for file in process.open_files()
+            }:
                 found.append(process)
     return found
 

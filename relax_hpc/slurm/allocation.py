@@ -14,8 +14,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.slurm.layout import Component, components
 
 VARIABLE = "RELAX_ALLOCATION"
-"""Environment variable that carries an allocation to a step: Slurm tells a step neither its het number nor the job of
-its component."""
+"""Environment variable that carries an allocation to a step: Slurm tells a step neither its het
+number nor the job of its component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,24 @@ class Allocation:
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def here(cls, config: Config, group: str, environment: MutableMapping[str, str] = os.environ) -> Allocation:
-        """Allocation of this process, a batch script's or one that its step was given; ConfigError outside of a job."""
+    def here(
+        cls, config: Config, group: str, environment: MutableMapping[str, str] = os.environ
+    ) -> Allocation:
+        """Allocation of this process, a batch script's or one that its step was given; ConfigError
+        outside of a job."""
         # Taken out, as jobs that are submitted from here inherit the environment.
         if text := environment.pop(VARIABLE, ""):
             value = json.loads(text)
-            return cls(**value | {"places": {name: Place(**place) for name, place in value["places"].items()}})
+            return cls(
+                **value
+                | {"places": {name: Place(**place) for name, place in value["places"].items()}}
+            )
         job = environment.get("SLURM_JOB_ID")
         if not job:
-            raise ConfigError("SLURM_JOB_ID: not set, so this is no Slurm job; submit with relax-hpc submit, or sbatch")
+            raise ConfigError(
+                "SLURM_JOB_ID: not set, so this is no Slurm job; submit with relax-hpc submit, or "
+                "sbatch"
+            )
         restarts = int(environment.get("SLURM_RESTART_COUNT", 0))
         return cls(job, restarts, node_name(), _places(config, group, job, environment))
 
@@ -71,19 +80,25 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def _places(config: Config, group: str, job: str, environment: Mapping[str, str]) -> dict[str, Place]:
+def _places(
+    config: Config, group: str, job: str, environment: Mapping[str, str]
+) -> dict[str, Place]:
     if group:
         return {group: Place(job, group_of(config, group).resources.nodes)}
     parts = _parts(config, int(environment.get("SLURM_HET_SIZE", "1")))
     if environment.get("SLURM_HET_SIZE", "1") == "1":
         return {name: Place(job, parts[0].nodes) for part in parts for name in part.groups}
     jobs = [environment[f"SLURM_JOB_ID_HET_GROUP_{number}"] for number in range(len(parts))]
-    return {name: Place(jobs[number], part.nodes, number) for number, part in enumerate(parts) for name in part.groups}
+    return {
+        name: Place(jobs[number], part.nodes, number)
+        for number, part in enumerate(parts)
+        for name in part.groups
+    }
 
 
 def _parts(config: Config, size: int) -> list[Component]:
-    """The components of this job. That of a script by hand may have a hub of its own although the site has no nodes
-    for it: what was waited for is used."""
+    """The components of this job. That of a script by hand may have a hub of its own although the
+    site has no nodes for it: what was waited for is used."""
     parts = components(config)
     if size in (1, len(parts)):
         return parts

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 def ask(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Result of ``argv``, which gets nothing to read; bytes in its output that are no text are replaced.
+    """Result of ``argv``, which gets nothing to read; bytes in its output that are no text are
+    replaced.
 
     OSError: it cannot be started. subprocess.TimeoutExpired: it was killed after ``timeout_s``.
     """

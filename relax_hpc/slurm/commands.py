@@ -1,6 +1,7 @@
 """The one place that starts Slurm's programs: argv lists, a deadline a call, errors of one line.
 
-Calls are also made inside jobs, so the calling job's own SLURM_* variables are kept away from every command.
+Calls are also made inside jobs, so the calling job's own SLURM_* variables are kept away from every
+command.
 """
 
 from __future__ import annotations
@@ -37,8 +38,18 @@ PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 GONE = ("Invalid job id specified", "Job/step already completing or completed")
 """Answers about a job or step that has ended."""
 GONE_CODES = (2017 % 256, 2021 % 256)
-"""scancel's exit code for the same, at times without a word: the low byte of Slurm's error number."""
-_OWN_VARIABLES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_")
+"""scancel's exit code for the same, at times without a word: the low byte of Slurm's error
+number."""
+_OWN_VARIABLES = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "SALLOC_",
+    "SQUEUE_",
+    "SINFO_",
+    "SCANCEL_",
+    "SACCT_",
+)
 _KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER")
 _MAX_IDS = 5000
 """Ids of jobs in one call of squeue: Linux allows an argument 128 KiB."""
@@ -65,8 +76,9 @@ class Slurm:
     def submit(self, script: Path, *options: str) -> str:
         """Submit ``script``; the job's id (of a heterogeneous job: that of component 0).
 
-        A deadline, or a socket that timed out, leaves open whether the job was made. So every submission carries a
-        tag in its comment; the queue is searched for it, and nothing is submitted again.
+        A deadline, or a socket that timed out, leaves open whether the job was made. So every
+        submission carries a tag in its comment; the queue is searched for it, and nothing is
+        submitted again.
         """
         tag = f"relax-hpc-{secrets.token_hex(6)}"
         comment = f"{_comment(script, options)} {tag}".strip()
@@ -111,13 +123,16 @@ class Slurm:
         }
 
     def describe(self, job: str) -> dict[str, str]:
-        """Fields of `scontrol show job` for a job or component (a plain number): JobState, Reason, PreemptTime, ...
+        """Fields of `scontrol show job` for a job or component (a plain number): JobState, Reason,
+        PreemptTime, ...
 
         Empty once slurmctld has forgotten it: MinJobAge after its end.
         """
         lines = self._run(["scontrol", "--oneliner", "show", "job", job], forgive=GONE).splitlines()
         # Words of a comment come last, and may look like anything.
-        tables = [dict(reversed([w.split("=", 1) for w in line.split() if "=" in w])) for line in lines]
+        tables = [
+            dict(reversed([w.split("=", 1) for w in line.split() if "=" in w])) for line in lines
+        ]
         return next((table for table in tables if table.get("JobId") == job), {})
 
     def is_preempted(self, job: str) -> bool:
@@ -128,17 +143,21 @@ class Slurm:
         """
         fields = self.describe(job)
         preempted_at = fields.get("PreemptTime", "None")
-        # An earlier life of the job may have been preempted. Both are local times and sort as texts.
+        # An earlier life of the job may have been preempted. Both are local times and sort as
+        # texts.
         return preempted_at != "None" and preempted_at >= fields.get("StartTime", "")
 
     def own_jobs(self) -> dict[str, Job]:
         """All jobs of this user that squeue knows, by id."""
         command = ["squeue", "--noheader", "--me", f"--format={JOB_FORMAT}"]
-        found = [read_job(command, line) for line in self._run(command).splitlines() if line.strip()]
+        found = [
+            read_job(command, line) for line in self._run(command).splitlines() if line.strip()
+        ]
         return {job.id: job for job in found}
 
     def cancel(self, job: str, signal: str = "", batch: bool = False) -> None:
-        """End, or with ``signal`` signal, a job ("8"), a step ("9.0") or a component ("8+1"); ended ones are fine.
+        """End, or with ``signal`` signal, a job ("8"), a step ("9.0") or a component ("8+1"); ended
+        ones are fine.
 
         ``batch``: the signal goes to the batch script alone, else to the steps alone.
         """
@@ -150,7 +169,8 @@ class Slurm:
                 raise
 
     def requeue(self, job: str) -> None:
-        """End a running job and queue it again under its id; one that waits already is left as it is."""
+        """End a running job and queue it again under its id; one that waits already is left as it
+        is."""
         self._run(["scontrol", "requeue", job], forgive=("Job is pending execution",))
 
     def set_mail_types(self, job: str, types: str) -> None:
@@ -166,7 +186,8 @@ class Slurm:
         self._run(["scontrol", "release", job])
 
     def steps(self, job: str) -> dict[str, str]:
-        """Running steps of ``job``, by id ("9.0", "9.batch"), with their names; empty when the job has ended."""
+        """Running steps of ``job``, by id ("9.0", "9.batch"), with their names; empty when the job
+        has ended."""
         command = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%j"]
         lines = self._run(command, forgive=GONE).splitlines()
         return dict(split_fields(command, line, 2) for line in lines if line.strip())
@@ -174,14 +195,17 @@ class Slurm:
     def nodes(self) -> list[Node]:
         """Every node, once for each partition it is in."""
         command = ["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%c|%m|%o|%G"]
-        return [read_node(command, line) for line in self._run(command).splitlines() if line.strip()]
+        return [
+            read_node(command, line) for line in self._run(command).splitlines() if line.strip()
+        ]
 
     def node_states(self) -> dict[str, str]:
         """State of every node by its name."""
         return {node.name: node.state for node in self.nodes()}
 
     def partitions(self) -> dict[str, dict[str, str]]:
-        """Fields of `scontrol show partition` by the partition's name: MaxTime, MaxNodes, Default, State, ..."""
+        """Fields of `scontrol show partition` by the partition's name: MaxTime, MaxNodes, Default,
+        State, ..."""
         command = ["scontrol", "--oneliner", "show", "partition"]
         tables = [split_words(line) for line in self._run(command).splitlines() if line.strip()]
         if not all("PartitionName" in table for table in tables):
@@ -195,13 +219,24 @@ class Slurm:
     def mpi_plugins(self) -> list[str]:
         """Names that `srun --mpi` takes."""
         lines = self._run(["srun", "--mpi=list"], both=True).splitlines()
-        listed = [line.strip().removeprefix("srun:").strip() for line in lines if "are..." not in line]
-        return [word for line in listed for word in re.split(r"[,\s]+", line.split("available:")[-1]) if word]
+        listed = [
+            line.strip().removeprefix("srun:").strip() for line in lines if "are..." not in line
+        ]
+        return [
+            word
+            for line in listed
+            for word in re.split(r"[,\s]+", line.split("available:")[-1])
+            if word
+        ]
 
     def config(self) -> dict[str, str]:
         """Slurm's own configuration as slurmctld has it."""
         lines = self._run(["scontrol", "show", "config"]).splitlines()
-        return {key.strip(): value.strip() for key, found, value in (line.partition(" = ") for line in lines) if found}
+        return {
+            key.strip(): value.strip()
+            for key, found, value in (line.partition(" = ") for line in lines)
+            if found
+        }
 
     def version(self) -> str:
         """Version of Slurm, such as 22.05.8."""
@@ -217,44 +252,69 @@ class Slurm:
         return self._run(["srun", "--help"], both=True)
 
     def associations(self) -> list[dict[str, str]]:
-        """Limits of this user in the accounting database: Account, QOS, MaxJobs, MaxSubmit; empty without one."""
+        """Limits of this user in the accounting database: Account, QOS, MaxJobs, MaxSubmit; empty
+        without one."""
         user = os.environ.get("USER") or str(os.getuid())
-        return self._accounting("associations", ("Account", "QOS", "MaxJobs", "MaxSubmit"), f"user={user}")
+        return self._accounting(
+            "associations", ("Account", "QOS", "MaxJobs", "MaxSubmit"), f"user={user}"
+        )
 
     def qualities(self) -> list[dict[str, str]]:
-        """Every qos: Name, its limits a user, MaxJobsPU, MaxSubmitPU and MaxTRESPU, a job, MaxWall and MaxTRES, and of
-        all together, GrpTRES; empty without accounting."""
+        """Every qos: Name, its limits a user, MaxJobsPU, MaxSubmitPU and MaxTRESPU, a job, MaxWall
+        and MaxTRES, and of all together, GrpTRES; empty without accounting."""
         return self._accounting(
-            "qos", ("Name", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
+            "qos",
+            ("Name", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES"),
         )
 
     def _accounting(self, what: str, names: tuple[str, ...], *filters: str) -> list[dict[str, str]]:
         if shutil.which("sacctmgr") is None:
             return []
-        command = ["sacctmgr", "--noheader", "--parsable2", "show", what, *filters, f"format={','.join(names)}"]
+        command = [
+            "sacctmgr",
+            "--noheader",
+            "--parsable2",
+            "show",
+            what,
+            *filters,
+            f"format={','.join(names)}",
+        ]
         lines = self._run(command, forgive=("not running a supported",)).splitlines()
         return [
-            dict(zip(names, split_fields(command, line, len(names)), strict=True)) for line in lines if line.strip()
+            dict(zip(names, split_fields(command, line, len(names)), strict=True))
+            for line in lines
+            if line.strip()
         ]
 
     def _tagged(self, tag: str, cause: SlurmError) -> str:
-        """The id of the job whose comment holds ``tag``, or "": one asked for just now may take a moment to show."""
+        """The id of the job whose comment holds ``tag``, or "": one asked for just now may take a
+        moment to show."""
         command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i|%A|%k"]
         for pause in _PAUSES_S:
             try:
                 lines = self._run(command).splitlines()
             except SlurmError as error:
-                raise SlurmError(f"{cause}; whether the job was made is not known: {error}", error.said) from error
-            for number, plain, comment in (split_fields(command, line, 3) for line in lines if line.strip()):
+                raise SlurmError(
+                    f"{cause}; whether the job was made is not known: {error}", error.said
+                ) from error
+            for number, plain, comment in (
+                split_fields(command, line, 3) for line in lines if line.strip()
+            ):
                 if tag in comment:
                     return number.partition("+")[0] if "+" in number else plain
             time.sleep(pause)
         return ""
 
     def _run(
-        self, argv: list[str], *, both: bool = False, forgive: tuple[str, ...] = (), retry_timeouts: bool = True
+        self,
+        argv: list[str],
+        *,
+        both: bool = False,
+        forgive: tuple[str, ...] = (),
+        retry_timeouts: bool = True,
     ) -> str:
-        """Output of ``argv`` (``both``: with stderr), after retries; answers of ``forgive`` are no failure."""
+        """Output of ``argv`` (``both``: with stderr), after retries; answers of ``forgive`` are no
+        failure."""
         deadline = time.monotonic() + self.timeout_s
         for attempt in range(self.tries):
             try:
@@ -273,13 +333,17 @@ class Slurm:
             done = ask(argv, max(timeout_s, 0.01), clean_environment())
         except FileNotFoundError as error:
             raise SlurmError(
-                f"{argv[0]}: not found on PATH; load the site's Slurm module, or install Slurm's client programs"
+                f"{argv[0]}: not found on PATH; load the site's Slurm module, or install Slurm's "
+                "client programs"
             ) from error
         except OSError as error:
-            raise SlurmError(f"{argv[0]}: cannot be started: {error.strerror}; mend its file mode or PATH") from error
+            raise SlurmError(
+                f"{argv[0]}: cannot be started: {error.strerror}; mend its file mode or PATH"
+            ) from error
         except subprocess.TimeoutExpired as error:
             raise SlurmError(
-                f"{shown(argv)}: no answer within {self.timeout_s:g} s; slurmctld is busy or down (scontrol ping), "
+                f"{shown(argv)}: no answer within {self.timeout_s:g} s; slurmctld is busy or down "
+                "(scontrol ping), "
                 "try again later",
                 timed_out=True,
             ) from error
@@ -291,7 +355,8 @@ class Slurm:
 
 
 def clean_environment() -> dict[str, str]:
-    """Environment of this process without what tells a Slurm command which job it is called from."""
+    """Environment of this process without what tells a Slurm command which job it is called
+    from."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,7 +1,7 @@
 """Words before a role's command where the site runs roles in containers; supervision stays outside.
 
-The words of Apptainer and Pyxis are from their documentation: neither has been tried. Tests run those of Apptainer with
-a program of their own that makes real containers.
+The words of Apptainer and Pyxis are from their documentation: neither has been tried. Tests run
+those of Apptainer with a program of their own that makes real containers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from relax_hpc.errors import ConfigError, Mistakes
 def role_python(config: Config) -> str:
     """The interpreter that starts a role: the container's, the site's, or this one."""
     site = config.site
-    return site.container.python if site.container.runtime != "none" else site.python or sys.executable
+    return (
+        site.container.python if site.container.runtime != "none" else site.python or sys.executable
+    )
 
 
 def container_command(config: Config, run_dir: Path) -> list[str]:
@@ -29,7 +31,8 @@ def container_command(config: Config, run_dir: Path) -> list[str]:
         return []
     if launcher == "pmix":
         raise ConfigError(
-            "site.mpi.launcher: found pmix with container runtime apptainer, where slurmd's PMIx is out of reach; "
+            "site.mpi.launcher: found pmix with container runtime apptainer, where slurmd's PMIx "
+            "is out of reach; "
             "allowed: pmi2, with library: wheel (the mpich wheel in the image)"
         )
     words = [container.program, "exec", "--no-home"]
@@ -41,11 +44,18 @@ def container_command(config: Config, run_dir: Path) -> list[str]:
 
 
 def container_srun_options(config: Config, run_dir: Path) -> list[str]:
-    """Options that have srun itself start the role in a container, by the pyxis plugin; else none."""
+    """Options that have srun itself start the role in a container, by the pyxis plugin; else
+    none."""
     if config.site.container.runtime != "pyxis":
         return []
-    bound = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts(config, run_dir))
-    return [f"--container-image={_image(config)}", f"--container-mounts={bound}", "--no-container-mount-home"]
+    bound = ",".join(
+        mount if ":" in mount else f"{mount}:{mount}" for mount in mounts(config, run_dir)
+    )
+    return [
+        f"--container-image={_image(config)}",
+        f"--container-mounts={bound}",
+        "--no-container-mount-home",
+    ]
 
 
 def check_container(config: Config, run_dir: Path) -> None:
@@ -61,7 +71,8 @@ def check_container(config: Config, run_dir: Path) -> None:
 
 def _local_dir(config: Config) -> str:
     """The folder on each node's own disk that caches and staged files lie under."""
-    # TMPDIR may be another one on each node: what is not mounted is not there, and a role then takes this one.
+    # TMPDIR may be another one on each node: what is not mounted is not there, and a role then
+    # takes this one.
     return config.site.local_dir or "/tmp"
 
 
@@ -72,25 +83,37 @@ def data_paths(config: Config) -> list[str]:
 
 
 def mounts(config: Config, run_dir: Path) -> list[str]:
-    """`/path` or `/path:/inside` for the run directory, every path that the configuration names, and the site's own.
+    """`/path` or `/path:/inside` for the run directory, every path that the configuration names,
+    and the site's own.
 
-    ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they read.
+    ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they
+    read.
     """
     data = [Path(path).parent for path in data_paths(config)]
     model = config.model
-    named = model.path, model.reference_path, model.teacher_path, model.critic_path, config.genrm.path
+    named = (
+        model.path,
+        model.reference_path,
+        model.teacher_path,
+        model.critic_path,
+        config.genrm.path,
+    )
     models = [Path(path) for path in named if path]
     named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(_local_dir(config)))]
     mistakes = Mistakes()
     for path in named:
         if ":" in path or "," in path:
             mistakes.add(
-                f"site.container.runtime: found {config.site.container.runtime} and the path {path!r}, which it cannot "
+                f"site.container.runtime: found {config.site.container.runtime} and the path "
+                f"{path!r}, which it cannot "
                 "mount: allowed are paths without : and ,"
             )
     for mount in config.site.container.mounts:
         if not mount.startswith("/") or "," in mount:
-            mistakes.add(f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, without ,")
+            mistakes.add(
+                f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, "
+                "without ,"
+            )
     mistakes.refuse()
     return list(dict.fromkeys([*named, *config.site.container.mounts]))
 

@@ -1,7 +1,9 @@
-"""Whether a job that ends, or has ended, was cancelled by its user: `scancel` of a whole run means stop.
+"""Whether a job that ends, or has ended, was cancelled by its user: `scancel` of a whole run means
+stop.
 
-After everything else the run goes on: what we cancelled ourselves (a mark says so), time limit, preemption, loss of
-nodes, requeue. No accounting is needed: while a job ends, and MinJobAge after that, slurmctld knows why.
+After everything else the run goes on: what we cancelled ourselves (a mark says so), time limit,
+preemption, loss of nodes, requeue. No accounting is needed: while a job ends, and MinJobAge after
+that, slurmctld knows why.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def give_back(run: RunDir, slurm: Slurm, job: str) -> None:
 
 
 def cancelled_by_user(run: RunDir, slurm: Slurm, job: str, restarts: int | None = None) -> bool:
-    """Whether somebody has cancelled ``job``, as far as Slurm says; ``restarts``: of the life that is asked about."""
+    """Whether somebody has cancelled ``job``, as far as Slurm says; ``restarts``: of the life that
+    is asked about."""
     try:
         words = slurm.describe(job)
     except SlurmError:
@@ -32,8 +35,9 @@ def cancelled_by_user(run: RunDir, slurm: Slurm, job: str, restarts: int | None 
 def is_cancelled(words: dict[str, str], restarts: int | None = None) -> bool:
     """The same, of what `scontrol show job` says.
 
-    While a job ends, its state is COMPLETING whatever the cause. The causes leave their traces, and only scancel leaves
-    none: a Reason (TimeLimit, NodeDown), a PreemptTime, another number of Restarts, an exit code of the batch script.
+    While a job ends, its state is COMPLETING whatever the cause. The causes leave their traces, and
+    only scancel leaves none: a Reason (TimeLimit, NodeDown), a PreemptTime, another number of
+    Restarts, an exit code of the batch script.
     """
     if words.get("JobState") != "COMPLETING":
         return words.get("JobState") == "CANCELLED"
@@ -44,7 +48,8 @@ def is_cancelled(words: dict[str, str], restarts: int | None = None) -> bool:
 
 
 def heed_user(run: RunDir, slurm: Slurm, job: str, restarts: int | None = None) -> bool:
-    """Have the whole run stop if its user has cancelled ``job``, which was all of it or its hub; whether so."""
+    """Have the whole run stop if its user has cancelled ``job``, which was all of it or its hub;
+    whether so."""
     if cancelled := cancelled_by_user(run, slurm, job, restarts):
         # A full disk must not end who stops anyway.
         with contextlib.suppress(OSError):

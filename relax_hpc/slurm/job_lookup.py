@@ -17,7 +17,16 @@ from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.supervise.verdict import QUEUED
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
-ENDED = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+ENDED = (
+    "COMPLETING",
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+)
 """States of jobs that will do nothing more."""
 _NEVER_STARTS = "DependencyNeverSatisfied"
 """Reason of a queued job whose dependency has ended otherwise than it waits for."""
@@ -105,10 +114,14 @@ def whole_job(run: RunDir, in_squeue: Collection[str] | None = None) -> str:
 
 
 def check_gone(run: RunDir, config: Config, slurm: Slurm) -> None:
-    """ConfigError if jobs of a run hold nodes or are queued: a second submission would fight them."""
-    if left := [job.id for job in known_jobs(run, config, slurm).values() if job.state not in ENDED]:
+    """ConfigError if jobs of a run hold nodes or are queued: a second submission would fight
+    them."""
+    if left := [
+        job.id for job in known_jobs(run, config, slurm).values() if job.state not in ENDED
+    ]:
         raise ConfigError(
-            f"{run.root}: has jobs in the queue ({', '.join(left)}); look with: relax-hpc status {run.root}, "
+            f"{run.root}: has jobs in the queue ({', '.join(left)}); look with: relax-hpc status "
+            f"{run.root}, "
             f"or end them first: relax-hpc stop {run.root}"
         )
 
@@ -116,11 +129,18 @@ def check_gone(run: RunDir, config: Config, slurm: Slurm) -> None:
 def living_run(root: RunDir) -> Config:
     """The configuration of a run that goes on; ConfigError if there is none, or it has ended."""
     if not root.config.exists():
-        raise ConfigError(f"{root.root}: no run here (config.yaml is missing); name a run directory")
+        raise ConfigError(
+            f"{root.root}: no run here (config.yaml is missing); name a run directory"
+        )
     if root.finished.exists():
-        raise ConfigError(f"{root.root}: the run is finished; to go on, resume it with more --steps")
+        raise ConfigError(
+            f"{root.root}: the run is finished; to go on, resume it with more --steps"
+        )
     if asked := asked_to_stop(root):
-        raise ConfigError(f"{root.root}: the run has stopped ({asked['reason']}); go on with: {resume_words(root)}")
+        raise ConfigError(
+            f"{root.root}: the run has stopped ({asked['reason']}); go on with: "
+            f"{resume_words(root)}"
+        )
     check_may_change(root.root)
     check_owner(root.root, "this command")
     return load_resolved(root.root)

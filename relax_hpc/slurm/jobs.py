@@ -1,4 +1,5 @@
-"""Parts of both kinds of jobs besides their groups: standbys, successors, other jobs for what loses its nodes."""
+"""Parts of both kinds of jobs besides their groups: standbys, successors, other jobs for what loses
+its nodes."""
 
 from __future__ import annotations
 
@@ -47,8 +48,16 @@ _DEADLINE_MARGIN_S = 30.0
 class _Job:
     """The allocation around this head."""
 
-    def __init__(self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation, node: str) -> None:
-        self.run, self.config, self.slurm, self.allocation, self.node = run, config, slurm, allocation, node
+    def __init__(
+        self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation, node: str
+    ) -> None:
+        self.run, self.config, self.slurm, self.allocation, self.node = (
+            run,
+            config,
+            slurm,
+            allocation,
+            node,
+        )
         self.ledger = Ledger(run)
         self.attempt = latest_attempt(run)
         self.silence = Silence(run, config, slurm, self.submit_group)
@@ -56,13 +65,17 @@ class _Job:
         self.successors = Successors(run, config, slurm, self.attempt)
 
     def interrupted(self) -> None:
-        """A signal has come. Of the hub's job, which all others need, scancel means that the run is to stop."""
+        """A signal has come. Of the hub's job, which all others need, scancel means that the run is
+        to stop."""
         if "hub" in self.allocation.places:
             heed_user(self.run, self.slurm, self.allocation.job, self.allocation.restarts)
 
     def second(self, group: str = "", safe: Callable[[], bool] = lambda: True) -> Standby:
-        """A standby. The site's setup runs in the batch script alone, and a standby that leads starts roles as well."""
-        return Standby(self.run, self.slurm, self.allocation, self.node, group, safe, limits(self.config))
+        """A standby. The site's setup runs in the batch script alone, and a standby that leads
+        starts roles as well."""
+        return Standby(
+            self.run, self.slurm, self.allocation, self.node, group, safe, limits(self.config)
+        )
 
     def waiting(self) -> None:
         """Called before whatever may take long."""
@@ -84,7 +97,8 @@ class _Job:
                 roll.unfit |= check_nodes(launcher, fresh)
 
     def submit_group(self, name: str, avoid: str = "") -> str:
-        """A job of its own for a group: a held spare, or a new one, not on node ``avoid``; empty if none can be had."""
+        """A job of its own for a group: a held spare, or a new one, not on node ``avoid``; empty if
+        none can be had."""
         # In `jobs` the only held job is what the command `resubmit` is about to use.
         for spare in self.ledger.spares(name) if self.config.layout == "het" else ():
             try:
@@ -99,7 +113,9 @@ class _Job:
             return ""
         former = self.ledger.newest(name)
         try:
-            return submit_group(self.run, self.slurm, self.ledger, name, former.options if former else (), avoid)
+            return submit_group(
+                self.run, self.slurm, self.ledger, name, former.options if former else (), avoid
+            )
         except SlurmError as error:
             if error.later:
                 raise
@@ -116,7 +132,8 @@ class _Job:
                     self.slurm.cancel(job.id)
 
     def end_without_batch(self) -> None:
-        """End the job if this head is not the batch script's, which ends with the outcome if it still lives."""
+        """End the job if this head is not the batch script's, which ends with the outcome if it
+        still lives."""
         if self.node != self.allocation.batch_node:
             time.sleep(_LEAVE_S)
             # This process dies with the job.
@@ -127,7 +144,8 @@ class _Job:
         return launch is not None and launch.allocation == self.allocation.name
 
     def deadline(self) -> float | None:
-        """Time at which the roles must be done, of the wall clock; None if Slurm sets no limit or does not say."""
+        """Time at which the roles must be done, of the wall clock; None if Slurm sets no limit or
+        does not say."""
         with contextlib.suppress(SlurmError):
             job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
             if job and job.time_left_s is not None:
@@ -136,10 +154,12 @@ class _Job:
 
 
 class GroupJob(_Job):
-    """An ordinary job of one group. At its end it requeues itself; where it loses a node, another job takes the group.
+    """An ordinary job of one group. At its end it requeues itself; where it loses a node, another
+    job takes the group.
 
-    A hub of two nodes has a standby: Slurm is slower to notice that a node is gone. A job that took the place of a
-    component (layout het) ends with the job of the whole run: its successor has a component for the group again.
+    A hub of two nodes has a standby: Slurm is slower to notice that a node is gone. A job that took
+    the place of a component (layout het) ends with the job of the whole run: its successor has a
+    component for the group again.
     """
 
     def __init__(self, *args: object) -> None:
@@ -168,12 +188,15 @@ class GroupJob(_Job):
         self.check(supervisor)
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Notice that another job has the group, which ends this one; the hub's keeps a standby and watches others."""
+        """Notice that another job has the group, which ends this one; the hub's keeps a standby and
+        watches others."""
         if self.watch(supervisor):
             return
         if time.monotonic() - self._looked >= _ASK_SLURM_S:
             self._looked = time.monotonic()
-            self.moved |= any(self.ledger.superseded(self.allocation.job, name) for name in supervisor.roll.names)
+            self.moved |= any(
+                self.ledger.superseded(self.allocation.job, name) for name in supervisor.roll.names
+            )
         if self.moved:
             supervisor.roll.released.update(supervisor.roll.names)
         if self.standby:
@@ -182,7 +205,9 @@ class GroupJob(_Job):
             other_groups = set(members_of(self.run, self.config)) - set(supervisor.roll.names)
             self.successors.tick(self.allocation.job)
             self.silence.tick(supervisor, other_groups)
-            self.lost_jobs.tick(supervisor, filter(partial(self._is_missing, supervisor), other_groups))
+            self.lost_jobs.tick(
+                supervisor, filter(partial(self._is_missing, supervisor), other_groups)
+            )
 
     def _is_missing(self, supervisor: Supervisor, name: str) -> bool:
         """Whether the other groups wait for a group, or squeue no longer knows its job."""
@@ -190,7 +215,8 @@ class GroupJob(_Job):
         return name in self.silence.without_job or base_name(name, self.config.groups) in lacking
 
     def watch(self, supervisor: Supervisor) -> bool:
-        """Let the group save and end if its job is to give way: somebody says so, or nobody is left to."""
+        """Let the group save and end if its job is to give way: somebody says so, or nobody is left
+        to."""
         reason = self.bereft.look(time.monotonic()) if self.bereft else ""
         if reason:
             supervisor.terminal.say(reason)
@@ -206,7 +232,8 @@ class GroupJob(_Job):
         return self._gives_way or self.ledger.gave_way(self.allocation.job)
 
     def end(self, code: int) -> None:
-        """Requeue the job if the group is to go on, else end it if its batch script is gone; the run's others too."""
+        """Requeue the job if the group is to go on, else end it if its batch script is gone; the
+        run's others too."""
         hopeless = self.has_hub and code not in (EXIT_DONE, EXIT_RETRY)
         if self.run.finished.exists() or asked_to_stop(self.run) or hopeless:
             self.withdraw()
@@ -217,7 +244,8 @@ class GroupJob(_Job):
 
 
 def insist(ask: Callable[[], None]) -> None:
-    """Ask Slurm for the last that a head wants of it, until it answers: there is nobody to do it later."""
+    """Ask Slurm for the last that a head wants of it, until it answers: there is nobody to do it
+    later."""
     deadline = time.monotonic() + _INSIST_S
     while True:
         try:
@@ -230,9 +258,11 @@ def insist(ask: Callable[[], None]) -> None:
 
 
 class MovingLauncher(StepLauncher):
-    """Launcher of a job whose group moves to another job when nodes are lost; if none can be had, this one is requeued.
+    """Launcher of a job whose group moves to another job when nodes are lost; if none can be had,
+    this one is requeued.
 
-    That is slower: Slurm has to miss the node first, and holds the job until its credentials have expired.
+    That is slower: Slurm has to miss the node first, and holds the job until its credentials have
+    expired.
     """
 
     def __init__(self, job: GroupJob) -> None:
@@ -252,14 +282,16 @@ class MovingLauncher(StepLauncher):
 
 
 def requeue(slurm: Slurm, job: str) -> None:
-    """Queue a running job again; one that somebody ends, or that Slurm requeues by itself, is left alone."""
+    """Queue a running job again; one that somebody ends, or that Slurm requeues by itself, is left
+    alone."""
     found = slurm.jobs(job).get(job)
     if found and found.state == "RUNNING":
         slurm.requeue(job)
 
 
 class HetJob(_Job):
-    """A heterogeneous job: a standby head, successors, and groups that went on in jobs of their own."""
+    """A heterogeneous job: a standby head, successors, and groups that went on in jobs of their
+    own."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -267,13 +299,15 @@ class HetJob(_Job):
         self.moved_groups = Moved(self.run, self.config, self.slurm, self.allocation)
         self._kill_wait_s = _KILL_WAIT_S
         self._leave_at = math.inf
-        """Time at which the other components are given back at the latest, as Slurm has ended this one alone."""
+        """Time at which the other components are given back at the latest, as Slurm has ended this
+        one alone."""
 
     def launcher(self) -> StepLauncher:
         return ReplaceLauncher(self)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """Look after the successor, what is left of predecessors, and groups that went elsewhere before."""
+        """Look after the successor, what is left of predecessors, and groups that went elsewhere
+        before."""
         self._end_predecessors()
         self.successors.begin(self.allocation.job)
         with contextlib.suppress(SlurmError, ValueError):
@@ -283,31 +317,40 @@ class HetJob(_Job):
         self.successors.tick(self.allocation.job)
 
     def _end_predecessors(self) -> None:
-        """End predecessors, whose place this job takes: components live on when the two nodes of the hub are lost, and
-        Slurm may not have heard that a group's own job was given back."""
+        """End predecessors, whose place this job takes: components live on when the two nodes of
+        the hub are lost, and Slurm may not have heard that a group's own job was given back."""
         entries = self.ledger.entries()
-        former = {entry.job for entry in entries if entry.kind in ("run", "successor")} - {self.allocation.job}
-        former |= {entry.job for entry in entries if entry.kind == "group" and self.ledger.gave_way(entry.job)}
+        former = {entry.job for entry in entries if entry.kind in ("run", "successor")} - {
+            self.allocation.job
+        }
+        former |= {
+            entry.job
+            for entry in entries
+            if entry.kind == "group" and self.ledger.gave_way(entry.job)
+        }
         with contextlib.suppress(SlurmError, OSError):
             for job in self.slurm.own_jobs().values():
                 if (job.het_leader or job.id) in former and job.state == "RUNNING":
                     give_back(self.run, self.slurm, job.id)
 
     def interrupted(self) -> None:
-        """Find out why, and how long there is: once Slurm ends component 0, it kills the supervisor after KillWait."""
+        """Find out why, and how long there is: once Slurm ends component 0, it kills the supervisor
+        after KillWait."""
         super().interrupted()
         with contextlib.suppress(SlurmError):
             if not self._runs():
                 self._leave_at = time.monotonic() + self._kill_wait_s / 2
 
     def waiting(self) -> None:
-        """Give the components back in time: a role may save for too long, and the successor needs the nodes."""
+        """Give the components back in time: a role may save for too long, and the successor needs
+        the nodes."""
         if time.monotonic() >= self._leave_at:
             self._leave_at = math.inf
             self._give_back([*self._components(), *self.moved_groups.jobs()])
 
     def takes_steps(self) -> bool:
-        """False once slurmctld has been restarted and a component is gone: it would die of the next step's request.
+        """False once slurmctld has been restarted and a component is gone: it would die of the next
+        step's request.
 
         So does that of Slurm 22.05.8, each time that it is tried. SlurmError if Slurm does not say.
         """
@@ -324,7 +367,8 @@ class HetJob(_Job):
         return job is not None and job.state == "RUNNING"
 
     def _components(self) -> list[str]:
-        """Slurm ends them with component 0, but not if it lost its nodes: then they would idle to their time limit."""
+        """Slurm ends them with component 0, but not if it lost its nodes: then they would idle to
+        their time limit."""
         return sorted({place.job for place in self.allocation.places.values() if place.het})
 
     def _give_back(self, jobs: Sequence[str]) -> None:
@@ -336,14 +380,17 @@ class HetJob(_Job):
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
         self.successors.tick(self.allocation.job)
         self.standby.tick()
-        self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.roll.here.keys())
+        self.silence.tick(
+            supervisor, set(members_of(self.run, self.config)) - supervisor.roll.here.keys()
+        )
         self.moved_groups.tick(supervisor)
-        # Those of `moved_groups` have a component in the successor; further members of a group have none.
+        # Those of `moved_groups` have a component in the successor; further members of a group have
+        # none.
         self.lost_jobs.tick(supervisor, self.silence.without_job.keys() - self.config.groups.keys())
 
     def end(self, code: int) -> None:
-        """Withdraw what was queued for this run unless it is to go on, and give back what a successor may need; end
-        the job if its batch script is gone."""
+        """Withdraw what was queued for this run unless it is to go on, and give back what a
+        successor may need; end the job if its batch script is gone."""
         if code != EXIT_RETRY or asked_to_stop(self.run):
             self.withdraw()
         else:
@@ -354,7 +401,8 @@ class HetJob(_Job):
 
 
 class ReplaceLauncher(StepLauncher):
-    """Launcher that gives a component back when it has lost nodes, and moves its group to a job of its own."""
+    """Launcher that gives a component back when it has lost nodes, and moves its group to a job of
+    its own."""
 
     def __init__(self, job: HetJob) -> None:
         super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)
@@ -362,7 +410,11 @@ class ReplaceLauncher(StepLauncher):
 
     def check_takes_steps(self, name: str) -> None:
         if not self.het_job.takes_steps():
-            text = f"{name}: a component is gone and slurmctld was restarted, which would die of a new step of this job"
+            text = (
+                f"{name}: a component is gone and slurmctld was restarted, which would die "
+                "of a "
+                "new step of this job"
+            )
             raise SlurmError(text, transient=True)
 
     def lost(self, name: str) -> bool:
@@ -381,14 +433,22 @@ class ReplaceLauncher(StepLauncher):
 
 
 def submit_group(
-    run: RunDir, slurm: Slurm, ledger: Ledger, name: str, options: Sequence[str] = (), avoid: str = ""
+    run: RunDir,
+    slurm: Slurm,
+    ledger: Ledger,
+    name: str,
+    options: Sequence[str] = (),
+    avoid: str = "",
 ) -> str:
-    """Submit a job for one group of a run that lives, with further ``options``, not on node ``avoid``; the job."""
+    """Submit a job for one group of a run that lives, with further ``options``, not on node
+    ``avoid``; the job."""
     script = run.submit / f"{name}.sbatch"
     run.submit.mkdir(exist_ok=True)
     config = load_resolved(run.root, name)
     write_atomic(script, render_group(config, name).encode())
-    job = slurm.submit(script, *exclude_option(run, _excluded_by_user(config, name), avoid), *options)
+    job = slurm.submit(
+        script, *exclude_option(run, _excluded_by_user(config, name), avoid), *options
+    )
     ledger.add(Entry(job=job, kind="group", group=name, options=list(options)))
     return job
 

@@ -1,9 +1,11 @@
-"""Allocations of a `Config`: which groups get which nodes, tasks, CPUs and GPUs, and what that costs.
+"""Allocations of a `Config`: which groups get which nodes, tasks, CPUs and GPUs, and what that
+costs.
 
-`het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with one, the death of any
-node anywhere ends the whole job. One-node groups come last, as the death of one takes those after it along (both seen
-on Slurm 22.05). `jobs`: one ordinary job a group; a hub that is given two nodes has its standby there too. `local`: one
-job of one node that holds all groups.
+`het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with
+one, the death of any node anywhere ends the whole job. One-node groups come last, as the death of
+one takes those after it along (both seen on Slurm 22.05). `jobs`: one ordinary job a group; a hub
+that is given two nodes has its standby there too. `local`: one job of one node that holds all
+groups.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from relax_hpc.errors import ConfigError, Mistakes
 HUB = "hub"
 _MAIL_TYPES = "mail-type"
 _HET_HUB_NODES = 2
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,8 @@ class Component:
     """One allocation: a component of a het job, or an ordinary job."""
 
     groups: tuple[str, ...]
-    """Groups in it, all in the `local` layout. The first names it; a hub that rides on another group comes second."""
+    """Groups in it, all in the `local` layout. The first names it; a hub that rides on another
+    group comes second."""
     nodes: int
     tasks_per_node: int
     cpus_per_task: int
@@ -55,10 +60,13 @@ def job_name(config: Config, part: Component) -> str:
 
 
 def components(config: Config) -> list[Component]:
-    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError, with every mistake, if they
-    cannot be had."""
+    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError, with
+    every mistake, if they cannot be had."""
     if HUB not in config.groups:
-        raise ConfigError(f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: []}}")
+        raise ConfigError(
+            f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: "
+            f"[]}}"
+        )
     mistakes, found = Mistakes(), list[Component]()
     with mistakes:
         found = {"het": _het, "jobs": _jobs, "local": _local}[config.layout](config)
@@ -70,7 +78,8 @@ def components(config: Config) -> list[Component]:
 
 
 def component(config: Config, group: str) -> Component:
-    """The ordinary job of one group: in the `jobs` layout, or as a replacement, a spare or an elastic member."""
+    """The ordinary job of one group: in the `jobs` layout, or as a replacement, a spare or an
+    elastic member."""
     resources = group_of(config, group).resources
     return _component(config, group, resources.nodes, resources.time or config.slurm.time)
 
@@ -86,7 +95,8 @@ def node_hours(config: Config) -> float:
 
 
 def tasks_per_node(config: Config, group: str) -> int:
-    """Processes that a node of ``group`` must hold: those of all its roles; in the hub each node can hold all.
+    """Processes that a node of ``group`` must hold: those of all its roles; in the hub each node
+    can hold all.
 
     ConfigError if the nodes do not divide the ranks of a role, or have too few GPUs for them.
     """
@@ -110,8 +120,10 @@ def tasks_per_node(config: Config, group: str) -> int:
         count = -(-ranks // resources.nodes)
         if config.model.device == "cuda" and role in RANKED and count > resources.gpus_per_node:
             mistakes.add(
-                f"groups.{group}.resources.gpus_per_node: found {resources.gpus_per_node}, allowed: at least {count}, "
-                f"the ranks of {role} on a node (model.device is cuda: each takes the GPU of its number on the node)"
+                f"groups.{group}.resources.gpus_per_node: found {resources.gpus_per_node}, "
+                f"allowed: at least {count}, "
+                f"the ranks of {role} on a node (model.device is cuda: each takes the GPU of its "
+                "number on the node)"
             )
         total += count
     mistakes.refuse()
@@ -119,9 +131,11 @@ def tasks_per_node(config: Config, group: str) -> int:
 
 
 def seconds(time: str, key: str) -> int:
-    """A time limit as sbatch writes it; ConfigError naming ``key`` for anything else, no limit included.
+    """A time limit as sbatch writes it; ConfigError naming ``key`` for anything else, no limit
+    included.
 
-    >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00", "slurm.time")
+    >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00",
+    "slurm.time")
     (5400, 129600, 86400)
     """
     match = _TIME.fullmatch(time)
@@ -134,7 +148,8 @@ def seconds(time: str, key: str) -> int:
         total = int(days or 0) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
     if not total:
         raise ConfigError(
-            f"{key}: found {time!r}, allowed: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, more than 0 "
+            f"{key}: found {time!r}, allowed: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or "
+            "D-HH:MM:SS, more than 0 "
             "(a run needs a limit; name the partition's)"
         )
     return total
@@ -151,7 +166,9 @@ def _het(config: Config) -> list[Component]:
     names = [name for name in config.groups if name != HUB]
     if config.site.cpu_nodes:
         host, riders = HUB, ()
-        nodes = max(config.groups[HUB].resources.nodes, 1 if config.slurm.one_node_hub else _HET_HUB_NODES)
+        nodes = max(
+            config.groups[HUB].resources.nodes, 1 if config.slurm.one_node_hub else _HET_HUB_NODES
+        )
     else:
         host = max(names, key=lambda name: config.groups[name].resources.nodes, default=HUB)
         nodes, riders = config.groups[host].resources.nodes, () if host == HUB else (HUB,)
@@ -159,8 +176,10 @@ def _het(config: Config) -> list[Component]:
     mistakes, found = Mistakes(), list[Component]()
     if nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
         mistakes.add(
-            f"groups.{host}.resources.nodes: found 1 for component 0 of a het job, where any node's death would "
-            "end the whole run; take two nodes, or layout: jobs, or allow it by slurm.one_node_hub: true"
+            f"groups.{host}.resources.nodes: found 1 for component 0 of a het job, where any "
+            "node's death would "
+            "end the whole run; take two nodes, or layout: jobs, or allow it by "
+            "slurm.one_node_hub: true"
         )
     names.sort(key=lambda name: config.groups[name].resources.nodes == 1)
     with mistakes:
@@ -186,7 +205,8 @@ def _local(config: Config) -> list[Component]:
     for name, group in config.groups.items():
         if group.resources.nodes > 1:
             mistakes.add(
-                f"groups.{name}.resources.nodes: found {group.resources.nodes}, allowed with layout local: 1; "
+                f"groups.{name}.resources.nodes: found {group.resources.nodes}, allowed with "
+                "layout local: 1; "
                 "for more take layout: het or jobs"
             )
         else:
@@ -210,7 +230,9 @@ def _local(config: Config) -> list[Component]:
     return [part]
 
 
-def _component(config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()) -> Component:
+def _component(
+    config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()
+) -> Component:
     """An allocation of ``nodes`` for a group; a group that rides along shares its CPUs."""
     leads = HUB in (name, *riders)
     resources, tasks, mistakes = group_of(config, name).resources, 0, Mistakes()
@@ -266,19 +288,29 @@ def _places(config: Config, hub: bool = False) -> dict[str, str]:
 
 
 def _gpus(config: Config, name: str) -> int:
-    """GPUs a node; where all nodes have some, a job without any is refused, or put where nobody wants it."""
+    """GPUs a node; where all nodes have some, a job without any is refused, or put where nobody
+    wants it."""
     asked = group_of(config, name).resources.gpus_per_node
-    return max(asked, 1) if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda" else asked
+    return (
+        max(asked, 1)
+        if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda"
+        else asked
+    )
 
 
 def _memory(config: Config, *wanted: str) -> str:
-    return next((memory for memory in wanted if memory), "") if config.site.memory_request == "mem" else ""
+    return (
+        next((memory for memory in wanted if memory), "")
+        if config.site.memory_request == "mem"
+        else ""
+    )
 
 
 def _uneven(config: Config, group: str, role: str) -> str:
     parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
     return (
-        f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s {parallel.ranks} ranks "
+        f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s "
+        f"{parallel.ranks} ranks "
         f"({role}.parallel: {parallel}); change either"
     )
 
@@ -288,21 +320,30 @@ def _check_devices(config: Config, name: str) -> None:
     asked = group.resources.gpus_per_node and config.site.gpu_request != "none"
     if asked and (devices := group.env.get("CUDA_VISIBLE_DEVICES")):
         raise ConfigError(
-            f"groups.{name}.env.CUDA_VISIBLE_DEVICES: found {devices!r}, allowed with layout {config.layout}: none, as "
+            f"groups.{name}.env.CUDA_VISIBLE_DEVICES: found {devices!r}, allowed with layout "
+            f"{config.layout}: none, as "
             "Slurm gives each group its own GPUs; remove it, or take layout: local"
         )
 
 
 def _times(config: Config) -> dict[str, str]:
-    """The time limits of the layout's jobs, by their keys; in `het` a group's own is that of its replacements."""
-    resources = {name: group.resources for name, group in config.groups.items() if config.layout == "jobs"}
-    own = {f"groups.{name}.resources.time": found.time for name, found in resources.items() if found.time}
+    """The time limits of the layout's jobs, by their keys; in `het` a group's own is that of its
+    replacements."""
+    resources = {
+        name: group.resources for name, group in config.groups.items() if config.layout == "jobs"
+    }
+    own = {
+        f"groups.{name}.resources.time": found.time
+        for name, found in resources.items()
+        if found.time
+    }
     return own if len(own) == len(config.groups) else {"slurm.time": config.slurm.time} | own
 
 
 def _check_signal(config: Config, key: str, time: str) -> None:
     if config.slurm.signal_s >= seconds(time, key):
         raise ConfigError(
-            f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the {seconds(time, key)} s of "
+            f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the "
+            f"{seconds(time, key)} s of "
             f"{key} ({time}), else the run makes way as soon as it starts"
         )

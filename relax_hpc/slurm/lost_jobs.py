@@ -44,7 +44,9 @@ class LostJobs:
     """Submits another job for a group whose last one is over. ``submit``: from the group to its new
     job; empty if none can be had."""
 
-    def __init__(self, run: RunDir, config: Config, slurm: Slurm, submit: Callable[[str], str]) -> None:
+    def __init__(
+        self, run: RunDir, config: Config, slurm: Slurm, submit: Callable[[str], str]
+    ) -> None:
         self.run, self.config, self.slurm, self.submit = run, config, slurm, submit
         self.ledger = Ledger(run)
         self._settled: set[str] = set()
@@ -89,13 +91,17 @@ class LostJobs:
         except SlurmError as error:
             supervisor.terminal.say(f"{name}: no job yet: {error}")
             if error.transient:
-                # Slurm was busy and made no job. After a deadline it may have made one: no second try.
+                # Slurm was busy and made no job. After a deadline it may have made one: no second
+                # try.
                 self._settled.discard(entry.job)
             return
         if job:
             supervisor.terminal.say(f"{name}: continues in job {job}")
         else:
-            text = f"no job can be had from here; submit one: relax-hpc resubmit {self.run.root} --group {name}"
+            text = (
+                f"no job can be had from here; submit one: relax-hpc resubmit {self.run.root} "
+                f"--group {name}"
+            )
             supervisor.terminal.say(f"{name}: {text}")
 
     def _end_of(self, name: str, job: str) -> str:
@@ -103,9 +109,12 @@ class LostJobs:
         state = self.slurm.describe(job).get("JobState", "")
         if state:
             return state if state in (*_LOST, *_INTENDED) else ""
-        # slurmctld has forgotten it, MinJobAge after its end. A job that was cancelled leaves marks of a good end.
+        # slurmctld has forgotten it, MinJobAge after its end. A job that was cancelled leaves marks
+        # of a good end.
         incarnation = latest_incarnation(self.run, name)
-        marks = [read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)]
+        marks = [
+            read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)
+        ]
         return "CANCELLED" if incarnation and ended_in_order(marks) else "no longer known to Slurm"
 
 
@@ -117,4 +126,6 @@ def refuse_vain_jobs(supervisor: Supervisor, ledger: Ledger, name: str) -> None:
     vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs
     if len(vain) > limit:
         text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
-        supervisor.failures.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
+        supervisor.failures.give_up(
+            name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS
+        )

@@ -26,7 +26,11 @@ _CONTAINER_S = 300.0
 """Further seconds for an image that has to be fetched first."""
 _MPI_S, _LOOK_S = 60.0, 1.0
 """Seconds for MPI once all nodes have reported, and between looks."""
-_NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable to contact slurm controller")
+_NOT_STARTED = (
+    "Unable to create step",
+    "Unable to confirm allocation",
+    "Unable to contact slurm controller",
+)
 """Messages of srun where Slurm started nothing, which is no fault of the nodes."""
 
 
@@ -44,31 +48,46 @@ class NodeCheck:
 
 
 def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
-    """Run the pre-flight on all nodes of the groups ``names`` at once; of each group that must not start there, why.
+    """Run the pre-flight on all nodes of the groups ``names`` at once; of each group that must not
+    start there, why.
 
-    It runs where the roles will: on their nodes, in their container, by their interpreter, and with their MPI if any
-    has ranks. One that could not run is a reason too. Failing nodes are written to the run's list of bad nodes.
+    It runs where the roles will: on their nodes, in their container, by their interpreter, and with
+    their MPI if any has ranks. One that could not run is a reason too. Failing nodes are written to
+    the run's list of bad nodes.
     """
     checks = [_start(launcher, name) for name in names]
     return {check.name: reason for check in checks if (reason := _judge(launcher, check))}
 
 
 def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
-    """`--exclude` for sbatch with the run's repeat offenders and node ``avoid``, beside those that the user has
-    ``chosen``, which stand in the script too; nothing if they are all."""
+    """`--exclude` for sbatch with the run's repeat offenders and node ``avoid``, beside those that
+    the user has ``chosen``, which stand in the script too; nothing if they are all."""
     names = [name for name in (avoid, *excluded(run)) if name]
     return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
 
 
 def _start(launcher: StepLauncher, name: str) -> NodeCheck:
-    config, run, place = load_resolved(launcher.run.root, name), launcher.run, launcher.allocation.places[name]
+    config, run, place = (
+        load_resolved(launcher.run.root, name),
+        launcher.run,
+        launcher.allocation.places[name],
+    )
     group, mpi = group_of(config, name), with_ranks(config, name) and mpi_plugin(config) != "none"
     words = [role_python(config), "-m", "relax_hpc.slurm.node_probe", "--run_dir", str(run.root)]
     srun = [*launcher.place_words(place), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
-    srun += ["--ntasks-per-node=1", f"--ntasks={place.nodes}", *srun_options(config), "--export=ALL"]
+    srun += [
+        "--ntasks-per-node=1",
+        f"--ntasks={place.nodes}",
+        *srun_options(config),
+        "--export=ALL",
+    ]
     if config.model.device == "cuda" and group.resources.gpus_per_node:
         words += ["--gpus", str(group.resources.gpus_per_node)]
-        srun += [] if config.site.gpu_request == "none" else [f"--gpus-per-node={group.resources.gpus_per_node}"]
+        srun += (
+            []
+            if config.site.gpu_request == "none"
+            else [f"--gpus-per-node={group.resources.gpus_per_node}"]
+        )
     if interface := group.interface or config.site.interface:
         words += ["--interface", interface]
     if mpi:
@@ -85,7 +104,14 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
         env=step_environment(config, name),
         start_new_session=True,
     )  # fmt: skip
-    return NodeCheck(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi, place.nodes)
+    return NodeCheck(
+        name,
+        config,
+        step,
+        time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S),
+        mpi,
+        place.nodes,
+    )
 
 
 def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
@@ -101,13 +127,19 @@ def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
         # The same everywhere: no node is to blame.
         return f"the pre-flight could not run ({last}); see {_where(check.config)}"
     bad = {node: report["problems"] for node, report in reports.items() if not report["ok"]}
-    bad |= {node: ["no answer to the pre-flight"] for node in launcher.nodes_of(name) if node not in reports}
+    bad |= {
+        node: ["no answer to the pre-flight"]
+        for node in launcher.nodes_of(name)
+        if node not in reports
+    }
     for node, problems in bad.items():
         BadNodes(launcher.run).add(node, "preflight", problems)
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
     if reason or not check.mpi:
         return reason
-    wrong = mpi_problem(check.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+    wrong = mpi_problem(
+        check.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last
+    )
     if wrong and late and again:
         # As MPICH does now and then where it is not told of `mpi_defaults`.
         print(f"{name}: {wrong}; it hung, and is tried again", flush=True)
@@ -116,7 +148,8 @@ def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
 
 
 def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
-    """Reports of nodes, a line each, and all else that was said: by Slurm, a container, or a site's profile."""
+    """Reports of nodes, a line each, and all else that was said: by Slurm, a container, or a site's
+    profile."""
     found, rest = [], []
     for line in output.splitlines():
         try:
@@ -131,9 +164,11 @@ def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _output(check: NodeCheck) -> tuple[str, bool]:
-    """Output of the step when it ends, or at the deadline; whether it is that. Then the step is ended.
+    """Output of the step when it ends, or at the deadline; whether it is that. Then the step is
+    ended.
 
-    Once all nodes have reported the deadline is that of MPI, which waits for ever where it is broken.
+    Once all nodes have reported the deadline is that of MPI, which waits for ever where it is
+    broken.
     """
     step, said, end = check.step, b"", check.deadline
     while (left := end - time.monotonic()) > 0:
@@ -160,4 +195,8 @@ def _text(said: bytes | str) -> str:
 
 def _where(config: Config) -> str:
     inside = config.site.container.runtime != "none"
-    return "site.container (image, python, mounts)" if inside else "site.python and the modules of the nodes"
+    return (
+        "site.container (image, python, mounts)"
+        if inside
+        else "site.python and the modules of the nodes"
+    )

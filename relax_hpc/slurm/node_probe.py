@@ -1,8 +1,10 @@
-"""Probe of a node, which takes a second before a group is started on it; and which nodes keep failing.
+"""Probe of a node, which takes a second before a group is started on it; and which nodes keep
+failing.
 
-`python -m relax_hpc.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I] [--mpi]`
-prints one JSON line, and with --mpi a second one once MPI has told all nodes of each other: where MPI is broken it
-ends the process, or waits for ever. It is run under a deadline: on a filesystem that hangs it hangs too.
+`python -m relax_hpc.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I]
+[--mpi]` prints one JSON line, and with --mpi a second one once MPI has told all nodes of each
+other: where MPI is broken it ends the process, or waits for ever. It is run under a deadline: on a
+filesystem that hangs it hangs too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from relax_hpc.slurm.mpi import try_mpi
 
 MAX_CLOCK_S = 2.0
 MAX_GPU_USED_SHARE = 0.1
-"""Share of a GPU's memory in use before anything of ours runs there; beyond it is somebody's left-over process."""
+"""Share of a GPU's memory in use before anything of ours runs there; beyond it is somebody's
+left-over process."""
 MIN_SHM_MIB = 32
 SMI_TIMEOUT_S = 10.0
 FORGET_S = 24 * 3600.0
@@ -68,15 +71,22 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def check_node(run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interface: str = "") -> Report:
-    """Look at this node; ``gpus``: how many must be there, with their memory free (0: none are looked for)."""
+def check_node(
+    run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interface: str = ""
+) -> Report:
+    """Look at this node; ``gpus``: how many must be there, with their memory free (0: none are
+    looked for)."""
     report = Report(node_name())
     report.memory_gib = round(psutil.virtual_memory().available / 2**30, 2)
     if report.memory_gib < min_memory_gib:
-        report.problems.append(f"memory: found {report.memory_gib} GiB free, needed: {min_memory_gib:g}")
+        report.problems.append(
+            f"memory: found {report.memory_gib} GiB free, needed: {min_memory_gib:g}"
+        )
     report.shm_mib = shutil.disk_usage(SHM).free >> 20 if SHM.is_dir() else 0
     if report.shm_mib < MIN_SHM_MIB:
-        report.problems.append(f"{SHM}: found {report.shm_mib} MiB free, needed: {MIN_SHM_MIB}; left-over segments?")
+        report.problems.append(
+            f"{SHM}: found {report.shm_mib} MiB free, needed: {MIN_SHM_MIB}; left-over segments?"
+        )
     if gpus:
         _check_gpus(report, gpus)
     report.problems += fabric_problems(FABRIC)
@@ -90,13 +100,15 @@ def check_node(run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interfac
 
 
 def fabric_problems(folder: Path) -> list[str]:
-    """InfiniBand ports that have a link and are not active, or that none is; nothing where there is no fabric."""
+    """InfiniBand ports that have a link and are not active, or that none is; nothing where there is
+    no fabric."""
     ports = [path for path in sorted(folder.glob("*/ports/*")) if (path / "state").exists()]
     states = {port: (port / "state").read_text().strip() for port in ports}
     if ports and not any(state.endswith("ACTIVE") for state in states.values()):
         return [f"fabric: found no active port among {len(ports)}, needed: one (ibstat)"]
     return [
-        f"fabric: found {port.parents[1].name} port {port.name} {state}, with a link; needed: ACTIVE (ibstat)"
+        f"fabric: found {port.parents[1].name} port {port.name} {state}, with a link; needed: "
+        "ACTIVE (ibstat)"
         for port, state in states.items()
         if not state.endswith("ACTIVE") and _linked(port)
     ]
@@ -108,40 +120,59 @@ def _linked(port: Path) -> bool:
 
 
 def _check_gpus(report: Report, wanted: int) -> None:
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,memory.total,memory.used",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = ask(command, SMI_TIMEOUT_S)
         done.check_returncode()
-        rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+        rows = [
+            [field.strip() for field in line.split(",")]
+            for line in done.stdout.splitlines()
+            if line.strip()
+        ]
         ours = _visible(rows)
         report.gpus = len(ours)
         used = {row[0]: int(row[3]) / int(row[2]) for row in ours}
     except FileNotFoundError:
-        report.problems.append(f"GPUs: found no nvidia-smi, needed: {wanted} GPUs; is the driver installed?")
+        report.problems.append(
+            f"GPUs: found no nvidia-smi, needed: {wanted} GPUs; is the driver installed?"
+        )
         return
     except (subprocess.SubprocessError, ValueError, IndexError, ZeroDivisionError) as problem:
-        report.problems.append(f"GPUs: nvidia-smi failed ({type(problem).__name__}), needed: {wanted} working GPUs")
+        report.problems.append(
+            f"GPUs: nvidia-smi failed ({type(problem).__name__}), needed: {wanted} working GPUs"
+        )
         return
     if len(ours) < wanted:
-        report.problems.append(f"GPUs: found {len(ours)}, needed: {wanted}; one has fallen off the bus? (dmesg)")
+        report.problems.append(
+            f"GPUs: found {len(ours)}, needed: {wanted}; one has fallen off the bus? (dmesg)"
+        )
     for index, share in used.items():
         if share > MAX_GPU_USED_SHARE:
             report.problems.append(
-                f"GPU {index}: found {share:.0%} of its memory in use, allowed: {MAX_GPU_USED_SHARE:.0%}; "
+                f"GPU {index}: found {share:.0%} of its memory in use, allowed: "
+                f"{MAX_GPU_USED_SHARE:.0%}; "
                 "a process was left over (nvidia-smi)"
             )
 
 
 def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """GPUs of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs' GPUs too."""
+    """GPUs of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs'
+    GPUs too."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not names:
         return rows
-    return [row for row in rows if row[0] in names or any(row[1].startswith(name) for name in names)]
+    return [
+        row for row in rows if row[0] in names or any(row[1].startswith(name) for name in names)
+    ]
 
 
 def _check_run_dir(report: Report, run: RunDir) -> None:
-    """Write, sync, rename and remove a file; its time says how far the filesystem's clock is off."""
+    """Write, sync, rename and remove a file; its time says how far the filesystem's clock is
+    off."""
     path = run.root / f".preflight-{report.node}-{secrets.token_hex(4)}"
     done = path.with_name(f"{path.name}.done")
     try:
@@ -154,7 +185,9 @@ def _check_run_dir(report: Report, run: RunDir) -> None:
         path.replace(done)
         changed = done.stat().st_mtime
     except OSError as problem:
-        report.problems.append(f"run_dir: cannot write in {run.root}: {problem.strerror}; is it mounted here?")
+        report.problems.append(
+            f"run_dir: cannot write in {run.root}: {problem.strerror}; is it mounted here?"
+        )
         return
     finally:
         for left in (path, done):
@@ -163,7 +196,9 @@ def _check_run_dir(report: Report, run: RunDir) -> None:
     # A slow sync is no skew: only what lies outside of the write counts.
     report.clock_s = round(min(changed - before, 0.0) + max(changed - after, 0.0), 3)
     if abs(report.clock_s) > MAX_CLOCK_S:
-        report.problems.append(f"clock: the run directory's is {report.clock_s:+.1f} s off, allowed: {MAX_CLOCK_S:g} s")
+        report.problems.append(
+            f"clock: the run directory's is {report.clock_s:+.1f} s off, allowed: {MAX_CLOCK_S:g} s"
+        )
 
 
 _KINDS = (("time", (int, float)), ("node", str), ("kind", str))
@@ -189,7 +224,9 @@ class BadNodes:
         for text in read_in_run(self.path).splitlines() if self.path.exists() else []:
             try:
                 record = parse_json(text)
-                if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in _KINDS):
+                if isinstance(record, dict) and all(
+                    isinstance(record.get(name), kind) for name, kind in _KINDS
+                ):
                     found.append(record)
             except ValueError:
                 continue
@@ -197,15 +234,20 @@ class BadNodes:
 
 
 def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[str]:
-    """Nodes that failed at least ``threshold`` times within the last day: for sbatch's --exclude, and to be shown."""
+    """Nodes that failed at least ``threshold`` times within the last day: for sbatch's --exclude,
+    and to be shown."""
     oldest = (time.time() if now is None else now) - FORGET_S
-    counts = Counter(record["node"] for record in BadNodes(run).records() if record["time"] >= oldest)
+    counts = Counter(
+        record["node"] for record in BadNodes(run).records() if record["time"] >= oldest
+    )
     return sorted(node for node, count in counts.items() if count >= threshold)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or 75 if the node has problems."""
-    parser = argparse.ArgumentParser(prog="preflight", description="Check this node before a group starts on it.")
+    parser = argparse.ArgumentParser(
+        prog="preflight", description="Check this node before a group starts on it."
+    )
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--min_memory_gib", type=float, default=0.0)

@@ -1,8 +1,9 @@
-"""Orphans: parts of a run whose head is gone would hold their nodes, idle, to the time limit; so they look themselves.
+"""Orphans: parts of a run whose head is gone would hold their nodes, idle, to the time limit; so
+they look themselves.
 
-When Slurm ends component 0 of a heterogeneous job because it has lost its nodes, those with nodes left live on: the
-first rank of each role looks after its own component. A job that one group has to itself lives on whatever becomes of
-the hub's: its supervisor looks.
+When Slurm ends component 0 of a heterogeneous job because it has lost its nodes, those with nodes
+left live on: the first rank of each role looks after its own component. A job that one group has to
+itself lives on whatever becomes of the hub's: its supervisor looks.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ class _Head:
         self._ask_at = 0.0
 
     def silent(self, now: float) -> bool:
-        """Whether nobody has led for two leases, and it is time to ask Slurm (again) what became of the job."""
+        """Whether nobody has led for two leases, and it is time to ask Slurm (again) what became of
+        the job."""
         holder = holder_of(self.run, self.name)
-        # A successor in another job ends what is left of its predecessor, unless Slurm did not answer.
+        # A successor in another job ends what is left of its predecessor, unless Slurm did not
+        # answer.
         counts = not self.job or holder.get("allocation", "").rpartition("-")[0] == self.job
         beat = (holder["incarnation"], holder["beat"]) if holder and counts else None
         if beat is not None and beat != self.seen[0]:
@@ -53,7 +56,9 @@ class _Head:
 class Orphan:
     """Watch on whether the component of ``incarnation`` of a group has lost its head."""
 
-    def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str, incarnation: int) -> None:
+    def __init__(
+        self, run: RunDir, config: Config, slurm: Slurm, group: str, incarnation: int
+    ) -> None:
         launch = read_launch(run, group, incarnation)
         self.run, self.slurm, self.limits = run, slurm, config.liveness
         self.component = launch.job if launch else ""
@@ -65,7 +70,8 @@ class Orphan:
         return bool(self.leader) and self.component != self.leader
 
     def look(self, now: float) -> bool:
-        """Give the component back if nobody has supervised its job for two leases, and Slurm says that it is over.
+        """Give the component back if nobody has supervised its job for two leases, and Slurm says
+        that it is over.
 
         ``now``: of the monotonic clock. To be called again and again; whether it was done.
         """
@@ -81,13 +87,15 @@ class Orphan:
 
 
 class Bereft:
-    """Whether ``job``, which ``group`` has to itself, works for a run whose hub has lost its job."""
+    """Whether ``job``, which ``group`` has to itself, works for a run whose hub has lost its
+    job."""
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str, job: str) -> None:
         self.run, self.slurm, self.limits, self.job = run, slurm, config.liveness, job
         self.het = config.layout == "het"
         self.moved = self.het and group in config.groups
-        """Whether it took the place of a component, which a successor has too; further members of a group have none."""
+        """Whether it took the place of a component, which a successor has too; further members of a
+        group have none."""
         self.name = SUPERVISOR if self.het else f"{SUPERVISOR}-hub"
         self.head = _Head(run, self.name, config.liveness.lease_s)
 
@@ -111,7 +119,10 @@ class Bereft:
                 return "the job of the run is over: this one gives way to its successor"
             if not self.het and self._has_no_job(hub):
                 text = f"relax-hpc submit --run_dir {self.run.root} --resume"
-                return f"no job of the hub is left, running or queued: this one ends; resume with {text}"
+                return (
+                    "no job of the hub is left, running or queued: this one ends; resume with "
+                    f"{text}"
+                )
         except (SlurmError, OSError):
             pass
         return ""
@@ -125,15 +136,26 @@ class Bereft:
         jobs = self.slurm.jobs(self.job, *sorted(ids))
         if self.job not in jobs:
             return False
-        return all(is_over(job) and job.state != "COMPLETING" for job in jobs.values() if job.id != self.job)
+        return all(
+            is_over(job) and job.state != "COMPLETING"
+            for job in jobs.values()
+            if job.id != self.job
+        )
 
     def _over(self, last: str) -> bool:
         """Whether the job of the whole run that was led ``last`` is, and no other one runs yet."""
-        whole = {entry.job for entry in Ledger(self.run).living() if entry.kind in ("run", "successor")} | {last}
+        whole = {
+            entry.job for entry in Ledger(self.run).living() if entry.kind in ("run", "successor")
+        } | {last}
         jobs = self.slurm.jobs(*sorted(whole))
-        return _is_over(jobs.get(last), self.limits) and all(job.state != "RUNNING" for job in jobs.values())
+        return _is_over(jobs.get(last), self.limits) and all(
+            job.state != "RUNNING" for job in jobs.values()
+        )
 
 
 def _is_over(job: Job | None, limits: LivenessConfig) -> bool:
     """Whether a job is over, as squeue knows it; None: squeue does not any more."""
-    return verdict(Evidence(job=job.state if job else GONE), limits).fate in (Fate.DEAD, Fate.LEAVES)
+    return verdict(Evidence(job=job.state if job else GONE), limits).fate in (
+        Fate.DEAD,
+        Fate.LEAVES,
+    )

@@ -28,7 +28,13 @@ class SlurmError(Unavailable):
     """
 
     def __init__(
-        self, text: str, said: str = "", *, code: int = 0, transient: bool = False, timed_out: bool = False
+        self,
+        text: str,
+        said: str = "",
+        *,
+        code: int = 0,
+        transient: bool = False,
+        timed_out: bool = False,
     ) -> None:
         super().__init__(" ".join(text.split()))
         self.said, self.code, self.transient, self.timed_out = said, code, transient, timed_out
@@ -74,7 +80,8 @@ class Node:
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of Slurm's ``[days-]hours:minutes:seconds``, ``minutes:seconds``, ``minutes`` or ``days-hours``.
+    """Seconds of Slurm's ``[days-]hours:minutes:seconds``, ``minutes:seconds``, ``minutes`` or
+    ``days-hours``.
 
     >>> parse_time("1-02:00:00"), parse_time("4:57"), parse_time("UNLIMITED")
     (93600.0, 297.0, None)
@@ -94,7 +101,8 @@ def parse_time(text: str) -> float | None:
 
 
 def read_job_id(command: list[str], answer: str) -> str:
-    """The id that `sbatch --parsable` printed, without its cluster; a site's banner may stand above it."""
+    """The id that `sbatch --parsable` printed, without its cluster; a site's banner may stand above
+    it."""
     last = (answer.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not last.isdigit():
         raise rubbish(command, answer, "a job id; the job may have been made, look at squeue --me")
@@ -103,7 +111,9 @@ def read_job_id(command: list[str], answer: str) -> str:
 
 def read_job(command: list[str], line: str) -> Job:
     """Job of a squeue line in JOB_FORMAT."""
-    number, plain, state, nodes, node_list, used, left, reason, name = split_fields(command, line, 9)
+    number, plain, state, nodes, node_list, used, left, reason, name = split_fields(
+        command, line, 9
+    )
     if not (plain.isdigit() and nodes.isdigit() and state):
         raise rubbish(command, line, f"a line of {JOB_FORMAT}")
     leader, _, offset = number.partition("+") if "+" in number else ("", "", "0")
@@ -117,7 +127,9 @@ def read_node(command: list[str], line: str) -> Node:
     if not (cpus.isdigit() and memory.rstrip("+").isdigit()):
         raise rubbish(command, line, "a line of node|partition|state|cpus|memory|address|gres")
     gres = "" if gres in ("(null)", "N/A") else gres
-    return Node(name, partition.rstrip("*"), state, gres, int(cpus), int(memory.rstrip("+")), address)
+    return Node(
+        name, partition.rstrip("*"), state, gres, int(cpus), int(memory.rstrip("+")), address
+    )
 
 
 def split_fields(command: list[str], line: str, count: int) -> list[str]:
@@ -136,14 +148,20 @@ def split_words(line: str) -> dict[str, str]:
 def refusal(argv: list[str], complaint: str, code: int) -> SlurmError:
     """Error of a command that ended with `code`."""
     transient = any(text in complaint for text in TRANSIENT)
-    advice = "slurmctld is busy or down (scontrol ping), try again later" if transient else "mend what it names"
+    advice = (
+        "slurmctld is busy or down (scontrol ping), try again later"
+        if transient
+        else "mend what it names"
+    )
     text = f"{shown(argv)}: exit {code}, said {_short(complaint) or 'nothing'!r}; {advice}"
     return SlurmError(text, complaint, code=code, transient=transient)
 
 
 def rubbish(command: list[str], answer: str, expected: str) -> SlurmError:
     """Error of a command whose answer makes no sense."""
-    return SlurmError(f"{shown(command)}: said {_short(answer) or 'nothing'!r}, expected {expected}", answer)
+    return SlurmError(
+        f"{shown(command)}: said {_short(answer) or 'nothing'!r}, expected {expected}", answer
+    )
 
 
 def shown(argv: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""`python -m relax_hpc.slurm.rank`: a rank of a role as Slurm starts it, which knows when nobody needs it."""
+"""`python -m relax_hpc.slurm.rank`: a rank of a role as Slurm starts it, which knows when nobody
+needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _LOOK_S = 2.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Be the rank; the first one of its role also sees that its component does not outlive the run."""
+    """Be the rank; the first one of its role also sees that its component does not outlive the
+    run."""
     args = roles.parse(argv)
     first = os.environ.get("SLURM_PROCID", "0") == "0"
     return roles.main(argv, RANK, (lambda: _look_after(args)) if first else None)

@@ -1,6 +1,7 @@
 """The text that is handed to sbatch. Templates lie in `slurm/` and only call Python.
 
-Whatever a value holds, it stays a value: #SBATCH lines are quoted as sbatch reads them, shell words by `shlex`.
+Whatever a value holds, it stays a value: #SBATCH lines are quoted as sbatch reads them, shell words
+by `shlex`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ OWN_OPTIONS = {
     "chdir": "",
     "wrap": "",
 }
-"""sbatch options that are made from other settings -> what to set instead, empty if there is nothing."""
+"""sbatch options that are made from other settings -> what to set instead, empty if there is
+nothing."""
 FLAGS = frozenset(
     (
         "contiguous",
@@ -72,37 +74,56 @@ _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 
 
 def render(config: Config) -> dict[str, str]:
-    """sbatch text by file name: `run.sbatch`, or in the `jobs` layout `<group>.sbatch` for each group.
+    """sbatch text by file name: `run.sbatch`, or in the `jobs` layout `<group>.sbatch` for each
+    group.
 
-    ``config`` is a resolved one: its run directory is absolute. ConfigError, with every mistake, for a layout that
-    cannot be had and for values that cannot be written.
+    ``config`` is a resolved one: its run directory is absolute. ConfigError, with every mistake,
+    for a layout that cannot be had and for values that cannot be written.
     """
     _refuse_mistakes(config)
     if config.layout == "jobs":
-        return {f"{part.name}.sbatch": render_group(config, part.name) for part in components(config)}
-    title = f"Run {_one_line(config.name)}, layout {config.layout}. The same text starts its successors."
+        return {
+            f"{part.name}.sbatch": render_group(config, part.name) for part in components(config)
+        }
+    title = (
+        f"Run {_one_line(config.name)}, layout {config.layout}. The same text starts its "
+        "successors."
+    )
     het = config.layout == "het"
-    return {"run.sbatch": _render(config, components(config), title=title, het=het, **_of_run(config))}
+    return {
+        "run.sbatch": _render(config, components(config), title=title, het=het, **_of_run(config))
+    }
 
 
 def render_group(config: Config, group: str) -> str:
-    """The ordinary job of one group: its own in the `jobs` layout; a replacement, spare or further member in `het`."""
+    """The ordinary job of one group: its own in the `jobs` layout; a replacement, spare or further
+    member in `het`."""
     title = f"Group {group} of run {_one_line(config.name)}, layout {config.layout}."
     part = component(config, group)
-    return _render(config, [part], title=title, het=False, **_of_run(config, f" --group {shlex.quote(group)}"))
+    return _render(
+        config, [part], title=title, het=False, **_of_run(config, f" --group {shlex.quote(group)}")
+    )
 
 
 def render_size(config: Config, size: str, site: Path | None = None) -> str:
-    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that ``config`` is made of,
-    and ``site`` the site file, if it is made for one.
+    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that
+    ``config`` is made of, and ``site`` the site file, if it is made for one.
 
-    The run is named by an environment variable, and so is a site that needs nothing in #SBATCH lines. The batch script
-    makes the run directory.
+    The run is named by an environment variable, and so is a site that needs nothing in #SBATCH
+    lines. The batch script makes the run directory.
     """
     on = f" on {site.stem}" if site else ""
-    words = "RELAX_CONFIG=run.yaml sbatch THIS" if site else "RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
+    words = (
+        "RELAX_CONFIG=run.yaml sbatch THIS"
+        if site
+        else "RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
+    )
     title = _one_line(f"{size}{on}, layout {config.layout}; in the repository: {words}")
-    named = {"by_hand": size, "site": shlex.quote(str(site)) if site else "", "output": "relax-%j.log"}
+    named = {
+        "by_hand": size,
+        "site": shlex.quote(str(site)) if site else "",
+        "output": "relax-%j.log",
+    }
     return _render(config, components(config), title=title, het=config.layout == "het", **named)
 
 
@@ -114,23 +135,29 @@ def templates() -> Path:
 
 
 def directive(name: str, value: str) -> str:
-    """`--name=value` for an #SBATCH line, quoted as sbatch reads it; ConfigError for what such a line cannot hold.
+    """`--name=value` for an #SBATCH line, quoted as sbatch reads it; ConfigError for what such a
+    line cannot hold.
 
     >>> directive("comment", 'a "b" #c')
     '--comment="a \\\\"b\\\\" #c"'
     """
     if not _LONG_NAME.fullmatch(name):
-        raise ConfigError(f"options: found {name!r}, allowed: the long name of an sbatch option, without dashes before")
+        raise ConfigError(
+            f"options: found {name!r}, allowed: the long name of an sbatch option, without dashes "
+            "before"
+        )
     if not value and name not in FLAGS:
         raise ConfigError(
-            f"options.{name}: found nothing, allowed: a value; null in a group's options takes off what the "
+            f"options.{name}: found nothing, allowed: a value; null in a group's options takes off "
+            "what the "
             "site's options set"
         )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
 
 def render_environment(config: Config) -> str:
-    """The lines of every batch script before its program: the site's own, modules, caches, variables."""
+    """The lines of every batch script before its program: the site's own, modules, caches,
+    variables."""
     return _template("environment.sh.j2").render(**_environment(config))
 
 
@@ -193,9 +220,14 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
     """Template variables of a run whose directory is known."""
     run_dir = Path(config.run_dir)
     if not config.run_dir or not run_dir.is_absolute():
-        raise ConfigError(f"run_dir: found {config.run_dir!r}, allowed in a batch script: an absolute path")
+        raise ConfigError(
+            f"run_dir: found {config.run_dir!r}, allowed in a batch script: an absolute path"
+        )
     if "%" in config.run_dir or "\\" in config.run_dir:
-        raise ConfigError(f"run_dir: found {config.run_dir!r}, allowed: no % and no \\, which sbatch would replace")
+        raise ConfigError(
+            f"run_dir: found {config.run_dir!r}, allowed: no % and no \\, which sbatch would "
+            "replace"
+        )
     return {
         "by_hand": "",
         "site": "",
@@ -208,7 +240,8 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
 
 
 def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
-    """The components as the template wants them: every value checked, the further options as whole words."""
+    """The components as the template wants them: every value checked, the further options as whole
+    words."""
     mistakes = Mistakes()
     options = [_options(config, part, mistakes) for part in parts]
     besides: list[dict[str, str]] = [{} for _ in parts]
@@ -223,7 +256,11 @@ def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
         # An empty value is a word of its own here: a flag would mean something else.
         words += [f"--{option}={value}" for option, value in more.items()]
         with mistakes:
-            texts = {"job_name": _job_name(config, part), "options": words, "standby": _has_standby(part)}
+            texts = {
+                "job_name": _job_name(config, part),
+                "options": words,
+                "standby": _has_standby(part),
+            }
             found.append(asdict(part) | texts)
     mistakes.refuse()
     return found
@@ -236,13 +273,23 @@ def _job_name(config: Config, part: Component) -> str:
 
 
 def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, str]:
-    """Options of a component beside its size; a group's own memory replaces what the site's options ask for."""
-    stated = {name: value for name, value in part.options.items() if name not in MEMORY or not part.memory}
+    """Options of a component beside its size; a group's own memory replaces what the site's options
+    ask for."""
+    stated = {
+        name: value for name, value in part.options.items() if name not in MEMORY or not part.memory
+    }
     for name in filter(OWN_OPTIONS.__contains__, stated):
-        instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-        mistakes.add(f"options.{name}: found {stated[name]!r}, but it is set by relax_hpc; {instead}")
+        instead = (
+            f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
+        )
+        mistakes.add(
+            f"options.{name}: found {stated[name]!r}, but it is set by relax_hpc; {instead}"
+        )
     if part.memory and not _MEMORY.fullmatch(part.memory):
-        mistakes.add(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
+        mistakes.add(
+            f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 "
+            "(all)"
+        )
     options = {name: value for name, value in stated.items() if name not in OWN_OPTIONS}
     gpus = gpu_options(config, part.gpus_per_node, options.pop("gres", ""))
     return gpus | options | ({"mem": part.memory} if part.memory else {})
@@ -254,7 +301,8 @@ def _has_standby(part: Component) -> bool:
 
 
 def gpu_options(config: Config, count: int, gres: str) -> dict[str, str]:
-    """Options by which the site is asked for ``count`` GPUs a node, beside other generic resources, ``gres``."""
+    """Options by which the site is asked for ``count`` GPUs a node, beside other generic resources,
+    ``gres``."""
     style, kind = config.site.gpu_request, config.site.gpu_type
     kind = f"{kind}:" if kind else ""
     if count and style == "gpus_per_node":
@@ -266,7 +314,10 @@ def gpu_options(config: Config, count: int, gres: str) -> dict[str, str]:
 
 def _quote(value: str, key: str) -> str:
     if not value.isprintable():
-        raise ConfigError(f"{key}: found {value!r}, allowed in a batch script: no line breaks or control characters")
+        raise ConfigError(
+            f"{key}: found {value!r}, allowed in a batch script: no line breaks or control "
+            "characters"
+        )
     if value and _PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

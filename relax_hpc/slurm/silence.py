@@ -1,4 +1,5 @@
-"""Groups in jobs of their own that fall silent with their supervisor: the node is gone, and Slurm misses it late."""
+"""Groups in jobs of their own that fall silent with their supervisor: the node is gone, and Slurm
+misses it late."""
 
 from __future__ import annotations
 
@@ -22,20 +23,25 @@ _AGAIN_S = 10.0
 
 
 class Silence:
-    """Gives a group to another job when a member of it and the supervisor in its job have given no sign for a lease.
+    """Gives a group to another job when a member of it and the supervisor in its job have given no
+    sign for a lease.
 
-    ``submit`` is told the group and a node to avoid, and returns the job. Where it can have none, Slurm itself brings
-    the old one back when it has missed the node (SlurmdTimeout, and then the expiry of the job's credentials).
+    ``submit`` is told the group and a node to avoid, and returns the job. Where it can have none,
+    Slurm itself brings the old one back when it has missed the node (SlurmdTimeout, and then the
+    expiry of the job's credentials).
     """
 
-    def __init__(self, run: RunDir, config: Config, slurm: Slurm, submit: Callable[[str, str], str]) -> None:
+    def __init__(
+        self, run: RunDir, config: Config, slurm: Slurm, submit: Callable[[str, str], str]
+    ) -> None:
         self.run, self.config, self.slurm, self.submit = run, config, slurm, submit
         self.lease_s = config.liveness.lease_s
         self._seen: dict[str, tuple[str, float]] = {}
         """Last beat of each group's supervisor, and since when it stands still."""
         self._suspects: dict[str, int] = {}
         self._judged: dict[str, int] = {}
-        """Incarnations of groups that have been seen to; once, as it may not be known whether another job was made."""
+        """Incarnations of groups that have been seen to; once, as it may not be known whether
+        another job was made."""
         self.without_job: dict[str, int] = {}
         """Silent groups, and their incarnations, whose job squeue does not know."""
         self._left: set[str] = set()
@@ -48,7 +54,8 @@ class Silence:
             self._suspects[name] = incarnation
 
     def tick(self, supervisor: Supervisor, names: Iterable[str], now: float | None = None) -> None:
-        """Look at the supervisors of ``names``; to be called once a beat. ``now``: seconds of any clock."""
+        """Look at the supervisors of ``names``; to be called once a beat. ``now``: seconds of any
+        clock."""
         now = time.monotonic() if now is None else now
         for name in names:
             self._look(name, now)
@@ -71,7 +78,9 @@ class Silence:
 
     def _look(self, name: str, now: float) -> None:
         try:
-            beat = (self.run.rendezvous(f"{SUPERVISOR}-{name}") / "lease").read_text(errors="replace")
+            beat = (self.run.rendezvous(f"{SUPERVISOR}-{name}") / "lease").read_text(
+                errors="replace"
+            )
         except OSError:
             return
         # Who was asleep itself, or could not read, has not seen anybody stand still.
@@ -83,7 +92,9 @@ class Silence:
         return {name: number for name, number in groups.items() if not self._is_over(name, number)}
 
     def _is_over(self, name: str, incarnation: int) -> bool:
-        marks = [read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)]
+        marks = [
+            read_mark(self.run, name, incarnation, role) for role in roles_of(self.config, name)
+        ]
         return latest_incarnation(self.run, name) > incarnation or ended_in_order(marks)
 
     def _stands_still(self, name: str, now: float) -> bool:
@@ -91,7 +102,8 @@ class Silence:
 
     def _replace(self, supervisor: Supervisor, name: str, still_s: float) -> None:
         if supervisor.disk.hinders():
-            # Its supervisor stands still, and may wait to start it again, because of that; nor could another.
+            # Its supervisor stands still, and may wait to start it again, because of that; nor
+            # could another.
             return
         job = own_job(self.run, name)
         found = self.slurm.jobs(job).get(job) if job else None
@@ -108,7 +120,9 @@ class Silence:
         supervisor.failures.judge(name, f"job {job} {said.reason}")
         batch_node = self.slurm.hostnames(found.node_list)[0]
         if new := self.submit(name, batch_node):
-            supervisor.terminal.say(f"{name}: no sign of its supervisor on {batch_node} either: goes on in job {new}")
+            supervisor.terminal.say(
+                f"{name}: no sign of its supervisor on {batch_node} either: goes on in job {new}"
+            )
             if name in supervisor.roll.elsewhere:
                 supervisor.roll.elsewhere[name] = new
             self._left.add(job)

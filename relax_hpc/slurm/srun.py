@@ -1,4 +1,5 @@
-"""The srun options of a role that a site may choose, and those that are made from other settings."""
+"""The srun options of a role that a site may choose, and those that are made from other
+settings."""
 
 from __future__ import annotations
 
@@ -32,37 +33,52 @@ OWN_OPTIONS = {
     "container-image": "site.container.image",
     "container-mounts": "site.container.mounts",
 }
-"""srun options that are made from other settings -> what to set instead, empty if there is nothing."""
+"""srun options that are made from other settings -> what to set instead, empty if there is
+nothing."""
 _LIMITS = "NOFILE,MEMLOCK,NPROC,STACK"
-"""Limits, of those that `site.setup` sets, that steps inherit whatever the cluster's PropagateResourceLimits."""
+"""Limits, of those that `site.setup` sets, that steps inherit whatever the cluster's
+PropagateResourceLimits."""
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def srun_options(config: Config) -> list[str]:
-    """Options of srun that place roles, and the site's own; ConfigError for all that is not the site's to choose.
+    """Options of srun that place roles, and the site's own; ConfigError for all that is not the
+    site's to choose.
 
-    Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its group on the node:
-    the ranks divide them (`relax_hpc.rendezvous.affinity`), unless the site has Slurm do it.
+    Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its
+    group on the node: the ranks divide them (`relax_hpc.rendezvous.affinity`), unless the site has
+    Slurm do it.
     """
     site, mistakes = config.site, Mistakes()
     for name, value in site.srun_options.items():
         if name in OWN_OPTIONS:
-            instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-            mistakes.add(f"site.srun_options.{name}: found {value!r}, but it is set by relax_hpc; {instead}")
+            instead = (
+                f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
+            )
+            mistakes.add(
+                f"site.srun_options.{name}: found {value!r}, but it is set by relax_hpc; {instead}"
+            )
         elif not _LONG_NAME.fullmatch(name) or not value.isprintable():
             mistakes.add(
-                f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun option, without "
+                f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun "
+                "option, without "
                 "dashes before, and a value without line breaks"
             )
     mistakes.refuse()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
-    return [*limits(config), *(_option(name, value) for name, value in options.items() if name != "propagate")]
+    return [
+        *limits(config),
+        *(_option(name, value) for name, value in options.items() if name != "propagate"),
+    ]
 
 
 def limits(config: Config) -> list[str]:
-    """Options of srun for the limits that a step inherits from who starts it; none where the cluster's way will do."""
+    """Options of srun for the limits that a step inherits from who starts it; none where the
+    cluster's way will do."""
     options = {"propagate": _LIMITS} if config.site.setup else {}
-    options |= {name: value for name, value in config.site.srun_options.items() if name == "propagate"}
+    options |= {
+        name: value for name, value in config.site.srun_options.items() if name == "propagate"
+    }
     return [_option(name, value) for name, value in options.items()]
 
 

@@ -19,7 +19,8 @@ _AGAIN_S, _SELDOM_S = 10.0, 600.0
 
 
 class Standby:
-    """Standby of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous job)."""
+    """Standby of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous
+    job)."""
 
     def __init__(
         self,
@@ -31,8 +32,15 @@ class Standby:
         safe: Callable[[], bool] = lambda: True,
         limits: Sequence[str] = (),
     ) -> None:
-        """``safe``: whether the job may be asked for a step; ``limits``: that it inherits, as srun is told."""
-        self.run, self.slurm, self.allocation, self.node, self.group = run, slurm, allocation, node, group
+        """``safe``: whether the job may be asked for a step; ``limits``: that it inherits, as srun
+        is told."""
+        self.run, self.slurm, self.allocation, self.node, self.group = (
+            run,
+            slurm,
+            allocation,
+            node,
+            group,
+        )
         self.safe, self.limits = safe, limits
         self._process: subprocess.Popen | None = None
         self._at, self._pause = 0.0, _AGAIN_S
@@ -50,15 +58,37 @@ class Standby:
     def _start(self) -> None:
         place = self.allocation.places["hub"]
         if self._others is None and (job := self.slurm.jobs(place.job).get(place.job)):
-            self._others = [name for name in self.slurm.hostnames(job.node_list) if name != self.node]
+            self._others = [
+                name for name in self.slurm.hostnames(job.node_list) if name != self.node
+            ]
         if not self._others or not self.safe():
             return
         words = ["srun", f"--jobid={self.allocation.job}"]
         words += [] if place.het is None else [f"--het-group={place.het}"]
-        words += ["--nodes=1", "--ntasks=1", f"--nodelist={self._others[0]}", "--overlap", "--mem=0", "--mpi=none"]
-        words += ["--no-kill", "--export=ALL", "--job-name=standby", "--open-mode=append", *self.limits]
+        words += [
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={self._others[0]}",
+            "--overlap",
+            "--mem=0",
+            "--mpi=none",
+        ]
+        words += [
+            "--no-kill",
+            "--export=ALL",
+            "--job-name=standby",
+            "--open-mode=append",
+            *self.limits,
+        ]
         words.append(f"--output={escaped(self.run.root)}/logs/standby-%N-%t.log")
-        words += [sys.executable, "-m", "relax_hpc.lifecycle.head", "--standby", "--run_dir", str(self.run.root)]
+        words += [
+            sys.executable,
+            "-m",
+            "relax_hpc.lifecycle.head",
+            "--standby",
+            "--run_dir",
+            str(self.run.root),
+        ]
         with (self.run.root / "logs" / "standby-srun.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [*words, *(["--group", self.group] if self.group else [])],

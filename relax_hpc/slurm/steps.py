@@ -1,6 +1,7 @@
 """A group as Slurm steps inside an allocation: one `srun` a role, watched like a local process.
 
-A step outlives the srun that started it when the node of that srun dies, so another supervisor can take it over.
+A step outlives the srun that started it when the node of that srun dies, so another supervisor can
+take it over.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from relax_hpc.supervise.processes import begin_members, environment, role_words
 
 RANK = "relax_hpc.slurm.rank"
 _END_S = 1.0
-"""Seconds for a killed step to end before the next one is started anyway; on living nodes it takes 0.1 s."""
+"""Seconds for a killed step to end before the next one is started anyway; on living nodes it takes
+0.1 s."""
 _END_OF_JOB_S = 120.0
-"""Seconds to the time limit, beyond the early signal, below which that limit is what roles were stopped for."""
+"""Seconds to the time limit, beyond the early signal, below which that limit is what roles were
+stopped for."""
 
 
 class Steps(Incarnation):
@@ -39,7 +42,15 @@ class Steps(Incarnation):
 
     outlives = True
 
-    def __init__(self, run: RunDir, name: str, incarnation: int, members: list[Member], slurm: Slurm, job: str) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        name: str,
+        incarnation: int,
+        members: list[Member],
+        slurm: Slurm,
+        job: str,
+    ) -> None:
         super().__init__(run, name, incarnation, members)
         self.slurm, self.job = slurm, job
 
@@ -48,7 +59,11 @@ class Steps(Incarnation):
             if member.process and member.process.poll() is None:
                 # srun passes it on to its tasks; TERM it would take as an order to kill them.
                 member.process.send_signal(END_SIGNAL)
-        adopted = {step_name(self.name, member.role, self.incarnation) for member in self.members if not member.process}
+        adopted = {
+            step_name(self.name, member.role, self.incarnation)
+            for member in self.members
+            if not member.process
+        }
         # What cannot be asked is killed at the deadline.
         with contextlib.suppress(SlurmError):
             for step, name in self.slurm.steps(self.job).items() if adopted else ():
@@ -95,7 +110,12 @@ class StepLauncher:
     """Launcher of groups as steps on their nodes of one allocation."""
 
     def __init__(
-        self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation, deadline: Callable[[], float | None]
+        self,
+        run: RunDir,
+        config: Config,
+        slurm: Slurm,
+        allocation: Allocation,
+        deadline: Callable[[], float | None],
     ) -> None:
         self.run, self.slurm, self.allocation, self.deadline = run, slurm, allocation, deadline
         self.probe_s = min(15.0, max(2.0, config.liveness.lease_s / 2))
@@ -108,7 +128,10 @@ class StepLauncher:
         logs, variables = self.run.logs(name, incarnation), step_environment(config, name)
         return {
             role: Command(
-                words=[*self._srun(config, name, role, incarnation), *self._role(config, name, role, incarnation)],
+                words=[
+                    *self._srun(config, name, role, incarnation),
+                    *self._role(config, name, role, incarnation),
+                ],
                 env=variables,
                 log=logs / f"{role}-srun.log",
                 config=config,
@@ -117,7 +140,9 @@ class StepLauncher:
             for role in roles_of(config, name)
         }
 
-    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Steps:
+    def start(
+        self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
+    ) -> Steps:
         """See `Launcher.start`."""
         if ahead is None:
             self.check_takes_steps(name)
@@ -127,11 +152,19 @@ class StepLauncher:
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
         steps = {role: step_name(name, role, incarnation) for role in commands}
         life = self.allocation.name
-        record(self.run, name, incarnation, replace(launch, job=place.job, allocation=life, steps=steps))
-        return Steps(self.run, name, incarnation, begin_members(commands, ahead), self.slurm, place.job)
+        record(
+            self.run,
+            name,
+            incarnation,
+            replace(launch, job=place.job, allocation=life, steps=steps),
+        )
+        return Steps(
+            self.run, name, incarnation, begin_members(commands, ahead), self.slurm, place.job
+        )
 
     def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Steps:
-        """See `Launcher.start_ahead`: steps of their own, which share the nodes with those at work."""
+        """See `Launcher.start_ahead`: steps of their own, which share the nodes with those at
+        work."""
         self.check_takes_steps(name)
         commands, place = self.commands(name, incarnation), self.allocation.places[name]
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
@@ -142,17 +175,28 @@ class StepLauncher:
         """SlurmError while the job of ``name`` must not be asked for a new step."""
 
     def adopt(self, name: str, incarnation: int) -> Steps | None:
-        """The steps of ``incarnation`` that this life of this allocation still has; None if one went without a word."""
+        """The steps of ``incarnation`` that this life of this allocation still has; None if one
+        went without a word."""
         launch, place = read_launch(self.run, name, incarnation), self.allocation.places[name]
         if launch is None or launch.allocation != self.allocation.name:
             return None
-        group = Steps(self.run, name, incarnation, [Member(role) for role in launch.steps], self.slurm, place.job)
+        group = Steps(
+            self.run,
+            name,
+            incarnation,
+            [Member(role) for role in launch.steps],
+            self.slurm,
+            place.job,
+        )
         try:
             running = self.slurm.steps(place.job).values()
         except SlurmError:
             # Its beats will show whether it lives.
             return group
-        alive = all(member in group.ended() or launch.steps[member.role] in running for member in group.members)
+        alive = all(
+            member in group.ended() or launch.steps[member.role] in running
+            for member in group.members
+        )
         return group if alive else None
 
     def whole(self, name: str) -> bool:
@@ -160,12 +204,25 @@ class StepLauncher:
         place = self.allocation.places[name]
         if self.lost(name):
             return False
-        words = [*self.place_words(place), "--mpi=none", "--ntasks-per-node=1", f"--ntasks={place.nodes}", "true"]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        words = [
+            *self.place_words(place),
+            "--mpi=none",
+            "--ntasks-per-node=1",
+            f"--ntasks={place.nodes}",
+            "true",
+        ]
+        quiet = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if not subprocess.run(words, env=step_environment(None, name), timeout=self.probe_s, **quiet).returncode:
+            if not subprocess.run(
+                words, env=step_environment(None, name), timeout=self.probe_s, **quiet
+            ).returncode:
                 return True
-        # Where slurmctld has gone meanwhile, that is what there is to say, and not that nodes are lost.
+        # Where slurmctld has gone meanwhile, that is what there is to say, and not that nodes are
+        # lost.
         self.lost(name)
         return False
 
@@ -201,15 +258,27 @@ class StepLauncher:
         """First words of an srun on the nodes of ``place``."""
         het = [] if place.het is None else [f"--het-group={place.het}"]
         # Steps share what the job has: an ended step's nodes count as busy for seconds.
-        return ["srun", f"--jobid={self.allocation.job}", *het, f"--nodes={place.nodes}", "--overlap", "--mem=0"]
+        return [
+            "srun",
+            f"--jobid={self.allocation.job}",
+            *het,
+            f"--nodes={place.nodes}",
+            "--overlap",
+            "--mem=0",
+        ]
 
     def _srun(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
         place, resources = self.allocation.places[name], group_of(config, name).resources
-        # Not --cpus-per-task: it gives a step as few cores as it names, and overlapping steps the same ones.
+        # Not --cpus-per-task: it gives a step as few cores as it names, and overlapping steps the
+        # same ones.
         ranks = ranks_of(config, name, role)
         nodes = min(place.nodes, ranks)
         place = Place(place.job, nodes, place.het)
-        words = [*self.place_words(place), f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
+        words = [
+            *self.place_words(place),
+            f"--ntasks={ranks}",
+            f"--ntasks-per-node={ranks // nodes}",
+        ]
         words += [*srun_options(config), "--export=ALL", "--kill-on-bad-exit=1"]
         # A rank that is done must not have the others ended, whatever the site's WaitTime.
         words.append("--wait=0")
@@ -223,7 +292,11 @@ class StepLauncher:
         return [*words, *container_srun_options(config, self.run.root)]
 
     def _role(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
-        words = [role_python(config), *role_words(self.run, name, role, incarnation, RANK), "--watch"]
+        words = [
+            role_python(config),
+            *role_words(self.run, name, role, incarnation, RANK),
+            "--watch",
+        ]
         return [*container_command(config, self.run.root), *words]
 
     def _deadline(self) -> list[str]:
@@ -249,4 +322,6 @@ def step_environment(config: Config | None, name: str) -> dict[str, str]:
         return clean_environment()
     variables = environment(config, variables_of(config, name))
     del variables[PARENT]
-    return mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)
+    return (
+        mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)
+    )

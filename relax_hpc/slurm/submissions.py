@@ -1,4 +1,5 @@
-"""Ledger of the Slurm jobs that were submitted for a run, and what for: numbered files in <run>/submit/jobs."""
+"""Ledger of the Slurm jobs that were submitted for a run, and what for: numbered files in
+<run>/submit/jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from relax_hpc.rundir import RunDir, read_map, write_numbered
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One job. `kind`: `run` is a whole heterogeneous run, `group` one group, `spare` a held job of a group."""
+    """One job. `kind`: `run` is a whole heterogeneous run, `group` one group, `spare` a held job of
+    a group."""
 
     job: str
     kind: Literal["run", "group", "successor", "spare"]
@@ -30,19 +32,31 @@ class Entry:
 _FULL_S = 10.0
 """Seconds to wait for a disk at most: a supervisor has more to do."""
 _NAME = re.compile(r"\d{6}\.json", re.ASCII)
-_KINDS = {"job": str, "kind": str, "group": str, "after": str, "attempt": int, "options": list, "time": (int, float)}
+_KINDS = {
+    "job": str,
+    "kind": str,
+    "group": str,
+    "after": str,
+    "attempt": int,
+    "options": list,
+    "time": (int, float),
+}
 
 
 class Ledger:
-    """Jobs that were submitted for a run. It only ever grows: a job that is in it may have ended."""
+    """Jobs that were submitted for a run. It only ever grows: a job that is in it may have
+    ended."""
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.submit / "jobs"
 
     def add(self, entry: Entry) -> None:
-        """Add a job; on a full disk after a while, as nobody would know of a job that only Slurm has."""
+        """Add a job; on a full disk after a while, as nobody would know of a job that only Slurm
+        has."""
         data = json.dumps(asdict(entry)).encode()
-        patiently(self.folder, lambda: write_numbered(self.folder, ".json", data), for_at_most(_FULL_S))
+        patiently(
+            self.folder, lambda: write_numbered(self.folder, ".json", data), for_at_most(_FULL_S)
+        )
 
     def give_way(self, job: str) -> None:
         """Note, before we cancel ``job`` ourselves, that its end is not the user's wish."""
@@ -55,13 +69,26 @@ class Ledger:
 
     def predecessor(self, job: str) -> str:
         """Job that a successor waited for; empty: ``job`` is none."""
-        return next((entry.after for entry in self.entries() if entry.job == job and entry.kind == "successor"), "")
+        return next(
+            (
+                entry.after
+                for entry in self.entries()
+                if entry.job == job and entry.kind == "successor"
+            ),
+            "",
+        )
 
     def entries(self) -> list[Entry]:
         """Entries, oldest first."""
-        paths = [path for path in sorted(self.folder.glob("[0-9]*.json")) if _NAME.fullmatch(path.name)]
+        paths = [
+            path for path in sorted(self.folder.glob("[0-9]*.json")) if _NAME.fullmatch(path.name)
+        ]
         found = (read_map(path, **_KINDS) for path in paths)
-        return [Entry(**{name: value[name] for name in _KINDS}) for value in found if value.get("job", "").isdecimal()]
+        return [
+            Entry(**{name: value[name] for name in _KINDS})
+            for value in found
+            if value.get("job", "").isdecimal()
+        ]
 
     def last(self, group: str) -> Entry | None:
         """The job that was last submitted for a group alone, whatever became of it."""
@@ -69,27 +96,39 @@ class Ledger:
         return found[-1] if found else None
 
     def newest(self, group: str) -> Entry | None:
-        """The job that has a group to itself; None also if that gave way: the job of the whole run has it again."""
+        """The job that has a group to itself; None also if that gave way: the job of the whole run
+        has it again."""
         last = self.last(group)
         return None if last is None or self.gave_way(last.job) else last
 
     def superseded(self, job: str, group: str) -> bool:
         """Whether ``job`` was given back, or its group to another one after it."""
         last = self.last(group)
-        later = last is not None and last.job != job and any(entry.job == job for entry in self.entries())
+        later = (
+            last is not None
+            and last.job != job
+            and any(entry.job == job for entry in self.entries())
+        )
         return later or self.gave_way(job)
 
     def living(self) -> list[Entry]:
-        """Entries since the run was last submitted as one job; all, where every group has a job of its own."""
+        """Entries since the run was last submitted as one job; all, where every group has a job of
+        its own."""
         entries = self.entries()
         whole = [number for number, entry in enumerate(entries) if entry.kind == "run"]
         return entries[whole[-1] :] if whole else entries
 
     def successors(self, attempt: int) -> list[Entry]:
-        return [entry for entry in self.entries() if entry.kind == "successor" and entry.attempt == attempt]
+        return [
+            entry
+            for entry in self.entries()
+            if entry.kind == "successor" and entry.attempt == attempt
+        ]
 
     def spares(self, group: str = "") -> list[Entry]:
         """Held jobs that were not used yet, of one group or of all."""
         entries = self.entries()
         used = {entry.job for entry in entries if entry.kind == "group"}
-        return [e for e in entries if e.kind == "spare" and e.job not in used and group in ("", e.group)]
+        return [
+            e for e in entries if e.kind == "spare" and e.job not in used and group in ("", e.group)
+        ]

@@ -40,7 +40,8 @@ class Successors:
         script = self.run.submit / f"{self.group or 'run'}.sbatch"
         job = self.slurm.submit(script, f"--dependency=afternotok:{after}")
         if mail_types(self.config):
-            # sbatch 22.05.8 adds --mail-type=NONE to the types of the script; scontrol replaces them.
+            # sbatch 22.05.8 adds --mail-type=NONE to the types of the script; scontrol replaces
+            # them.
             with contextlib.suppress(SlurmError):
                 self.slurm.set_mail_types(job, "NONE")
         return Entry(job, "successor", self.group, after=after, attempt=self.attempt)
@@ -54,7 +55,11 @@ class Successors:
             if types and kinds.get(job) == "successor":
                 self.slurm.set_mail_types(job, types)
             for other in known_jobs(self.run, self.config, self.slurm).values():
-                if kinds.get(other.id) == "successor" and other.state == "PENDING" and is_over(other):
+                if (
+                    kinds.get(other.id) == "successor"
+                    and other.state == "PENDING"
+                    and is_over(other)
+                ):
                     self.slurm.cancel(other.id)
 
     def tick(self, job: str) -> None:

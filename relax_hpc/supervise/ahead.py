@@ -1,10 +1,13 @@
-"""The next incarnations of groups whose start is mostly imports, started while the present ones are at work.
+"""The next incarnations of groups whose start is mostly imports, started while the present ones are
+at work.
 
-Their ranks meet, import, and wait; where the group ends before its time they are told to begin, and nobody waits for
-processes, MPI and libraries. They are children of the same launcher by the same command as any other start: in the same
-step, cores and environment. They hold no devices, no weights and no connection.
+Their ranks meet, import, and wait; where the group ends before its time they are told to begin, and
+nobody waits for processes, MPI and libraries. They are children of the same launcher by the same
+command as any other start: in the same step, cores and environment. They hold no devices, no
+weights and no connection.
 
-A number is given to one set of ranks only: what was started ahead and is of no use takes its number with it.
+A number is given to one set of ranks only: what was started ahead and is of no use takes its number
+with it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ _BEGIN = b"\n"
 class Ahead:
     """Incarnations that one supervisor has started ahead, at most one a group."""
 
-    def __init__(self, run: RunDir, config: Config, launcher: Callable[[str], Launcher], say: Callable[[str], None]):
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        launcher: Callable[[str], Launcher],
+        say: Callable[[str], None],
+    ):
         self.run, self.config, self.launcher, self.say = run, config, launcher, say
         self.waiting: dict[str, Incarnation] = {}
         self._at_work: dict[tuple[str, int], float] = {}
@@ -36,22 +45,35 @@ class Ahead:
         self._tried: set[tuple[str, int]] = set()
         """Incarnations whose next one was started ahead: once, however that ended."""
 
-    def look(self, groups: Mapping[str, Incarnation], beats: Mapping[str, Mapping[str, Any]], done: Set[str]) -> None:
-        """One round: start what is due, and end what nobody needs. ``beats``: as the hub has them."""
+    def look(
+        self,
+        groups: Mapping[str, Incarnation],
+        beats: Mapping[str, Mapping[str, Any]],
+        done: Set[str],
+    ) -> None:
+        """One round: start what is due, and end what nobody needs. ``beats``: as the hub has
+        them."""
         for name, group in list(self.waiting.items()):
             if group.members and any(f"{name}/{member.role}" in done for member in group.members):
                 self.drop(name)
             elif has_ended(group):
-                self.say(f"{name}: incarnation {group.incarnation}, started ahead, has ended before it was needed")
+                self.say(
+                    f"{name}: incarnation {group.incarnation}, started ahead, has ended before it "
+                    "was needed"
+                )
                 self.drop(name)
         for name, group in groups.items():
             roles = [member.role for member in group.members if member.role in RANKED]
-            if roles and not done & {f"{name}/{role}" for role in roles} and self._is_due(group, set(roles), beats):
+            if (
+                roles
+                and not done & {f"{name}/{role}" for role in roles}
+                and self._is_due(group, set(roles), beats)
+            ):
                 self._start(name, group, roles)
 
     def next(self, name: str, claim: Callable[[str], int]) -> tuple[int, Incarnation | None]:
-        """The number that the next incarnation of a group gets by ``claim``, and what waits to be that, if it is of
-        use; `begin` comes next."""
+        """The number that the next incarnation of a group gets by ``claim``, and what waits to be
+        that, if it is of use; `begin` comes next."""
         while True:
             incarnation = claim(name)
             ahead = self.take(name, incarnation)
@@ -60,16 +82,21 @@ class Ahead:
                 return incarnation, ahead
 
     def take(self, name: str, incarnation: int) -> Incarnation | None:
-        """Take the waiting process group that is to be ``incarnation``, if a start would make the same of it now;
-        `begin` comes next."""
+        """Take the waiting process group that is to be ``incarnation``, if a start would make the
+        same of it now; `begin` comes next."""
         group = self.waiting.get(name)
         if group is None or group.incarnation != incarnation or has_ended(group):
             return None
         commands = self.launcher(name).commands(name, incarnation)
-        return group if all(commands.get(member.role) == member.command for member in group.members) else None
+        return (
+            group
+            if all(commands.get(member.role) == member.command for member in group.members)
+            else None
+        )
 
     def begin(self, name: str, incarnation: int) -> None:
-        """Have the ranks that wait to be ``incarnation`` begin; those of another one are of no use any more."""
+        """Have the ranks that wait to be ``incarnation`` begin; those of another one are of no use
+        any more."""
         group = self.waiting.get(name)
         if group is None or group.incarnation != incarnation:
             self.drop(name)
@@ -78,7 +105,9 @@ class Ahead:
         for member in group.members:
             # Who has just ended is noticed as such.
             with contextlib.suppress(OSError):
-                member.process.stdin.write(_BEGIN * ranks_of(member.command.config, name, member.role))
+                member.process.stdin.write(
+                    _BEGIN * ranks_of(member.command.config, name, member.role)
+                )
         _hang_up(group)
 
     def dismiss(self) -> None:
@@ -101,8 +130,11 @@ class Ahead:
                     path.unlink()
         return group
 
-    def _is_due(self, group: Incarnation, roles: set[str], beats: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether ``group`` has worked for long enough, and its next incarnation was not tried yet."""
+    def _is_due(
+        self, group: Incarnation, roles: set[str], beats: Mapping[str, Mapping[str, Any]]
+    ) -> bool:
+        """Whether ``group`` has worked for long enough, and its next incarnation was not tried
+        yet."""
         which, limit_s = (group.name, group.incarnation), self.config.liveness.start_ahead_s
         if not limit_s or which in self._tried:
             return False

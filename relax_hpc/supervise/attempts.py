@@ -1,4 +1,5 @@
-"""Commands that started or resumed a run are counted, so that each can be told from those before it."""
+"""Commands that started or resumed a run are counted, so that each can be told from those before
+it."""
 
 from __future__ import annotations
 

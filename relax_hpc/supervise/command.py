@@ -1,4 +1,5 @@
-"""Command that a launcher starts for one role of a group: one child, which is the role or stands for its ranks."""
+"""Command that a launcher starts for one role of a group: one child, which is the role or stands
+for its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ AHEAD = "--ahead"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Two that are equal make the same ranks of the same incarnation, of the same code and settings."""
+    """Two that are equal make the same ranks of the same incarnation, of the same code and
+    settings."""
 
     words: Sequence[str]
     env: Mapping[str, str]
@@ -24,10 +26,12 @@ class Command:
     config: Config
     """Configuration of the group, as its ranks read it when they begin."""
     last_words: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
-    """Further words that are asked for late, because they make no other ranks: the end of the allocation."""
+    """Further words that are asked for late, because they make no other ranks: the end of the
+    allocation."""
 
     def start(self, ahead: bool = False) -> subprocess.Popen:
-        """The child, in a session of its own. ``ahead``: its ranks wait, each for a byte of its standard input."""
+        """The child, in a session of its own. ``ahead``: its ranks wait, each for a byte of its
+        standard input."""
         words = [*self.words, *self.last_words(), *([AHEAD] if ahead else [])]
         with self.log.open("ab") as log:
             return subprocess.Popen(

@@ -1,4 +1,5 @@
-"""Output of `relax-hpc run`: events of the groups, a progress line a step, and where everything lies at the end."""
+"""Output of `relax-hpc run`: events of the groups, a progress line a step, and where everything
+lies at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class _NewLines:
 
 
 class Terminal:
-    """Follows metrics.jsonl for the user in front of it; ``steps`` false: says only what happens to groups."""
+    """Follows metrics.jsonl for the user in front of it; ``steps`` false: says only what happens to
+    groups."""
 
     def __init__(self, run: RunDir, config: Config, steps: bool = True) -> None:
         self.run, self.config, self.steps = run, config, steps
@@ -74,8 +76,11 @@ class Terminal:
             self.log.flush()
             cut_log(self.run.root / "supervisor.log")
 
-    def log_error(self, _kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write the exception that ends the command to the log. The terminal, which shows it too, may be closed."""
+    def log_error(
+        self, _kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the exception that ends the command to the log. The terminal, which shows it too,
+        may be closed."""
         if error is not None and not isinstance(error, RelaxError):
             for text in traceback.format_exception(type(error), error, trace):
                 for line in text.splitlines():
@@ -84,14 +89,16 @@ class Terminal:
             self._log(one_line(str(error)))
 
     def show_doing(self, doing: Mapping[str, str]) -> None:
-        """Say what each group is ``doing``, if it is something new: a start of minutes would pass without a word."""
+        """Say what each group is ``doing``, if it is something new: a start of minutes would pass
+        without a word."""
         for name, words in doing.items():
             if self._doing.get(name) != words:
                 self.say(f"{name}: {words}")
         self._doing = doing
 
     def show_unsaved(self, found: Mapping[str, Any]) -> None:
-        """Say once of each checkpoint that it could not be written, and what is at risk. ``found``: see `unsaved`."""
+        """Say once of each checkpoint that it could not be written, and what is at risk. ``found``:
+        see `unsaved`."""
         failed = found.get("failed", 0)
         if failed > self._unsaved:
             self.say(f"checkpoint: {unsaved_in_words(found)}")
@@ -105,7 +112,8 @@ class Terminal:
             return
         self.show_failures()
         for text in self._metrics.read():
-            # A line that a killed hub left half written, or nobody of ours wrote, is nothing to show.
+            # A line that a killed hub left half written, or nobody of ours wrote, is nothing to
+            # show.
             with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
                 self._show(json.loads(text))
 
@@ -125,11 +133,16 @@ class Terminal:
 
     def _show(self, line: dict) -> None:
         if line.get("event") == "rolled_back":
-            self.say(f"training goes on at step {line['step']}; what was trained beyond it does not count")
+            self.say(
+                f"training goes on at step {line['step']}; what was trained beyond it does not "
+                "count"
+            )
         values = {tag: value for tag, value in line.items() if "/" in tag and value is not None}
         if any(tag.startswith("eval/") for tag in values) and not is_step(values):
             self._scores = values
-            scores = "  ".join(f"{tag.removeprefix('eval/')} {value:.3f}" for tag, value in sorted(values.items()))
+            scores = "  ".join(
+                f"{tag.removeprefix('eval/')} {value:.3f}" for tag, value in sorted(values.items())
+            )
             self.say(f"version {line['step']}: {scores}")
         elif is_step(values):
             self.progress.update(line["step"], values, line["time"])
@@ -140,7 +153,10 @@ class Terminal:
         it is over."""
         reason = why_nothing_learned(values, self.config.algorithm.updates)
         if reason and not self._teaches_nothing:
-            self.say(f"step {step}: nothing was learned from rewards: {reason}; look at the samples and the reward")
+            self.say(
+                f"step {step}: nothing was learned from rewards: {reason}; look at the samples and "
+                "the reward"
+            )
         elif self._teaches_nothing and not reason:
             self.say(f"step {step}: rewards are learned from again")
         self._teaches_nothing = bool(reason)

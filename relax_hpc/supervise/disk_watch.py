@@ -1,4 +1,5 @@
-"""Watch for disks that a run waits for: said when a wait begins and ends, and known before a group is started."""
+"""Watch for disks that a run waits for: said when a wait begins and ends, and known before a group
+is started."""
 
 from __future__ import annotations
 
@@ -13,23 +14,28 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.group import Unavailable
 
 _SILENT_S = 3.0
-"""Seconds without an answer of the hub after which the disks are tried instead, and between such tries."""
+"""Seconds without an answer of the hub after which the disks are tried instead, and between such
+tries."""
 
 
 class NoRoom(Unavailable):
-    """A group cannot be started while nothing can be written; the message names path, cause and cure."""
+    """A group cannot be started while nothing can be written; the message names path, cause and
+    cure."""
 
 
 class DiskWatch:
     """Disk watch of one supervisor, which says things by ``say``."""
 
-    def __init__(self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0) -> None:
-        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has told of it for as
-        long, because a new hub has to hear from everybody first."""
+    def __init__(
+        self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0
+    ) -> None:
+        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has
+        told of it for as long, because a new hub has to hear from everybody first."""
         self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
         self._said: set[tuple[Path, int]] = set()
         self._since: float | None = None
-        """Time at which it was first heard that somebody waits, monotonic seconds; None: nobody does."""
+        """Time at which it was first heard that somebody waits, monotonic seconds; None: nobody
+        does."""
         self._heard_at = 0.0
         """Time at which that was last heard, monotonic seconds."""
         self._places: set[Path] = set()
@@ -62,7 +68,8 @@ class DiskWatch:
             self._said.clear()
 
     def _try(self) -> list[Mapping[str, Any]]:
-        """Hindrances to writing in the run directory, which may lie on several disks, and where somebody waits."""
+        """Hindrances to writing in the run directory, which may lie on several disks, and where
+        somebody waits."""
         found = []
         for place in sorted({self.run.root, *self._places}):
             # What is not there, or not on this node, is not what hinders.

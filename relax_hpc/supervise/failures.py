@@ -1,4 +1,5 @@
-"""Failures of groups after which a run is given up: by policy, or because a group goes in circles."""
+"""Failures of groups after which a run is given up: by policy, or because a group goes in
+circles."""
 
 from __future__ import annotations
 
@@ -24,14 +25,28 @@ class Failures:
     """Failures of groups, and what becomes of the run by them, in one attempt at it."""
 
     def __init__(
-        self, run: RunDir, config: Config, attempt: int, progress: Callable[[], Progress], disk: DiskWatch
+        self,
+        run: RunDir,
+        config: Config,
+        attempt: int,
+        progress: Callable[[], Progress],
+        disk: DiskWatch,
     ) -> None:
-        self.run, self.config, self.attempt, self.progress, self.disk = run, config, attempt, progress, disk
+        self.run, self.config, self.attempt, self.progress, self.disk = (
+            run,
+            config,
+            attempt,
+            progress,
+            disk,
+        )
 
     def judge(self, name: str, reason: str) -> None:
-        """Give up the run where that is the policy of a group that has failed, and on one that goes in circles."""
+        """Give up the run where that is the policy of a group that has failed, and on one that goes
+        in circles."""
         if group_of(self.config, name).on_failure == "stop_run":
-            self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
+            self.give_up(
+                name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code
+            )
         error = self.repeated_start_error(name)
         if error and name in self.config.groups:
             text = f"cannot start, the last two times by the same error: {error}"
@@ -52,8 +67,15 @@ class Failures:
             self.give_up(name, text, EXIT_NO_PROGRESS)
 
     def give_up(self, name: str, reason: str, code: int) -> NoReturn:
-        """End the run with an error that says where to look; other supervisors of the run end theirs too."""
+        """End the run with an error that says where to look; other supervisors of the run end
+        theirs too."""
         text = f"{name}: {reason} (log: {self.run.logs(name, latest_incarnation(self.run, name))})"
         with contextlib.suppress(OSError):
-            patiently(self.run.stop, lambda: requests.ask_to_stop(self.run, code, text), for_at_most(_ASK_S))
-        raise {EXIT_CONFIG: ConfigError, EXIT_NO_PROGRESS: NoProgressError}.get(code, RelaxError)(text)
+            patiently(
+                self.run.stop,
+                lambda: requests.ask_to_stop(self.run, code, text),
+                for_at_most(_ASK_S),
+            )
+        raise {EXIT_CONFIG: ConfigError, EXIT_NO_PROGRESS: NoProgressError}.get(code, RelaxError)(
+            text
+        )

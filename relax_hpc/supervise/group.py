@@ -1,4 +1,5 @@
-"""One incarnation of a group as its supervisor sees it, and what can be done with it; launchers make them."""
+"""One incarnation of a group as its supervisor sees it, and what can be done with it; launchers
+make them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from relax_hpc.supervise.launch_records import Launch, read_mark
 _WORDS = 300
 _RANK_LOG = re.compile(r"controller\.log|.*-rank-\d+\.log")
 _STACKS_S, _LOOK_S = 0.5, 0.02
-"""Seconds until a living process of a group that is to be replaced has written its stacks (it takes milliseconds), and
-between looks."""
+"""Seconds until a living process of a group that is to be replaced has written its stacks (it takes
+milliseconds), and between looks."""
 
 
 class Unavailable(RelaxError):
@@ -35,7 +36,8 @@ class Unavailable(RelaxError):
 
 @dataclass(slots=True)
 class Member:
-    """A role of the group; without a process an earlier supervisor started it, and its end shows in its mark."""
+    """A role of the group; without a process an earlier supervisor started it, and its end shows in
+    its mark."""
 
     role: str
     process: subprocess.Popen | None = None
@@ -65,7 +67,9 @@ class Incarnation(ABC):
 
     def ended(self) -> list[Member]:
         """Members that are gone: their process has ended, or they say so themselves."""
-        return [m for m in self.members if (m.process and m.process.poll() is not None) or self.mark(m)]
+        return [
+            m for m in self.members if (m.process and m.process.poll() is not None) or self.mark(m)
+        ]
 
     def mark(self, member: Member) -> dict:
         """Exit mark of the member's role; empty while it has left none."""
@@ -73,7 +77,10 @@ class Incarnation(ABC):
 
     def last_words(self, member: Member) -> str:
         """Last error, or else the last line, of what the member or its launcher printed."""
-        for path in (self.run.logs(self.name, self.incarnation) / f"{member.role}{end}.log" for end in ("-srun", "")):
+        for path in (
+            self.run.logs(self.name, self.incarnation) / f"{member.role}{end}.log"
+            for end in ("-srun", "")
+        ):
             if error := read_last_error(path).text:
                 return error[:_WORDS]
             lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
@@ -90,9 +97,12 @@ class Incarnation(ABC):
         """Ask every role that still runs to end in good order."""
 
     def dump_stacks(self) -> None:
-        """Have all processes that may hang write the stacks of their threads to their logs, which takes a moment."""
+        """Have all processes that may hang write the stacks of their threads to their logs, which
+        takes a moment."""
         logs = [
-            path for path in self.run.logs(self.name, self.incarnation).glob("*.log") if _RANK_LOG.fullmatch(path.name)
+            path
+            for path in self.run.logs(self.name, self.incarnation).glob("*.log")
+            if _RANK_LOG.fullmatch(path.name)
         ]
         # A file system that is ill must not keep the group from being replaced.
         with contextlib.suppress(OSError):
@@ -104,7 +114,9 @@ class Incarnation(ABC):
             while time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
                 sizes = [path.stat().st_size for path in logs]
-                if sizes == last and all(size > known for size, known in zip(sizes, before, strict=True)):
+                if sizes == last and all(
+                    size > known for size, known in zip(sizes, before, strict=True)
+                ):
                     return
                 last = sizes
 
@@ -136,13 +148,16 @@ class Incarnation(ABC):
 
 
 class Launcher(Protocol):
-    """Maker of incarnations of a group. Methods that start or ask something may raise Unavailable."""
+    """Maker of incarnations of a group. Methods that start or ask something may raise
+    Unavailable."""
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
         """Command for each role of a group under ``incarnation``, by the settings of now."""
         ...
 
-    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Incarnation:
+    def start(
+        self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
+    ) -> Incarnation:
         """Start every role of a group under ``incarnation``, and record that it was started.
 
         Those ``ahead`` have been, and are to be told to begin once it is recorded.
@@ -154,7 +169,8 @@ class Launcher(Protocol):
         ...
 
     def adopt(self, name: str, incarnation: int) -> Incarnation | None:
-        """Incarnation that an earlier supervisor has started and still runs; None if there is nothing to take over."""
+        """Incarnation that an earlier supervisor has started and still runs; None if there is
+        nothing to take over."""
         ...
 
     def whole(self, name: str) -> bool:
@@ -162,7 +178,8 @@ class Launcher(Protocol):
         ...
 
     def lost(self, name: str) -> bool:
-        """Whether nodes of the group are gone for good, so that it cannot start in place any more."""
+        """Whether nodes of the group are gone for good, so that it cannot start in place any
+        more."""
         ...
 
     def ending(self) -> bool:

@@ -1,4 +1,5 @@
-"""Incarnations of a run's groups as its files tell: who worked, on how much, until when, and how it ended."""
+"""Incarnations of a run's groups as its files tell: who worked, on how much, until when, and how it
+ended."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class PastIncarnation:
     units: float
     """GPUs, nodes or processes that it has: see `unit_of`."""
     held_as: tuple
-    """Token of its nodes: incarnations of a group in a row with the same one have the same nodes, also in between."""
+    """Token of its nodes: incarnations of a group in a row with the same one have the same nodes,
+    also in between."""
     attempt: int
     status: str
     """State of its end: `done`, `stopped`, `failed`, or empty: it left no mark."""
@@ -53,7 +55,8 @@ class Restart:
     before: PastIncarnation
     after: PastIncarnation
     gap: Interval
-    """Interval from the last useful work of `before` to the first of `after`, or to its end without any."""
+    """Interval from the last useful work of `before` to the first of `after`, or to its end without
+    any."""
 
     @property
     def fault(self) -> bool:
@@ -62,19 +65,25 @@ class Restart:
 
 
 def unit_of(config: Config) -> str:
-    """Unit in which a run is counted: GPU if rollout and training have some, node on Slurm, else process."""
+    """Unit in which a run is counted: GPU if rollout and training have some, node on Slurm, else
+    process."""
     sides = [g for g in config.groups.values() if {"rollout", "actor"} & set(g.roles)]
     if all(group.resources.gpus_per_node for group in sides):
         return "GPU"
     return "process" if config.layout == "local" else "node"
 
 
-def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> list[PastIncarnation]:
-    """All that wrote spans, by group and incarnation; those that live are taken to last until ``now``."""
+def read_incarnations(
+    run: RunDir, config: Config, now: float | None = None
+) -> list[PastIncarnation]:
+    """All that wrote spans, by group and incarnation; those that live are taken to last until
+    ``now``."""
     now = time.time() if now is None else now
     processes = read_processes(run.root)
     found = []
-    for (group, incarnation), members in groupby(processes, key=lambda process: (process.group, process.incarnation)):
+    for (group, incarnation), members in groupby(
+        processes, key=lambda process: (process.group, process.incarnation)
+    ):
         later = [p.began for p in processes if p.group == group and p.incarnation > incarnation]
         living = _lives(run, config, group, incarnation)
         until = now if living else min(later, default=math.inf)
@@ -84,12 +93,15 @@ def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> 
 
 def restarts(incarnations: Sequence[PastIncarnation]) -> list[Restart]:
     """Restarts of each group, oldest first."""
-    pairs = [(before, after) for before, after in pairwise(incarnations) if before.group == after.group]
+    pairs = [
+        (before, after) for before, after in pairwise(incarnations) if before.group == after.group
+    ]
     return [Restart(before, after, _gap(before, after)) for before, after in pairs]
 
 
 def held(incarnations: Sequence[PastIncarnation]) -> list[tuple[PastIncarnation, Interval]]:
-    """Interval for which each incarnation held its nodes: also until the next one that runs on the same."""
+    """Interval for which each incarnation held its nodes: also until the next one that runs on the
+    same."""
     spans = []
     for number, one in enumerate(incarnations):
         after = incarnations[number + 1] if number + 1 < len(incarnations) else None
@@ -98,7 +110,9 @@ def held(incarnations: Sequence[PastIncarnation]) -> list[tuple[PastIncarnation,
     return spans
 
 
-def _incarnation(run: RunDir, config: Config, processes: list[Process], until: float, living: bool) -> PastIncarnation:
+def _incarnation(
+    run: RunDir, config: Config, processes: list[Process], until: float, living: bool
+) -> PastIncarnation:
     group, incarnation = processes[0].group, processes[0].incarnation
     roles = list(dict.fromkeys(process.role for process in processes))
     marks = {role: read_mark(run, group, incarnation, role) for role in roles}
@@ -107,12 +121,19 @@ def _incarnation(run: RunDir, config: Config, processes: list[Process], until: f
         mark = run.exit_mark(group, incarnation, process.role)
         ended = mark.stat().st_mtime if marks[process.role] else until if living else process.last
         workers += workers_of(process, min(ended, until))
-    worst = max((mark for mark in marks.values() if mark), key=lambda mark: mark["code"], default={})
+    worst = max(
+        (mark for mark in marks.values() if mark), key=lambda mark: mark["code"], default={}
+    )
     launch = read_launch(run, group, incarnation)
     held_as = (launch.attempt, launch.job, launch.allocation) if launch else ()
     about = (launch.attempt if launch else 0, worst.get("status", ""), worst.get("reason", ""))
     return PastIncarnation(
-        group, incarnation, workers, _units(run, config, group, incarnation, len(workers)), held_as, *about
+        group,
+        incarnation,
+        workers,
+        _units(run, config, group, incarnation, len(workers)),
+        held_as,
+        *about,
     )
 
 
@@ -124,7 +145,8 @@ def _lives(run: RunDir, config: Config, group: str, incarnation: int) -> bool:
 
 
 def _units(run: RunDir, config: Config, group: str, incarnation: int, workers: int) -> float:
-    """Units of an incarnation by the nodes that its card names, else by the configuration of now."""
+    """Units of an incarnation by the nodes that its card names, else by the configuration of
+    now."""
     unit = unit_of(config)
     if unit == "process":
         return workers

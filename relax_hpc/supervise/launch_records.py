@@ -1,6 +1,8 @@
-"""Records that supervisors leave for each other in the run directory: how each incarnation of a group was started.
+"""Records that supervisors leave for each other in the run directory: how each incarnation of a
+group was started.
 
-Together with the exit marks of the roles this says what became of every incarnation, whoever supervises next.
+Together with the exit marks of the roles this says what became of every incarnation, whoever
+supervises next.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Launch:
     """Start of one incarnation of a group."""
 
     attempt: int
-    """Number of the user's command that started or resumed the run; a crash loop lies within one."""
+    """Number of the user's command that started or resumed the run; a crash loop lies within
+    one."""
     progress: Progress
     """Progress of the run at that moment."""
     job: str = ""
@@ -52,14 +55,20 @@ def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
     kinds = {"attempt": int, "progress": list, "job": str, "allocation": str, "steps": dict}
     # Empty after a power loss.
     value = read_map(_path(run, group, incarnation), **kinds)
-    return Launch(**{name: value[name] for name in kinds} | {"progress": tuple(value["progress"])}) if value else None
+    return (
+        Launch(**{name: value[name] for name in kinds} | {"progress": tuple(value["progress"])})
+        if value
+        else None
+    )
 
 
 def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
-    """Number of the newest incarnations, in a row and in this attempt, that began where the run still is.
+    """Number of the newest incarnations, in a row and in this attempt, that began where the run
+    still is.
 
-    A supervisor's first ones begin before it knows how far the run is: they count if one before them does. While it
-    does not know, those of another life of a job say nothing: each life begins so, however far the run came in it.
+    A supervisor's first ones begin before it knows how far the run is: they count if one before
+    them does. While it does not know, those of another life of a job say nothing: each life begins
+    so, however far the run came in it.
     """
     count = unknown = 0
     allocation = None
@@ -111,33 +120,52 @@ def is_done(run: RunDir, group: str, role: str) -> bool:
 
 
 def all_done(run: RunDir, config: Config, group: str) -> bool:
-    """Whether all roles of a group came to their good end; the controller ends when everybody else has."""
+    """Whether all roles of a group came to their good end; the controller ends when everybody else
+    has."""
     roles = [role for role in roles_of(config, group) if role != "controller"]
     return all(is_done(run, group, role) for role in roles) if roles else run.finished.exists()
 
 
 def all_ended(run: RunDir, config: Config, group: str) -> bool:
-    """Whether every role of the newest incarnation of a group has ended somehow; true if it never began."""
+    """Whether every role of the newest incarnation of a group has ended somehow; true if it never
+    began."""
     incarnation = latest_incarnation(run, group)
-    return incarnation == 0 or all(read_mark(run, group, incarnation, role) for role in roles_of(config, group))
+    return incarnation == 0 or all(
+        read_mark(run, group, incarnation, role) for role in roles_of(config, group)
+    )
 
 
 def last_beat_s(run: RunDir, group: str) -> float:
-    """Seconds since the last sign that a group left in its files; infinite if no process that may live has left one."""
-    beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
-    return time.time() - max((beat["time"] for beat in beats if beat and not is_gone(beat)), default=-math.inf)
+    """Seconds since the last sign that a group left in its files; infinite if no process that may
+    live has left one."""
+    beats = (
+        read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
+    )
+    return time.time() - max(
+        (beat["time"] for beat in beats if beat and not is_gone(beat)), default=-math.inf
+    )
 
 
 def is_there(run: RunDir, group: str) -> bool:
-    """Whether a process that beats for a group certainly runs: on a full disk no sign of it is young."""
-    beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
+    """Whether a process that beats for a group certainly runs: on a full disk no sign of it is
+    young."""
+    beats = (
+        read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
+    )
     return any(map(signs.is_there, beats))
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:
-    """All groups of a run that ever began, and those configured; elastic members are known by their folders."""
-    begun = [path.name for path in (run.root / "rendezvous").glob("*") if latest_incarnation(run, path.name)]
-    members = [name for name in begun if name not in config.groups and base_name(name, config.groups)]
+    """All groups of a run that ever began, and those configured; elastic members are known by their
+    folders."""
+    begun = [
+        path.name
+        for path in (run.root / "rendezvous").glob("*")
+        if latest_incarnation(run, path.name)
+    ]
+    members = [
+        name for name in begun if name not in config.groups and base_name(name, config.groups)
+    ]
     return [*config.groups, *sorted(members)]
 
 

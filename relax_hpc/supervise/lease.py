@@ -1,4 +1,5 @@
-"""Lease of the supervisor: the holder beats in a file, and a candidate takes over once it stands still for a lease."""
+"""Lease of the supervisor: the holder beats in a file, and a candidate takes over once it stands
+still for a lease."""
 
 from __future__ import annotations
 
@@ -23,15 +24,18 @@ _OUTCOME_S = 3.0
 
 
 class Lease:
-    """The right to supervise under ``name``. ``node`` is where this process runs, ``allocation`` its life of its job.
+    """The right to supervise under ``name``. ``node`` is where this process runs, ``allocation``
+    its life of its job.
 
-    What another allocation holds is free once that is ``gone``; an orphan of it is fenced by its incarnation.
-    The file is written in place and closed: that is what network filesystems show to others soonest.
+    What another allocation holds is free once that is ``gone``; an orphan of it is fenced by its
+    incarnation. The file is written in place and closed: that is what network filesystems show to
+    others soonest.
 
-    On a disk that takes nothing nobody can beat, so that stillness says nothing there: a candidate counts it only while
-    it can write itself, and a head that has lived through an outage goes on. One whose own node alone has lost the disk
-    does lose the lease. The incarnation keeps the two apart whoever is wrong: it is taken by exclusive create, and a
-    supervisor that cannot see whether there is a newer one does nothing until it can.
+    On a disk that takes nothing nobody can beat, so that stillness says nothing there: a candidate
+    counts it only while it can write itself, and a head that has lived through an outage goes on.
+    One whose own node alone has lost the disk does lose the lease. The incarnation keeps the two
+    apart whoever is wrong: it is taken by exclusive create, and a supervisor that cannot see
+    whether there is a newer one does nothing until it can.
     """
 
     def __init__(
@@ -43,7 +47,13 @@ class Lease:
         allocation: str = "",
         gone: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self.run, self.name, self.limits, self.node, self.allocation = run, name, limits, node, allocation
+        self.run, self.name, self.limits, self.node, self.allocation = (
+            run,
+            name,
+            limits,
+            node,
+            allocation,
+        )
         self.gone = gone
         self.path = run.rendezvous(name) / "lease"
         self.former = 0
@@ -56,7 +66,7 @@ class Lease:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # -- as a candidate ----------------------------------------------------------------------------------------
+    # -- as a candidate ----------------------------------------------------------------------------
 
     def free(self) -> bool:
         """Whether nobody holds it; to be asked again and again, as stillness takes time to see.
@@ -82,14 +92,15 @@ class Lease:
             # Else somebody has taken the next incarnation, and is about to beat.
             return holder["incarnation"] == self.former and self._left(holder)
         except (ValueError, LookupError, TypeError, RecursionError):
-            # Read in the middle of a beat, or of the making of the file; if it is not, it stands still.
+            # Read in the middle of a beat, or of the making of the file; if it is not, it stands
+            # still.
             return False
 
     def _stands_still(self) -> bool:
         """Whether nobody has beaten for a lease, although that could be written.
 
-        It is tried in the second half of a lease, as often as a holder beats: an outage that is over before that leaves
-        a holder the time to be seen.
+        It is tried in the second half of a lease, as often as a holder beats: an outage that is
+        over before that leaves a holder the time to be seen.
         """
         now = time.monotonic()
         still_s = now - self._since
@@ -106,10 +117,11 @@ class Lease:
             return self.gone(holder["allocation"])
         return holder["node"] == self.node and not psutil.pid_exists(holder["pid"])
 
-    # -- as the holder -----------------------------------------------------------------------------------------
+    # -- as the holder -----------------------------------------------------------------------------
 
     def hold(self, incarnation: int) -> None:
-        """Begin to beat, as long as `tick` is called. A disk that takes nothing is not waited for."""
+        """Begin to beat, as long as `tick` is called. A disk that takes nothing is not waited
+        for."""
         self._incarnation = incarnation
         self.tick()
         with contextlib.suppress(OSError):
@@ -167,12 +179,16 @@ class Lease:
 
 
 def holder_of(run: RunDir, name: str) -> dict:
-    """Holder of the lease as its file says: incarnation, beat, node, allocation, pid; empty while it cannot be read."""
-    return read_map(run.rendezvous(name) / "lease", incarnation=int, beat=int, node=str, allocation=str, pid=int)
+    """Holder of the lease as its file says: incarnation, beat, node, allocation, pid; empty while
+    it cannot be read."""
+    return read_map(
+        run.rendezvous(name) / "lease", incarnation=int, beat=int, node=str, allocation=str, pid=int
+    )
 
 
 def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
-    """Tell the candidates of an allocation that supervision is over, and how; on a full disk after a while in vain.
+    """Tell the candidates of an allocation that supervision is over, and how; on a full disk after
+    a while in vain.
 
     Whoever ended for want of room must still come to requeue the job.
     """

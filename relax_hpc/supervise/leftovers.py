@@ -1,8 +1,8 @@
 """Processes that a group has left behind on this machine.
 
-The kernel ends a role with its supervisor, and a reward's worker with its role. What a reward, a tool or an environment
-of a user's has started is nobody's child then, and would go on. All of it has inherited a word, though. Under Slurm the
-cgroup of a step does the same.
+The kernel ends a role with its supervisor, and a reward's worker with its role. What a reward, a
+tool or an environment of a user's has started is nobody's child then, and would go on. All of it
+has inherited a word, though. Under Slurm the cgroup of a step does the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ def word(run: RunDir, group: str, incarnation: int) -> str:
 
 
 def end_leftovers(run: RunDir, group: str, last: int) -> None:
-    """Kill what is there of incarnations of ``group`` up to ``last``, of this user's. Nothing of theirs may live."""
+    """Kill what is there of incarnations of ``group`` up to ``last``, of this user's. Nothing of
+    theirs may live."""
     for process in all_processes():
-        # One that has ended meanwhile, or that nobody may look into; or a word that is none of ours.
+        # One that has ended meanwhile, or that nobody may look into; or a word that is none of
+        # ours.
         with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
             if process.uids().effective != os.geteuid() or process.pid == os.getpid():
                 continue

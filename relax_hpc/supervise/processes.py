@@ -1,4 +1,5 @@
-"""A group as local processes: one a role, or the parent of its ranks, started together and killed together."""
+"""A group as local processes: one a role, or the parent of its ranks, started together and killed
+together."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import psutil
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import ranks_of, roles_of, variables_of
 from relax_hpc.local_dir import LOCAL_DIR
-from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
+from relax_hpc.rendezvous.process import (
+    END_SIGNAL,
+    PARENT,
+    STACKS_SIGNAL,
+    clean_environment,
+    shows_stacks,
+)
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import leftovers
 from relax_hpc.supervise.command import Command
@@ -31,7 +38,8 @@ class Processes(Incarnation):
                 member.process.send_signal(END_SIGNAL)
 
     def ask_for_stacks(self) -> None:
-        """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would end."""
+        """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would
+        end."""
         for process in (one for member in self.members for one in family(member.process.pid)):
             if shows_stacks(process.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -49,7 +57,8 @@ class Processes(Incarnation):
         self.leave()
 
     def end_leftovers(self) -> None:
-        """End the processes of this incarnation and of those before it, none of which is to live."""
+        """End the processes of this incarnation and of those before it, none of which is to
+        live."""
         end_leftovers(self.run, self.name, self.incarnation)
 
 
@@ -66,14 +75,20 @@ class LocalLauncher:
     ``job``: the Slurm job around it, if any, and ``ending``: whether that is about to end.
     """
 
-    def __init__(self, run: RunDir, job: str = "", ending: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, run: RunDir, job: str = "", ending: Callable[[], bool] = lambda: False
+    ) -> None:
         self.run, self.job, self._ending = run, job, ending
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
-        """Commands of all roles of ``name`` (the controller first in the hub), output to its log directory."""
+        """Commands of all roles of ``name`` (the controller first in the hub), output to its log
+        directory."""
         config = load_resolved(self.run.root, name)
         own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
-        logs, variables = self.run.logs(name, incarnation), environment(config, variables_of(config, name)) | own
+        logs, variables = (
+            self.run.logs(name, incarnation),
+            environment(config, variables_of(config, name)) | own,
+        )
         led = ["--led"] if self.job else []
         return {
             role: Command(
@@ -85,7 +100,9 @@ class LocalLauncher:
             for role in roles_of(config, name)
         }
 
-    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Processes:
+    def start(
+        self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None
+    ) -> Processes:
         """See `Launcher.start`."""
         commands = self.commands(name, incarnation)
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
@@ -98,7 +115,12 @@ class LocalLauncher:
         """See `Launcher.start_ahead`."""
         commands = self.commands(name, incarnation)
         self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
-        return Waiting(self.run, name, incarnation, [Member.begin(role, commands[role], ahead=True) for role in roles])
+        return Waiting(
+            self.run,
+            name,
+            incarnation,
+            [Member.begin(role, commands[role], ahead=True) for role in roles],
+        )
 
     def adopt(self, name: str, incarnation: int) -> None:
         """None: processes die with their supervisor."""
@@ -138,9 +160,20 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def role_words(run: RunDir, group: str, role: str, incarnation: int, module: str = "relax_hpc.roles") -> list[str]:
+def role_words(
+    run: RunDir, group: str, role: str, incarnation: int, module: str = "relax_hpc.roles"
+) -> list[str]:
     """Arguments of a Python interpreter that becomes a rank of ``role``, by ``module``."""
-    args = ["--run_dir", str(run.root), "--group", group, "--role", role, "--incarnation", str(incarnation)]
+    args = [
+        "--run_dir",
+        str(run.root),
+        "--group",
+        group,
+        "--role",
+        role,
+        "--incarnation",
+        str(incarnation),
+    ]
     return ["-m", module, *args]
 
 
@@ -159,4 +192,11 @@ def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str
     if config.site.local_dir and LOCAL_DIR not in os.environ:
         # As batch scripts do.
         own[LOCAL_DIR] = f"{config.site.local_dir}/{os.environ.get('USER') or os.getuid()}-relax"
-    return clean_environment() | own | config.site.env | (extra or {}) | hidden | {PARENT: str(os.getpid())}
+    return (
+        clean_environment()
+        | own
+        | config.site.env
+        | (extra or {})
+        | hidden
+        | {PARENT: str(os.getpid())}
+    )

@@ -1,7 +1,9 @@
-"""`python -m relax_hpc.supervise.ranks N WORDS...`: N processes `python WORDS`, the ranks of a group on this node.
+"""`python -m relax_hpc.supervise.ranks N WORDS...`: N processes `python WORDS`, the ranks of a
+group on this node.
 
-They meet by sockets that each has inherited (`relax_hpc.rendezvous.world`), so that no MPI is needed within a node: its
-launchers listen on every interface. The end of a rank that failed is the end of all, and all end with this process.
+They meet by sockets that each has inherited (`relax_hpc.rendezvous.world`), so that no MPI is
+needed within a node: its launchers listen on every interface. The end of a rank that failed is the
+end of all, and all end with this process.
 """
 
 from __future__ import annotations

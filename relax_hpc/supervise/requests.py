@@ -1,4 +1,5 @@
-"""Requests of commands to supervisors: numbered files that are answered by files, whoever supervises at the time.
+"""Requests of commands to supervisors: numbered files that are answered by files, whoever
+supervises at the time.
 
 release   stop a group in good order and give its nodes back; a job of its own takes over
 restart   stop a group in good order and start it again in place, with the settings of now
@@ -57,7 +58,12 @@ def pending(run: RunDir, serves: Callable[[str], bool]) -> list[Request]:
         else:
             # On a full disk at a later look.
             with contextlib.suppress(OSError):
-                answer(run, request, error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name of one")
+                answer(
+                    run,
+                    request,
+                    error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name "
+                    "of one",
+                )
     return [request for request in found if serves(request.group)]
 
 
@@ -80,18 +86,25 @@ def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, 
     )
 
 
-def ask_to_stop(run: RunDir, code: int = 0, reason: str = "asked to stop", now: bool = False) -> None:
+def ask_to_stop(
+    run: RunDir, code: int = 0, reason: str = "asked to stop", now: bool = False
+) -> None:
     """Have every supervisor of the run end its groups in good order; the first reason stays.
 
     ``now``: they shall wait for nothing any more.
     """
     asked = asked_to_stop(run)
     if not asked or now:
-        write_json(run.stop, (asked or {"code": code, "reason": reason}) | ({"now": True} if now else {}), sync=True)
+        write_json(
+            run.stop,
+            (asked or {"code": code, "reason": reason}) | ({"now": True} if now else {}),
+            sync=True,
+        )
 
 
 def asked_to_stop(run: RunDir) -> dict[str, Any]:
-    """{code, reason, and now where it is so} of a stop that was asked for; empty while there is none."""
+    """{code, reason, and now where it is so} of a stop that was asked for; empty while there is
+    none."""
     return read_map(run.stop, code=int, reason=str)
 
 

@@ -34,7 +34,8 @@ class Roll:
         return self.released.issuperset(self.names)
 
     def finished(self) -> bool:
-        """Every role of these groups but the controller is done; with the hub here, of all groups of the run."""
+        """Every role of these groups but the controller is done; with the hub here, of all groups
+        of the run."""
         if not all(self.all_done(name) for name in self.names):
             return False
         return "hub" not in self.names or all(self._left(name) for name in self.others())
@@ -43,7 +44,9 @@ class Roll:
         """Whether every role of a group but the controller is done."""
         roles = {f"{name}/{role}" for role in roles_of(self._config, name)} - {"hub/controller"}
         if name not in self.here:
-            self.done |= {key for key in roles - self.done if is_done(self._run, name, key.partition("/")[2])}
+            self.done |= {
+                key for key in roles - self.done if is_done(self._run, name, key.partition("/")[2])
+            }
         return roles <= self.done
 
     def remove(self, name: str) -> None:
@@ -62,12 +65,15 @@ class Roll:
 
     def _left(self, name: str) -> bool:
         """Whether a group that is supervised elsewhere needs the hub no more."""
-        gone = self._run.finished.exists() and last_beat_s(self._run, name) > self._config.liveness.lease_s
+        gone = (
+            self._run.finished.exists()
+            and last_beat_s(self._run, name) > self._config.liveness.lease_s
+        )
         return gone or all_ended(self._run, self._config, name)
 
     def stop_order(self) -> list[list[str]]:
-        """Order in which all groups of the run are stopped: trainers while they can still be fed, the others together,
-        the hub last."""
+        """Order in which all groups of the run are stopped: trainers while they can still be fed,
+        the others together, the hub last."""
         names: Collection[str] = [*self.here, *self.others()]
         trainers = set(trainers_of(self._config.groups).values())
         fed = [name for name in names if name != "hub" and name in trainers]

@@ -19,11 +19,13 @@ from relax_hpc.supervise.roll import Roll
 from relax_hpc.supervise.wakeups import Wakeups
 
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
-"""Seconds between tries to bring back a group that cannot be now, and seconds for which it is tried."""
+"""Seconds between tries to bring back a group that cannot be now, and seconds for which it is
+tried."""
 
 
 def claim(run: RunDir, name: str, former: int | None = None) -> int:
-    """Number of the next incarnation; ``former`` as for `claim_incarnation`. NoRoom: on a disk that takes nothing."""
+    """Number of the next incarnation; ``former`` as for `claim_incarnation`. NoRoom: on a disk that
+    takes nothing."""
     try:
         return claim_incarnation(run, name, former)
     except OSError as error:
@@ -33,7 +35,8 @@ def claim(run: RunDir, name: str, former: int | None = None) -> int:
 
 
 class Starts:
-    """Starts of the groups in ``roll`` by their launchers. ``leave`` ends this job for its successor."""
+    """Starts of the groups in ``roll`` by their launchers. ``leave`` ends this job for its
+    successor."""
 
     def __init__(
         self,
@@ -46,12 +49,19 @@ class Starts:
         say: Callable[[str], None],
         leave: Callable[[], None],
     ) -> None:
-        self.run, self.config, self.roll, self.launcher, self.failures = run, config, roll, launcher, failures
+        self.run, self.config, self.roll, self.launcher, self.failures = (
+            run,
+            config,
+            roll,
+            launcher,
+            failures,
+        )
         self.wakeups, self.say, self.leave = wakeups, say, leave
         self.disk = failures.disk
         self.ahead = Ahead(run, config, launcher, say)
         self.again: dict[str, tuple[str, float, float]] = {}
-        """Groups that could not be brought back yet: why they ended, when, and when they are tried again."""
+        """Groups that could not be brought back yet: why they ended, when, and when they are tried
+        again."""
 
     def begin(self, name: str) -> None:
         """Take over what runs of a group, or start it."""
@@ -74,9 +84,15 @@ class Starts:
             self.again[name] = (str(error), now, now)
 
     def turn_away(self, name: str, reason: str) -> None:
-        """Refuse to start a group on its nodes; counts as a start, so that this does not go on for ever."""
+        """Refuse to start a group on its nodes; counts as a start, so that this does not go on for
+        ever."""
         try:
-            record(self.run, name, claim(self.run, name), Launch(self.failures.attempt, self.failures.progress()))
+            record(
+                self.run,
+                name,
+                claim(self.run, name),
+                Launch(self.failures.attempt, self.failures.progress()),
+            )
         except (NoRoom, OSError) as error:
             # It does not begin before there is room.
             if not (may_pass(error) or isinstance(error, NoRoom)):
@@ -95,14 +111,20 @@ class Starts:
         for member in group.members:
             self.wakeups.watch(member)
         roles = ", ".join(member.role for member in group.members)
-        self.say(f"{name}: started incarnation {incarnation} ({roles}){', which waited' if ahead else ''}")
+        self.say(
+            f"{name}: started incarnation {incarnation} "
+            f"({roles}){', which waited' if ahead else ''}"
+        )
 
     def bring_back(self, name: str, reason: str) -> None:
-        """Have a group started again as its policy says; later, if what that needs does not answer now."""
+        """Have a group started again as its policy says; later, if what that needs does not answer
+        now."""
         now = time.monotonic()
         _, since, _ = self.again.pop(name, ("", now, now))
         try:
-            in_place = group_of(self.config, name).on_failure == "restart" and name not in self.roll.unfit
+            in_place = (
+                group_of(self.config, name).on_failure == "restart" and name not in self.roll.unfit
+            )
             if in_place and self.launcher(name).whole(name):
                 self.start(name)
             else:
@@ -112,7 +134,9 @@ class Starts:
             if not passes and (now - since > _OUTAGE_S or not getattr(error, "later", True)):
                 raise
             self.again[name] = (reason, since, time.monotonic() + _AGAIN_S)
-            self.say(f"{name}: cannot be brought back yet, tried again in {_AGAIN_S:.0f} s: {error}")
+            self.say(
+                f"{name}: cannot be brought back yet, tried again in {_AGAIN_S:.0f} s: {error}"
+            )
 
     def due_again(self) -> list[tuple[str, str]]:
         """Groups to be tried again now, and why each had ended."""
@@ -120,7 +144,8 @@ class Starts:
         return [(name, reason) for name, (reason, _, due) in self.again.items() if now >= due]
 
     def hand_over(self, name: str, reason: str) -> None:
-        """Give a group to a job of its own; where that cannot be, start it again in place, or make way."""
+        """Give a group to a job of its own; where that cannot be, start it again in place, or make
+        way."""
         self.disk.check_room()
         self.ahead.drop(name)
         self.say(f"{name}: not here any more: {reason}")
@@ -143,5 +168,8 @@ class Starts:
 
     def _make_way(self, name: str) -> None:
         """End the job for its successor: there is no place for a group in this one."""
-        self.say(f"{name}: no other job can be had for it (see site.sbatch_on_nodes and spares): making way")
+        self.say(
+            f"{name}: no other job can be had for it (see site.sbatch_on_nodes and spares): "
+            "making way"
+        )
         self.leave()

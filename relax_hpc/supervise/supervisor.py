@@ -1,8 +1,9 @@
-"""Supervisor of the groups of a run, to their end and in every layout; launchers say how a group is started.
+"""Supervisor of the groups of a run, to their end and in every layout; launchers say how a group is
+started.
 
-The supervisor acts on the end of a process at once. A group that ends before its time is started again as the next
-incarnation while the others go on; the queue gives back what it held. What it must know lies in the run directory, so
-that another supervisor can take over.
+The supervisor acts on the end of a process at once. A group that ends before its time is started
+again as the next incarnation while the others go on; the queue gives back what it held. What it
+must know lies in the run directory, so that another supervisor can take over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _STOP_LOOK_S = 0.1
 _TOLD_BEATS = 6
 """Beats within which everybody has found a new hub and told it what it waits for."""
 _CHECKPOINT_SIZE = 8
-"""Size of a checkpoint in sizes of the weights, optimizer included: nothing that is loaded is larger."""
+"""Size of a checkpoint in sizes of the weights, optimizer included: nothing that is loaded is
+larger."""
 RELEASED = "released"
 """Reason of a handing over after which somebody else submits the job."""
 
@@ -61,8 +63,8 @@ class Outcome(Enum):
 class Supervisor:
     """Starts the groups, restarts what dies, ends everything. Use it as a context manager.
 
-    ``launcher`` gives each group's launcher. Children of this process never outlive it; what runs elsewhere is ended
-    too, unless a newer supervisor has taken over.
+    ``launcher`` gives each group's launcher. Children of this process never outlive it; what runs
+    elsewhere is ended too, unless a newer supervisor has taken over.
     """
 
     def __init__(
@@ -76,33 +78,48 @@ class Supervisor:
         terminal: Terminal,
         former: int | None = None,
     ) -> None:
-        """``former``: the supervisor whose place it takes, see `claim_incarnation`; without it, the newest."""
+        """``former``: the supervisor whose place it takes, see `claim_incarnation`; without it, the
+        newest."""
         self.run, self.config, self.name, self.launcher = run, config, name, launcher
         self.terminal = terminal
         self.roll = Roll(run, config, names)
         self.elastic = config.layout == "local"
-        """Whether this supervisor starts and ends further members of groups; else these have jobs of their own."""
+        """Whether this supervisor starts and ends further members of groups; else these have jobs
+        of their own."""
         self.interrupted = 0
         """Signals, and other reasons to end this job although the run goes on."""
         self.fenced = False
         self.each_tick: Callable[[], None] = lambda: None
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
-        """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
+        """Called before whatever may take long, such as waiting, ending groups, and asking
+        Slurm."""
         self.on_interrupt: Callable[[], None] = lambda: None
-        """Called on a signal before anything is ended; it may find that the run was asked to stop."""
+        """Called on a signal before anything is ended; it may find that the run was asked to
+        stop."""
         self.take_along: Callable[[str], bool] = lambda _name: False
-        """Called with a group that is supervised elsewhere before this ends, not for good; whether that ends too."""
+        """Called with a group that is supervised elsewhere before this ends, not for good; whether
+        that ends too."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _incarnation: None
-        """Called with a group (and its incarnation) supervised elsewhere, when a member gives no sign for a lease."""
+        """Called with a group (and its incarnation) supervised elsewhere, when a member gives no
+        sign for a lease."""
         self.incarnation = claim(run, name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
-        self.disk = DiskWatch(run, longest_wait_s(config), terminal.say, _TOLD_BEATS * config.liveness.beat_s)
+        self.disk = DiskWatch(
+            run, longest_wait_s(config), terminal.say, _TOLD_BEATS * config.liveness.beat_s
+        )
         self.failures = Failures(run, config, attempt, self.progress, self.disk)
         self.wakeups = Wakeups(self.interrupt)
         self.starts = Starts(
-            run, config, self.roll, launcher, self.failures, self.wakeups, terminal.say, leave=self.interrupt
+            run,
+            config,
+            self.roll,
+            launcher,
+            self.failures,
+            self.wakeups,
+            terminal.say,
+            leave=self.interrupt,
         )
 
     def __enter__(self) -> Supervisor:
@@ -113,10 +130,15 @@ class Supervisor:
         self.starts.ahead.drop(*self.starts.ahead.waiting)
         if self.client:
             self.client.close()
-        # After a bug, or what else nobody has thought of, the next supervisor finds the groups as they are.
+        # After a bug, or what else nobody has thought of, the next supervisor finds the groups as
+        # they are.
         leaves = self.fenced or (error is not None and not issubclass(error, RelaxError))
         for group in self.roll.here.values():
-            if leaves and group.outlives and group.incarnation == latest_incarnation(self.run, group.name):
+            if (
+                leaves
+                and group.outlives
+                and group.incarnation == latest_incarnation(self.run, group.name)
+            ):
                 group.leave()
             else:
                 group.end()
@@ -126,7 +148,7 @@ class Supervisor:
         """End this job soon, in good order."""
         self.interrupted += 1
 
-    # -- the run -----------------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------
 
     def supervise(self) -> Outcome:
         """Start or take over all groups, and watch them to the end."""
@@ -135,7 +157,9 @@ class Supervisor:
         others = model.reference_path, model.teacher_path, model.critic_path, self.config.genrm.path
         read = map(read_seconds, filter(None, others))
         read_s = max([_CHECKPOINT_SIZE * read_seconds(self.run.model), *read])
-        self.liveness = Liveness(self.client, self.config.liveness, self.wakeups.wake, self._hub_incarnation, read_s)
+        self.liveness = Liveness(
+            self.client, self.config.liveness, self.wakeups.wake, self._hub_incarnation, read_s
+        )
         for name in self.roll.names:
             self.check_fenced()
             self.each_wait()
@@ -156,8 +180,8 @@ class Supervisor:
         return Outcome.FINISHED
 
     def at_next_look(self, look: Callable[[], object]) -> bool:
-        """Whether ``look`` finds something. What a file system that is ill for a while does not let be read is found
-        in another round."""
+        """Whether ``look`` finds something. What a file system that is ill for a while does not let
+        be read is found in another round."""
         try:
             return bool(look())
         except OSError as error:
@@ -165,12 +189,17 @@ class Supervisor:
             return False
 
     def look_around(self) -> None:
-        """One round. Whatever of it is done twice, as another part of it could not be, does no harm."""
+        """One round. Whatever of it is done twice, as another part of it could not be, does no
+        harm."""
         self.look_after_groups()
         self.look_after_waits()
-        self.terminal.show_doing({name: words for name, words in self.liveness.doing.items() if name in self.roll.here})
+        self.terminal.show_doing(
+            {name: words for name, words in self.liveness.doing.items() if name in self.roll.here}
+        )
         if "hub" in self.roll.names and self.liveness.beats:
-            self.terminal.show_unsaved(unsaved(self.config, self.liveness.beats, self.liveness.progress[0]))
+            self.terminal.show_unsaved(
+                unsaved(self.config, self.liveness.beats, self.liveness.progress[0])
+            )
         self.try_again()
         self.each_wait()
         self.starts.ahead.look(self.roll.here, self.liveness.beats, self.roll.done)
@@ -190,13 +219,19 @@ class Supervisor:
     def check_fenced(self) -> None:
         """FencedError once another supervisor has taken over: it may touch nothing any more.
 
-        While the disk does not say whether one has, it touches nothing either, up to a signal or for too long: OSError.
+        While the disk does not say whether one has, it touches nothing either, up to a signal or
+        for too long: OSError.
         """
         signals, folder = self.interrupted, self.run.rendezvous(self.name)
-        latest = patiently(folder, self._latest, lambda: self.interrupted > signals or bool(self.disk.too_long()))
+        latest = patiently(
+            folder, self._latest, lambda: self.interrupted > signals or bool(self.disk.too_long())
+        )
         if latest > self.incarnation:
             self.fenced = True
-            raise FencedError(f"supervisor {latest} has taken over {self.run.root}; this one was {self.incarnation}")
+            raise FencedError(
+                f"supervisor {latest} has taken over {self.run.root}; this one was "
+                f"{self.incarnation}"
+            )
 
     def _latest(self) -> int:
         try:
@@ -205,13 +240,16 @@ class Supervisor:
             self.disk.met(self.run.rendezvous(self.name), error)
             raise
 
-    # -- ends of groups ----------------------------------------------------------------------------------------
+    # -- ends of groups ----------------------------------------------------------------------------
 
     def look_after_groups(self) -> None:
         """Handle every member that is gone, and every one that hangs."""
         for name, group in list(self.roll.here.items()):
             for member in group.ended():
-                if f"{name}/{member.role}" not in self.roll.done and self.roll.here.get(name) is group:
+                if (
+                    f"{name}/{member.role}" not in self.roll.done
+                    and self.roll.here.get(name) is group
+                ):
                     self.ended(name, member)
         for name, role, incarnation, reason in self.liveness.look(self.roll.here, self.roll.done):
             self.hangs(name, role, incarnation, reason)
@@ -219,18 +257,26 @@ class Supervisor:
             self.on_silence(name, incarnation)
 
     def look_after_waits(self) -> None:
-        """End the run if a group has been waited for too long: others that wait for it are not judged meanwhile."""
+        """End the run if a group has been waited for too long: others that wait for it are not
+        judged meanwhile."""
         limit = longest_wait_s(self.config)
         for name, wait in self.liveness.lacking.items() if "hub" in self.roll.names else ():
             if wait["since_s"] > limit and not all_done(self.run, self.config, name):
-                text = f"{name}: {wait['why']}, and the others have waited for it for {wait['since_s']:.0f} s"
-                text = f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its job in squeue"
+                text = (
+                    f"{name}: {wait['why']}, and the others have waited for it for "
+                    f"{wait['since_s']:.0f} s"
+                )
+                text = (
+                    f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its "
+                    "job in squeue"
+                )
                 # On a full disk at the next look, unless the wait for that ends the run before.
                 with contextlib.suppress(OSError):
                     requests.ask_to_stop(self.run, EXIT_RETRY, text)
 
     def look_at_disk(self) -> None:
-        """Say which disk the run waits for; RelaxError, all groups having been asked to save, once that is too long."""
+        """Say which disk the run waits for; RelaxError, all groups having been asked to save, once
+        that is too long."""
         self.disk.look(self.liveness.disk, self.liveness.answered_at)
         if why := self.disk.too_long():
             self.stop()
@@ -248,7 +294,11 @@ class Supervisor:
         if said.fate is Fate.DONE:
             self.roll.done.add(f"{name}/{member.role}")
             return
-        self.terminal.say(f"{name}: {said.reason}" if member.role == name else f"{name}: {member.role}: {said.reason}")
+        self.terminal.say(
+            f"{name}: {said.reason}"
+            if member.role == name
+            else f"{name}: {member.role}: {said.reason}"
+        )
         if requests.asked_to_stop(self.run):
             # The others end it too; this one does at its next round.
             return
@@ -263,8 +313,8 @@ class Supervisor:
             self.failed(name, said.reason)
 
     def has_progress(self, role: str) -> bool:
-        """Whether the run has trained a step, or ``role`` has worked in it; true if the hub does not
-        answer."""
+        """Whether the run has trained a step, or ``role`` has worked in it; true if the hub does
+        not answer."""
         if self.progress()[0] > 0:
             return True
         lease_s = self.config.liveness.lease_s
@@ -279,18 +329,26 @@ class Supervisor:
         code = member.process.wait(timeout=30) if member.process else 0
         if code < 0:
             return f"ended by signal {-code}"
-        return ": ".join([f"ended with code {code} and without a mark", self.roll.here[name].last_words(member)])
+        return ": ".join(
+            [f"ended with code {code} and without a mark", self.roll.here[name].last_words(member)]
+        )
 
     def hangs(self, name: str, role: str, incarnation: int, reason: str) -> None:
-        """A role lives but is of no use: its group is dead, unless that incarnation is another's already."""
+        """A role lives but is of no use: its group is dead, unless that incarnation is another's
+        already."""
         group = self.roll.here.get(name)
         if not role and group is None and "hub" in self.roll.here:
             # Its own supervisor may be as dead: at least what it held goes to others.
-            self.terminal.say(f"{name}: {reason}; what incarnation {incarnation} held is given to others")
+            self.terminal.say(
+                f"{name}: {reason}; what incarnation {incarnation} held is given to others"
+            )
             self.client.status.down(name, incarnation)
         if group is None or (incarnation and incarnation != group.incarnation):
             return
-        self.terminal.say(f"{name}: {role} {reason}, taken for dead; stacks: {self.run.logs(name, group.incarnation)}")
+        self.terminal.say(
+            f"{name}: {role} {reason}, taken for dead; stacks: "
+            f"{self.run.logs(name, group.incarnation)}"
+        )
         group.dump_stacks()
         self.failed(name, reason)
 
@@ -299,7 +357,8 @@ class Supervisor:
         return card.incarnation if card else 0
 
     def failed(self, name: str, reason: str) -> None:
-        """End what is left of a group, tell the queue, and have it started again where its policy says."""
+        """End what is left of a group, tell the queue, and have it started again where its policy
+        says."""
         self.check_fenced()
         self.forget(name)
         # If not now it is judged at its next end.
@@ -350,7 +409,7 @@ class Supervisor:
         if self.client and name != "hub":
             self.client.status.down(name, group.incarnation)
 
-    # -- requests ----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def serve_requests(self) -> None:
         """Do what commands ask of these groups."""
@@ -363,7 +422,8 @@ class Supervisor:
             requests.answer(self.run, request, done=request.op)
 
     def _serves(self, name: str) -> bool:
-        """Whether a request about ``name`` is for this supervisor; groups elsewhere have their own."""
+        """Whether a request about ``name`` is for this supervisor; groups elsewhere have their
+        own."""
         return (
             name in self.roll.here
             or name in self.starts.again
@@ -385,7 +445,7 @@ class Supervisor:
         elif request.op == "release":
             self.leave_out(name)
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def end_hub(self) -> None:
         """End the hub when all others are done: let the controller flush and go."""
@@ -400,11 +460,16 @@ class Supervisor:
         if self.interrupted:
             self.on_interrupt()
         asked = requests.asked_to_stop(self.run)
-        self.terminal.say(f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once")
+        self.terminal.say(
+            f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once"
+        )
         for part in self.roll.stop_order():
-            part = [name for name in part if name in self.roll.here or asked or self.take_along(name)]
+            part = [
+                name for name in part if name in self.roll.here or asked or self.take_along(name)
+            ]
             own = set(part) & self.roll.here.keys()
-            # Others are waited for by who comes after them, no more: of some there may be nobody left.
+            # Others are waited for by who comes after them, no more: of some there may be nobody
+            # left.
             self.end_in_order(sorted(own) if own == self.roll.here.keys() else part)
             for name in own:
                 self.forget(name)
@@ -412,12 +477,17 @@ class Supervisor:
         return Outcome.STOPPED if asked else Outcome.INTERRUPTED
 
     def end_in_order(self, names: list[str]) -> None:
-        """Ask groups to end, and wait for it; one more signal, a deadline, or a stop at once cuts the waiting short."""
+        """Ask groups to end, and wait for it; one more signal, a deadline, or a stop at once cuts
+        the waiting short."""
         signals = self.interrupted
         for name in set(names) & self.roll.here.keys():
             self.roll.here[name].ask_to_end()
         deadline = time.monotonic() + self.config.liveness.stop_timeout_s
-        while any(map(self.roll.lives, names)) and self.interrupted == signals and time.monotonic() < deadline:
+        while (
+            any(map(self.roll.lives, names))
+            and self.interrupted == signals
+            and time.monotonic() < deadline
+        ):
             if requests.asked_to_stop(self.run).get("now"):
                 return
             self.wait(_STOP_LOOK_S)

@@ -13,9 +13,11 @@ from relax_hpc.supervise.waits import held_by
 _HOUR_S = 3600.0
 
 
-def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_steps: int) -> dict[str, Any]:
-    """Checkpoints that trainers could not write, by their beats, and what is at risk: `steps`, `seconds`, and hours
-    `spent` of a `unit`.
+def unsaved(
+    config: Config, beats: Mapping[str, Mapping[str, Any]], trained_steps: int
+) -> dict[str, Any]:
+    """Checkpoints that trainers could not write, by their beats, and what is at risk: `steps`,
+    `seconds`, and hours `spent` of a `unit`.
 
     Empty: all checkpoints so far are written, or none is due yet.
     """
@@ -26,7 +28,12 @@ def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_step
     seconds, unit = max(0.0, time.time() - told["since"]), unit_of(config)
     spent = seconds / _HOUR_S * sum(held_by(config, name, unit) for name in config.groups)
     about = {"step": told["step"], "failed": told["failed"], "why": told["why"]}
-    return about | {"steps": max(0, trained_steps - told["step"]), "seconds": seconds, "unit": unit, "spent": spent}
+    return about | {
+        "steps": max(0, trained_steps - told["step"]),
+        "seconds": seconds,
+        "unit": unit,
+        "spent": spent,
+    }
 
 
 def in_words(found: Mapping[str, Any]) -> str:

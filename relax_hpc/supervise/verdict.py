@@ -2,22 +2,32 @@
 
 Which evidence wins, the strongest first:
 
-1. What a role says of its own end, its exit mark: done is done however long nobody hears of it, and what says that
-   trying again cannot help (78, 93) has the run given up. So has a programming error in a plug-in before any progress.
-2. Slurm's word that the allocation around it ends: whatever ends then makes way. Slurm tells the tasks before the head.
+1. What a role says of its own end, its exit mark: done is done however long nobody hears of it, and
+  what says that
+   trying again cannot help (78, 93) has the run given up. So has a programming error in a plug-in
+   before any progress.
+2. Slurm's word that the allocation around it ends: whatever ends then makes way. Slurm tells the
+  tasks before the head.
 3. Any other end of a process, by its mark or by its exit code: dead, at once.
-4. Slurm's word on the job that a group has to itself. Queued: it waits, however silent it is. Gone: so is the group,
-   even if something of it still beats, as a killed task was seen to for a minute after its job was requeued.
-5. Silence of the supervisor in that job: if Slurm says that the job has run all the while, it has not missed the node
+4. Slurm's word on the job that a group has to itself. Queued: it waits, however silent it is. Gone:
+  so is the group,
+   even if something of it still beats, as a killed task was seen to for a minute after its job was
+   requeued.
+5. Silence of the supervisor in that job: if Slurm says that the job has run all the while, it has
+  not missed the node
    yet, and the group is dead.
-6. Beats, as the hub has them. A role beats from the moment that it is there, also while it loads, or waits for others
-   or for room on a disk; so silence for a lease is death, and one piece of work that takes liveness.hang_s is a hang,
+6. Beats, as the hub has them. A role beats from the moment that it is there, also while it loads,
+  or waits for others
+   or for room on a disk; so silence for a lease is death, and one piece of work that takes
+   liveness.hang_s is a hang,
    as is one part of loading that takes longer than what is loaded accounts for (`Liveness`).
-   Where somebody else looks after a group, it is dead when all of its members are silent, and suspect when one is.
+   Where somebody else looks after a group, it is dead when all of its members are silent, and
+   suspect when one is.
 
-Weaker evidence is not even looked for where stronger decides. Beats, which come by way of the hub, have to say the
-same in two answers in a row: a hub that was stopped itself has beats to read first (`Liveness`). That a group is not
-there yet is nobody's failure: see `relax_hpc.transfer_queue.presence`.
+Weaker evidence is not even looked for where stronger decides. Beats, which come by way of the hub,
+have to say the same in two answers in a row: a hub that was stopped itself has beats to read first
+(`Liveness`). That a group is not there yet is nobody's failure: see
+`relax_hpc.transfer_queue.presence`.
 """
 
 from __future__ import annotations
@@ -32,7 +42,15 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
 
 _HOPELESS = (EXIT_CONFIG, EXIT_NO_PROGRESS)
-QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+QUEUED = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "SPECIAL_EXIT",
+    "SUSPENDED",
+    "STOPPED",
+)
 """States of a job that waits for its nodes."""
 _RUNNING = "RUNNING"
 GONE = ""
@@ -57,7 +75,8 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reason`` in words where it is dead, and the exit ``code`` of the run where it is hopeless."""
+    """``reason`` in words where it is dead, and the exit ``code`` of the run where it is
+    hopeless."""
 
     fate: Fate
     reason: str = ""
@@ -76,8 +95,8 @@ class Evidence:
     exit: Callable[[], str] | None = None
     """Description of the end of a process that left no mark; None: it runs."""
     has_progress: Callable[[], bool] = lambda: True
-    """Whether the run has trained a step, or this role has worked in it. It is called only if the role
-    ended by a programming error."""
+    """Whether the run has trained a step, or this role has worked in it. It is called only if the
+    role ended by a programming error."""
     ends: Callable[[], bool] = lambda: False
     """Whether Slurm ends the allocation around it; asked only if something has ended."""
     job: str | None = None
@@ -109,7 +128,8 @@ def verdict(evidence: Evidence, limits: LivenessConfig) -> Verdict:
 
 
 def ended_in_order(marks: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a group whose roles have left ``marks``, one each, needs nobody: it is not silent, but over."""
+    """Whether a group whose roles have left ``marks``, one each, needs nobody: it is not silent,
+    but over."""
     return all(mark.get("status") in ("done", "stopped") for mark in marks)
 
 
@@ -156,7 +176,11 @@ def _by_beats(found: Evidence, limits: LivenessConfig) -> Verdict | None:
     silent = f"has given no sign for {limits.lease_s:.0f} s"
     if not ages:
         late = found.known_s > found.patience_s
-        return Verdict(Fate.DEAD, f"has not begun to beat within {found.patience_s:.0f} s") if late else None
+        return (
+            Verdict(Fate.DEAD, f"has not begun to beat within {found.patience_s:.0f} s")
+            if late
+            else None
+        )
     if (min if found.others else max)(ages) > limits.lease_s:
         return Verdict(Fate.DEAD, silent)
     if max(ages) > limits.lease_s:
@@ -164,5 +188,7 @@ def _by_beats(found: Evidence, limits: LivenessConfig) -> Verdict | None:
     if not found.others and max(beat["busy_s"] for beat in found.beats) > limits.hang_s:
         return Verdict(Fate.DEAD, f"has been at one piece of work for over {limits.hang_s:.0f} s")
     if not found.others and max(beat.get("loading_s", 0.0) for beat in found.beats) > found.load_s:
-        return Verdict(Fate.DEAD, f"has been loading without getting on for over {found.load_s:.0f} s")
+        return Verdict(
+            Fate.DEAD, f"has been loading without getting on for over {found.load_s:.0f} s"
+        )
     return None

@@ -1,4 +1,5 @@
-"""Waits of a run for groups that are queued, load or are being replaced, and what the others spend meanwhile."""
+"""Waits of a run for groups that are queued, load or are being replaced, and what the others spend
+meanwhile."""
 
 from __future__ import annotations
 
@@ -22,23 +23,28 @@ _LONGEST = 120
 
 
 def waits(
-    config: Config, lacking: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]
+    config: Config,
+    lacking: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Each group that is waited for, the longest awaited first; JSON values.
 
-    ``lacking``: see `Presence.told`; ``groups``: see `group_status`. `spent`: hours of a `unit` (GPU, node, process)
-    that the groups at work have held since, to no use.
+    ``lacking``: see `Presence.told`; ``groups``: see `group_status`. `spent`: hours of a `unit`
+    (GPU, node, process) that the groups at work have held since, to no use.
     """
     unit = unit_of(config)
     there = {name: group for name, group in groups.items() if group["state"] in _AT_WORK}
     held = sum(held_by(config, name, unit) for name in there)
     # Whose time is over first makes way, or has the whole run end.
     job_s = min(
-        (group["time_left_s"] for group in there.values() if group["time_left_s"] is not None), default=math.inf
+        (group["time_left_s"] for group in there.values() if group["time_left_s"] is not None),
+        default=math.inf,
     )
     found = []
     for name, wait in sorted(lacking.items(), key=lambda item: -item[1]["since_s"]):
-        state, reason = (groups[name][word] for word in ("state", "reason")) if name in groups else ("", "")
+        state, reason = (
+            (groups[name][word] for word in ("state", "reason")) if name in groups else ("", "")
+        )
         # A new controller has no beats yet of groups that are there.
         is_known_soon = state in _AT_WORK and wait["since_s"] < _BEATS * config.liveness.beat_s
         if state == "done" or is_known_soon:
@@ -55,7 +61,8 @@ def waits(
 
 
 def shorten(reason: str) -> str:
-    """Reason of an end for one line of `status`: without source lines of libraries, at most 120 characters.
+    """Reason of an end for one line of `status`: without source lines of libraries, at most 120
+    characters.
 
     >>> shorten("RuntimeError: [/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     'RuntimeError: Connection closed by peer'
@@ -67,4 +74,8 @@ def shorten(reason: str) -> str:
 def held_by(config: Config, name: str, unit: str) -> int:
     """Number of GPUs, nodes or processes of a group: see `unit_of`."""
     resources = group_of(config, name).resources
-    return 1 if unit == "process" else resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)
+    return (
+        1
+        if unit == "process"
+        else resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)
+    )

@@ -1,4 +1,5 @@
-"""Waiting of a supervisor until a process ends, a signal comes, or another thread has a word for it."""
+"""Waiting of a supervisor until a process ends, a signal comes, or another thread has a word for
+it."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class Wakeups:
             self._selector.unregister(member.pidfd)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a process ends, a signal comes, somebody calls `wake` or ``seconds`` are over."""
+        """Sleep until a process ends, a signal comes, somebody calls `wake` or ``seconds`` are
+        over."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 os.read(self._out, _PIPE_BYTES)

@@ -1,7 +1,8 @@
 """Tasks: a data source, an episode, a reward.
 
-`data: {task: ...}` names a class as `package.module:Class`. An empty name stands for `Task` itself: prompts of files
-that the configuration names, one turn, and a built-in reward. Nothing here imports torch.
+`data: {task: ...}` names a class as `package.module:Class`. An empty name stands for `Task` itself:
+prompts of files that the configuration names, one turn, and a built-in reward. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -30,12 +31,23 @@ _CALLED_WITH = {
 }
 """Methods of a task -> the arguments that they get."""
 _NEAR = 0.85
-"""Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
-__all__ = ["Ask", "Task", "environment_of", "eval_reward", "get_task", "misfits", "tools_of", "train_reward"]
+"""Similarity of two names of which one is probably the other, misspelled: `rewards`, but not
+`reward_of`."""
+__all__ = [
+    "Ask",
+    "Task",
+    "environment_of",
+    "eval_reward",
+    "get_task",
+    "misfits",
+    "tools_of",
+    "train_reward",
+]
 
 
 def get_task(name: str) -> Task:
-    """The task that is imported from ``name``, `package.module:Class`. ConfigError: there is none."""
+    """The task that is imported from ``name``, `package.module:Class`. ConfigError: there is
+    none."""
     if not name:
         return Task()
     found = named("task", name, {})
@@ -59,19 +71,31 @@ def misfits(task: Task) -> Iterator[str]:
         text = task.makes(method) and misfit(getattr(task, method), *names)
         if text:
             yield f"{method} {text}"
-    if not (isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))):
+    if not (
+        isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))
+    ):
         yield (
-            f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, digits, _ and -, not "
+            f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, "
+            "digits, _ and -, not "
             "train; of one name (name,)"
         )
     own = [name for name in sorted({*dir(task)}.difference(dir(Task))) if not name.startswith("_")]
     for part in ("rows", "evaluations", "demonstrations", "episode", "reward"):
-        if not task.makes(part) and (near := difflib.get_close_matches(part, own, n=1, cutoff=_NEAR)):
-            yield f"{near[0]}: found it, and no {part!r}, which it is spelled nearly like; rename it to that, or away"
+        if not task.makes(part) and (
+            near := difflib.get_close_matches(part, own, n=1, cutoff=_NEAR)
+        ):
+            yield (
+                f"{near[0]}: found it, and no {part!r}, which it is spelled nearly like; rename "
+                "it to that, or away"
+            )
 
 
 def _names_a_set(name: object) -> bool:
-    return isinstance(name, str) and name != "train" and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name))
+    return (
+        isinstance(name, str)
+        and name != "train"
+        and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name))
+    )
 
 
 def train_reward(config: Config) -> str:
@@ -85,13 +109,19 @@ def eval_reward(config: Config) -> str:
 
 
 def tools_of(config: Config) -> Sequence[Mapping[str, Any]]:
-    """Signatures of the tools that a chat template shows. ConfigError: the environment that has them cannot be had."""
+    """Signatures of the tools that a chat template shows. ConfigError: the environment that has
+    them cannot be had."""
     kind = environment_of(config)
-    return tried(kind, config.environment.options).signatures if kind and config.data.chat_template else ()
+    return (
+        tried(kind, config.environment.options).signatures
+        if kind and config.data.chat_template
+        else ()
+    )
 
 
 def environment_of(config: Config) -> str:
-    """Name of the environment that episodes are played against, see `relax_hpc.environments`; empty: there is none."""
+    """Name of the environment that episodes are played against, see `relax_hpc.environments`;
+    empty: there is none."""
     return config.environment.kind or get_task(config.data.task).environment
 
 

@@ -20,8 +20,8 @@ else:
 
 
 class Task:
-    """A data source, an episode, a reward; each has a default. Objects are made without arguments, one or more in each
-    process that has use for one, and keep nothing from one call to the next.
+    """A data source, an episode, a reward; each has a default. Objects are made without arguments,
+    one or more in each process that has use for one, and keep nothing from one call to the next.
 
     >>> class Echo(Task):
     ...     def rows(self, split, data):
@@ -34,26 +34,29 @@ class Task:
     """Evaluation sets that `rows` has rows of."""
 
     environment: ClassVar[str] = ""
-    """Environment that episodes are played against where the configuration names none, as `environment.kind` has it;
-    empty: none."""
+    """Environment that episodes are played against where the configuration names none, as
+    `environment.kind` has it; empty: none."""
 
     reward: Reward = staticmethod(answer_partial)
-    """Reward of a sample or, if its parameter is called `samples`, of a prompt group; see `relax_hpc.rewards`. Where
-    the configuration names another, that one counts."""
+    """Reward of a sample or, if its parameter is called `samples`, of a prompt group; see
+    `relax_hpc.rewards`. Where the configuration names another, that one counts."""
 
     def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
-        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...},
-        with columns of media as files have them.
+        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages",
+        "token_ids"), "answer", ...}, with columns of media as files have them.
 
-        They are written to the run directory when a run is prepared, once, and read there. It is not asked for what
-        the configuration names files of (`data.train`, `data.eval`).
+        They are written to the run directory when a run is prepared, once, and read there. It is
+        not asked for what the configuration names files of (`data.train`, `data.eval`).
         """
         raise NotImplementedError
 
-    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Right answers to learn from before (`warm_start`), any number, as rows of sft: {"token_ids" (whole),
-        "prompt_len"}, or chats in "messages", of whose turns those of the assistant are learned; and columns of media,
-        each with one place among the tokens, or in the messages.
+    def demonstrations(
+        self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int
+    ) -> Iterator[dict]:
+        """Right answers to learn from before (`warm_start`), any number, as rows of sft:
+        {"token_ids" (whole), "prompt_len"}, or chats in "messages", of whose turns those of the
+        assistant are learned; and columns of media, each with one place among the tokens, or in the
+        messages.
 
         A share ``noise`` of them should be wrong.
         """
@@ -62,15 +65,16 @@ class Task:
     async def episode(self, request: GenerateRequest, ask: Ask) -> Generation | Episode:
         """One attempt at a prompt, as ``request`` has it: here one turn.
 
-        What ``ask`` returns is a response; one that goes on from it is asked for by a request with a longer prompt. Of
-        several turns with what others say between them one `Generation` is made, whose tokens of version 0 nobody
-        sampled; where no sequence holds all of it, as after a history was compacted, an `Episode` of several rows.
+        What ``ask`` returns is a response; one that goes on from it is asked for by a request with
+        a longer prompt. Of several turns with what others say between them one `Generation` is
+        made, whose tokens of version 0 nobody sampled; where no sequence holds all of it, as after
+        a history was compacted, an `Episode` of several rows.
         """
         return await ask(request)
 
     def makes(self, what: str) -> bool:
-        """Whether the class of the task, or a base class of it below `Task`, defines ``what``: `rows`,
-        `demonstrations`, `episode`, `reward`.
+        """Whether the class of the task, or a base class of it below `Task`, defines ``what``:
+        `rows`, `demonstrations`, `episode`, `reward`.
 
         >>> Task().makes("rows")
         False

@@ -58,14 +58,22 @@ def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile 
 def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, PromptFile]:
     """The prompts of each evaluation set. ConfigError: see `open_prompts`."""
     files = eval_files(run, config)
-    return {name: _opened(config, tokenizer, path, _eval_index(run, name), name) for name, path in files.items()}
+    return {
+        name: _opened(config, tokenizer, path, _eval_index(run, name), name)
+        for name, path in files.items()
+    }
 
 
 def check_unchanged(run: RunDir, config: Config) -> None:
-    """ConfigError: a file of prompts, or a rule that makes prompts of its rows, has changed since the run began. Roles
-    check this too, once they have GPUs."""
-    sets = [(path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()]
-    sets += [(path, _train_index(run, name), name, "train") for name, path in train_files(run, config).items()]
+    """ConfigError: a file of prompts, or a rule that makes prompts of its rows, has changed since
+    the run began. Roles check this too, once they have GPUs."""
+    sets = [
+        (path, _eval_index(run, name), name, "") for name, path in eval_files(run, config).items()
+    ]
+    sets += [
+        (path, _train_index(run, name), name, "train")
+        for name, path in train_files(run, config).items()
+    ]
     indexed = [entry for entry in sets if entry[1].is_file()]
     if not indexed:
         return
@@ -96,12 +104,16 @@ def _eval_index(run: RunDir, name: str) -> Path:
 
 
 def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
-    """Write what the task makes: rows of the sets that no file is named for, and demonstrations for a warm start.
+    """Write what the task makes: rows of the sets that no file is named for, and demonstrations for
+    a warm start.
 
     Each file appears whole or not at all. ConfigError: a row is none, or the task raises.
     """
     task, data, warm = get_task(config.data.task), config.data, config.warm_start
-    splits = [*([] if data.train or data.train_sets else ["train"]), *([] if data.eval else task.evaluations)]
+    splits = [
+        *([] if data.train or data.train_sets else ["train"]),
+        *([] if data.eval else task.evaluations),
+    ]
     for split in splits if task.makes("rows") else ():
         _write(run.data / f"{split}.jsonl", task, partial(task.rows, split, data))
     if warm.steps:
@@ -109,15 +121,19 @@ def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
         _write(run.data / "warm_start.jsonl", task, made, warm.steps * warm.batch_size)
 
 
-def _write(path: Path, task: Task, made: Callable[[], Iterable[Mapping[str, Any]]], most: int | None = None) -> None:
-    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not, and never will. RelaxError: what
-    it reads from is not there now, asked a few times."""
+def _write(
+    path: Path, task: Task, made: Callable[[], Iterable[Mapping[str, Any]]], most: int | None = None
+) -> None:
+    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not, and never
+    will. RelaxError: what it reads from is not there now, asked a few times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".partial")
     for pause in (*PAUSES_S, None):
         try:
             with unfinished.open("w") as file:
-                file.writelines(islice(_lines(made, f"{type(task).__name__}: row", path.stem), most))
+                file.writelines(
+                    islice(_lines(made, f"{type(task).__name__}: row", path.stem), most)
+                )
         except _Away as away:
             if pause is None:
                 raise RelaxError(f"{away}; a run that is started again asks for it again") from away
@@ -135,9 +151,13 @@ def _lines(made: Callable[[], Iterable[Mapping[str, Any]]], who: str, split: str
             yield json.dumps(row) + "\n"
             number += 1
     except _WRONG as error:
-        raise ConfigError(f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}"
+        ) from error
     except (OSError, EOFError) as error:
-        raise _Away(f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}") from error
+        raise _Away(
+            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}"
+        ) from error
     except Exception as error:  # a user's method may raise anything
         raise ConfigError(
             f"data.task: {who} {number} of {split}: {describe_with_location(error)}; "

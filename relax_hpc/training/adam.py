@@ -1,4 +1,5 @@
-"""AdamW that goes over its states a piece at a time: they may be of lower precision, or lie in host memory."""
+"""AdamW that goes over its states a piece at a time: they may be of lower precision, or lie in host
+memory."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ class Piece:
 
 
 Update = Callable[[Piece, Sequence[Tensor]], None]
-"""Function that makes a step of a piece, whose states are given apart: they may be copies at another place."""
+"""Function that makes a step of a piece, whose states are given apart: they may be copies at
+another place."""
 
 
 def update_plainly(piece: Piece, states: Sequence[Tensor]) -> None:
-    """One step in float32 by torch's AdamW; moments of lower precision are rounded stochastically."""
+    """One step in float32 by torch's AdamW; moments of lower precision are rounded
+    stochastically."""
     *moments, parameter = states
     wide = [moment.float() for moment in moments]
     beta1, beta2 = piece.group["betas"]
@@ -62,22 +65,32 @@ def update_plainly(piece: Piece, states: Sequence[Tensor]) -> None:
 
 
 class PiecewiseAdamW(torch.optim.AdamW):
-    """The same steps as AdamW, element by element, with moments of a type and in a place of their own."""
+    """The same steps as AdamW, element by element, with moments of a type and in a place of their
+    own."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], moments: Mapping[Tensor, Sequence[Tensor]], update: Update
+        self,
+        groups: list[dict[str, Any]],
+        moments: Mapping[Tensor, Sequence[Tensor]],
+        update: Update,
     ) -> None:
-        """``groups``: of another AdamW, which is given up; ``moments``: zeros, two for each parameter."""
+        """``groups``: of another AdamW, which is given up; ``moments``: zeros, two for each
+        parameter."""
         super().__init__([torch.zeros(0)])
-        # As megatron-core's distributed optimizer does: float32 shards are views, which torch would refuse.
+        # As megatron-core's distributed optimizer does: float32 shards are views, which torch would
+        # refuse.
         self.param_groups = groups
         self.update = update
         for parameter, both in moments.items():
-            self.state[parameter] = {"step": torch.zeros(()), **dict(zip(MOMENTS, both, strict=True))}
+            self.state[parameter] = {
+                "step": torch.zeros(()),
+                **dict(zip(MOMENTS, both, strict=True)),
+            }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`, which would make moments of the parameter's type and place."""
+        """See `torch.optim.Optimizer.load_state_dict`, which would make moments of the parameter's
+        type and place."""
         for group, found in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, number in zip(group["params"], found["params"], strict=True):
                 for name, value in state_dict["state"].get(number, {}).items():

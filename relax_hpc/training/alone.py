@@ -1,4 +1,5 @@
-"""torch.distributed in a process that is its group's only rank: no socket, and collectives that copy.
+"""torch.distributed in a process that is its group's only rank: no socket, and collectives that
+copy.
 
 gloo would open a listening port for each of megatron-core's two dozen groups, and NCCL one. The
 backend `fake` of torch opens none, but not in every release do its collectives copy: those of torch
@@ -21,14 +22,18 @@ BACKEND = "alone"
 
 
 def initialize(timeout: timedelta) -> None:
-    """Make the default group, of this process alone. ConfigError: this torch has collectives that do not copy."""
+    """Make the default group, of this process alone. ConfigError: this torch has collectives that
+    do not copy."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, SingleRankGroup, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            BACKEND, SingleRankGroup, extended_api=True, devices=["cpu", "cuda"]
+        )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if wrong := wrong_collectives():
         names = ", ".join(wrong)
         raise ConfigError(
-            f"torch {torch.__version__}: {names} of one rank give wrong values; install the version of "
+            f"torch {torch.__version__}: {names} of one rank give wrong values; install the "
+            "version of "
             "env/requirements-*.txt"
         )
 
@@ -36,8 +41,8 @@ def initialize(timeout: timedelta) -> None:
 class SingleRankGroup(dist.ProcessGroup):
     """A group of one rank, whose collectives copy their input, on the current stream of its device.
 
-    torch calls these methods. The names that begin with an underscore, `alltoall_base` and those that
-    end with `tensor_coalesced` are the ones of releases before torch 2.13.
+    torch calls these methods. The names that begin with an underscore, `alltoall_base` and those
+    that end with `tensor_coalesced` are the ones of releases before torch 2.13.
     """
 
     def __init__(self, creation: Any, options: Any) -> None:
@@ -60,13 +65,17 @@ class SingleRankGroup(dist.ProcessGroup):
         """Do nothing: no other rank has to arrive."""
         return _finished()
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Copy each of ``inputs`` to the only tensor of its list in ``outputs``."""
         return _copy([tensor for (tensor,) in outputs], inputs)
 
     gather = allgather
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> dist.Work:
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
         """Copy the only tensor of each list in ``inputs`` to its place in ``outputs``."""
         return _copy(outputs, [tensor for (tensor,) in inputs])
 
@@ -94,7 +103,12 @@ class SingleRankGroup(dist.ProcessGroup):
         return _copy(outputs[0], inputs)
 
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, output_sizes: Any = None, source_sizes: Any = None, opts: Any = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Any = None,
+        source_sizes: Any = None,
+        opts: Any = None,
     ) -> dist.Work:
         """Copy ``source`` to ``output``: the only part of each, whatever its size."""
         return _copy([output], [source])
@@ -127,18 +141,23 @@ def _finished() -> dist.Work:
 
 
 def wrong_collectives(device: str = "cpu") -> list[str]:
-    """Names of the collectives whose results differ from their input; each takes a few microseconds."""
+    """Names of the collectives whose results differ from their input; each takes a few
+    microseconds."""
     values = torch.arange(1.0, 5.0, device=device)
     calls: dict[str, Any] = {
         "all_reduce": lambda out: dist.all_reduce(out.copy_(values)),
         "reduce": lambda out: dist.reduce(out.copy_(values), 0),
         "broadcast": lambda out: dist.broadcast(out.copy_(values), 0),
         "all_gather": lambda out: dist.all_gather([out], values),
-        "all_gather_single": lambda out: _newer("all_gather_single", "all_gather_into_tensor")(out, values),
+        "all_gather_single": lambda out: _newer("all_gather_single", "all_gather_into_tensor")(
+            out, values
+        ),
         "gather": lambda out: dist.gather(values, [out], 0),
         "scatter": lambda out: dist.scatter(out, [values], 0),
         "reduce_scatter": lambda out: dist.reduce_scatter(out, [values]),
-        "reduce_scatter_single": lambda out: _newer("reduce_scatter_single", "reduce_scatter_tensor")(out, values),
+        "reduce_scatter_single": lambda out: _newer(
+            "reduce_scatter_single", "reduce_scatter_tensor"
+        )(out, values),
         "all_to_all": lambda out: dist.all_to_all([out], [values]),
         "all_to_all_single": lambda out: dist.all_to_all_single(out, values),
     }
@@ -157,8 +176,8 @@ def _newer(name: str, older: str) -> Any:
 def keep_groups_alike() -> None:
     """Make all of megatron-core's groups of one kind, except of real ranks.
 
-    It asks for gloo groups besides the others, to send from the host. Where the default group opens no
-    socket, neither do they.
+    It asks for gloo groups besides the others, to send from the host. Where the default group opens
+    no socket, neither do they.
     """
     from megatron.core import parallel_state
 

@@ -1,4 +1,5 @@
-"""Move of a trainer's state from its device to host memory and back: others have the device meanwhile."""
+"""Move of a trainer's state from its device to host memory and back: others have the device
+meanwhile."""
 
 from __future__ import annotations
 
@@ -13,19 +14,21 @@ from relax_hpc.training.trainer import Trainer
 
 
 class StateAway:
-    """Weights, main parameters and moments of one rank go to pinned host memory, at the speed of the link, and come
-    back bit for bit; gradients, which are zero between steps, give their memory back and come back as zeros.
+    """Weights, main parameters and moments of one rank go to pinned host memory, at the speed of
+    the link, and come back bit for bit; gradients, which are zero between steps, give their memory
+    back and come back as zeros.
 
     >>> away = StateAway(trainer)
     >>> away.leave()
     >>> away.come_back()
 
-    Every tensor stays the object that it is; its memory alone goes. Nobody may use one before `come_back`.
+    Every tensor stays the object that it is; its memory alone goes. Nobody may use one before
+    `come_back`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """``trainer``: with its optimizer's state, as it stays from now on. ConfigError: some of its
-        memory cannot be given back, or the host has too little."""
+        """``trainer``: with its optimizer's state, as it stays from now on. ConfigError: some of
+        its memory cannot be given back, or the host has too little."""
         self.device = trainer.model.device
         kept, zero = self._memory(_state(trainer)), self._memory(_gradients(trainer))
         self._kept = list(kept.values())
@@ -33,18 +36,27 @@ class StateAway:
         for one in (*self._kept, *self._gradients):
             if not one.resizable():
                 size = one.nbytes()
-                raise ConfigError(f"colocate: {size} bytes of the actor's state cannot be given back; set it false")
+                raise ConfigError(
+                    f"colocate: {size} bytes of the actor's state cannot be given back; set it "
+                    "false"
+                )
         self._sizes = [one.nbytes() for one in self._kept]
         self._gradient_sizes = [one.nbytes() for one in self._gradients]
         try:
-            self._rooms = host_like([_whole(one) for one in self._kept], self.device.type == "cuda", "colocate")
+            self._rooms = host_like(
+                [_whole(one) for one in self._kept], self.device.type == "cuda", "colocate"
+            )
         except OSError as error:
-            raise ConfigError(f"{error}; the actor's state goes there while engines generate") from error
+            raise ConfigError(
+                f"{error}; the actor's state goes there while engines generate"
+            ) from error
         self.is_away = False
 
     def _memory(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
         """Storages of ``tensors`` on the device by address; several tensors may share one."""
-        found = (one.detach().untyped_storage() for one in tensors if one.device.type == self.device.type)
+        found = (
+            one.detach().untyped_storage() for one in tensors if one.device.type == self.device.type
+        )
         return {one.data_ptr(): one for one in found if one.nbytes()}
 
     @property
@@ -69,7 +81,8 @@ class StateAway:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Take the device's memory again. RelaxError: the device has no room, as its engines have not made any."""
+        """Take the device's memory again. RelaxError: the device has no room, as its engines have
+        not made any."""
         if not self.is_away:
             return
         try:
@@ -79,7 +92,8 @@ class StateAway:
                 one.resize_(size)
         except RuntimeError as error:
             raise RelaxError(
-                f"colocate: {self.bytes} bytes of the actor's state have no room on {self.device} ({error}); give "
+                f"colocate: {self.bytes} bytes of the actor's state have no room on {self.device} "
+                f"({error}); give "
                 "engines less by rollout.engine.flags.mem_fraction_static"
             ) from error
         for one, room in zip(self._kept, self._rooms, strict=True):

@@ -1,4 +1,5 @@
-"""Rows of the queue as packs: their tokens one after the other, and padded tables of what the loss takes."""
+"""Rows of the queue as packs: their tokens one after the other, and padded tables of what the loss
+takes."""
 
 from __future__ import annotations
 
@@ -27,19 +28,26 @@ WHOLE = PackSplit()
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n] each."""
+    """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n]
+    each."""
 
     tokens: Tensor
     """Token ids."""
     states: Tensor
-    """Numbers of this rank's hidden states [t] that predict the tokens: each that of the token before it."""
+    """Numbers of this rank's hidden states [t] that predict the tokens: each that of the token
+    before it."""
     places: Tensor
     """Numbers of the tokens' places among [b, s]."""
 
     def placed(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """``values`` [n, *tail] where they belong in `shape` [b, s], and 0 elsewhere: [b, s, *tail]; differentiable."""
+        """``values`` [n, *tail] where they belong in `shape` [b, s], and 0 elsewhere: [b, s,
+        *tail]; differentiable."""
         tail = values.shape[1:]
-        return values.new_zeros((shape.numel(), *tail)).index_copy(0, self.places, values).view(*shape, *tail)
+        return (
+            values.new_zeros((shape.numel(), *tail))
+            .index_copy(0, self.places, values)
+            .view(*shape, *tail)
+        )
 
 
 @dataclass(slots=True)
@@ -55,18 +63,23 @@ class Batch:
     lengths: list[int]
     """Tokens of each row; none of an `idle` one."""
     episode_tokens: Tensor
-    """Trained tokens of all rows of the row's episode, [b, 1] float32; other batches may have some of them."""
+    """Trained tokens of all rows of the row's episode, [b, 1] float32; other batches may have some
+    of them."""
     shares: Tensor
-    """Share of each trained token in its episode, [1, t] float32; 0 for others, and -1 where no row is."""
+    """Share of each trained token in its episode, [1, t] float32; 0 for others, and -1 where no row
+    is."""
     scored: Scored
-    """Tokens that are scored: those that are trained, and all of a row that says of none whether it is; the first of a
-    row is predicted by nothing. Found on the host: a device would have to be waited for."""
+    """Tokens that are scored: those that are trained, and all of a row that says of none whether it
+    is; the first of a row is predicted by nothing. Found on the host: a device would have to be
+    waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the declared type."""
+    """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the
+    declared type."""
     media: MediaInputs | None = None
     """Media among its tokens of this rank; None: there are none in any row."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Token fields that the model's forward pass takes: by name, [1, t, *tail] of the declared type."""
+    """Token fields that the model's forward pass takes: by name, [1, t, *tail] of the declared
+    type."""
     routes: Routes | None = None
     """Routes that the last forward pass was given, with the results of their comparison."""
 
@@ -82,9 +95,10 @@ def collate(
 ) -> Batch:
     """One micro-batch of `rows` (at least one), as this rank of `split` has it.
 
-    It has the fields that the loss takes, and of `also`, token fields that a model's forward pass needs, those that
-    every row has. A row needs `token_ids`; one without `loss_mask` has no trained token, and is here to be scored.
-    `episode_tokens`: see `Batch`; None: each row is all of its episode. `media`: those that rows name in their `spans`.
+    It has the fields that the loss takes, and of `also`, token fields that a model's forward pass
+    needs, those that every row has. A row needs `token_ids`; one without `loss_mask` has no trained
+    token, and is here to be scored. `episode_tokens`: see `Batch`; None: each row is all of its
+    episode. `media`: those that rows name in their `spans`.
     """
     lengths = [len(row["token_ids"]) for row in rows]
     places = Places.of(lengths, split)
@@ -97,7 +111,9 @@ def collate(
         return [name for name in names if all(row.get(name) is not None for row in rows)]
 
     def input_of(name: str) -> Tensor:
-        return on_device(_packed(rows, name, FIELDS[name].pad, FIELDS[name].dtype, places)[mine][None])
+        return on_device(
+            _packed(rows, name, FIELDS[name].pad, FIELDS[name].dtype, places)[mine][None]
+        )
 
     mask = _padded(rows, "loss_mask", 0.0, np.float32)
     counts = mask.sum(1) if episode_tokens is None else np.array(episode_tokens, np.float32)
@@ -112,7 +128,8 @@ def collate(
         shares=on_device(_shares(rows, mask, counts, places)[mine][None]),
         scored=_scored(rows, tokens, places, mine, on_device),
         fields={
-            name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype)) for name in known(loss_fields())
+            name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype))
+            for name in known(loss_fields())
         },
         media=given,
         inputs={name: input_of(name) for name in known(also)},
@@ -128,7 +145,8 @@ def collate_parts(
     episode_tokens: Sequence[int] | None = None,
     media: RowMedia | None = None,
 ) -> list[Batch]:
-    """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is `idle`."""
+    """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is
+    `idle`."""
     return [
         collate(
             [rows[n] for n in part],
@@ -145,12 +163,19 @@ def collate_parts(
     ]
 
 
-def idle(row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: Sequence[str] = ()) -> Batch:
-    """A micro-batch for a rank that has no row where others of its window have: it takes part in what ranks do
-    together, and adds nothing. It is made of the first token of `row`, any of the window, which is not trained."""
-    tokens = {name for name, spec in FIELDS.items() if spec.kind == "token" and row.get(name) is not None}
+def idle(
+    row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: Sequence[str] = ()
+) -> Batch:
+    """A micro-batch for a rank that has no row where others of its window have: it takes part in
+    what ranks do together, and adds nothing. It is made of the first token of `row`, any of the
+    window, which is not trained."""
+    tokens = {
+        name for name, spec in FIELDS.items() if spec.kind == "token" and row.get(name) is not None
+    }
     first = {name: value[:1] if name in tokens else value for name, value in row.items()}
-    batch = collate([first | {"loss_mask": np.zeros(1, np.uint8), "spans": []}], PAD, device, split, also)
+    batch = collate(
+        [first | {"loss_mask": np.zeros(1, np.uint8), "spans": []}], PAD, device, split, also
+    )
     batch.lengths = []
     batch.shares.fill_(-1.0)
     return batch
@@ -166,7 +191,9 @@ def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np
     return out
 
 
-def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: Places) -> np.ndarray:
+def _packed(
+    rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: Places
+) -> np.ndarray:
     """Field ``name`` of rows as they lie in the pack: [tokens of the whole pack, *tail]."""
     out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
     for start, row in zip(places.starts, rows, strict=False):
@@ -175,10 +202,14 @@ def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, place
 
 
 def _media(
-    rows: Sequence[Row], places: Places, split: PackSplit, device: str | torch.device, media: RowMedia | None
+    rows: Sequence[Row],
+    places: Places,
+    split: PackSplit,
+    device: str | torch.device,
+    media: RowMedia | None,
 ) -> tuple[MediaInputs | None, np.ndarray | None]:
-    """Media of this rank's tokens, if its stage embeds them, and positions in time, height and width of all places, [3,
-    tokens of the whole pack]; None: no row has media."""
+    """Media of this rank's tokens, if its stage embeds them, and positions in time, height and
+    width of all places, [3, tokens of the whole pack]; None: no row has media."""
     if not any(row.get("spans") for row in rows):
         return None, None
     if media is None:
@@ -191,9 +222,11 @@ def _media(
     return given, out
 
 
-def _shares(rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places) -> np.ndarray:
-    """Shares of trained tokens, [tokens of the whole pack], see `Batch`; ``mask`` [b, s], ``counts`` [b] are of
-    episodes."""
+def _shares(
+    rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places
+) -> np.ndarray:
+    """Shares of trained tokens, [tokens of the whole pack], see `Batch`; ``mask`` [b, s],
+    ``counts`` [b] are of episodes."""
     out = np.full(places.total, -1.0, np.float32)
     for start, row, trained, count in zip(places.starts, rows, mask, counts, strict=False):
         length = len(row["token_ids"])
@@ -202,10 +235,15 @@ def _shares(rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: P
 
 
 def _scored(
-    rows: Sequence[Row], tokens: np.ndarray, places: Places, mine: np.ndarray, on_device: Callable[[np.ndarray], Tensor]
+    rows: Sequence[Row],
+    tokens: np.ndarray,
+    places: Places,
+    mine: np.ndarray,
+    on_device: Callable[[np.ndarray], Tensor],
 ) -> Scored:
     longest = max(len(row["token_ids"]) for row in rows)
-    # Of each place: where in [b, s] stands what it predicts; -1: it predicts nothing that is wanted.
+    # Of each place: where in [b, s] stands what it predicts; -1: it predicts nothing that is
+    # wanted.
     predicts = np.full(places.total, -1, np.int64)
     for line, (start, row) in enumerate(zip(places.starts, rows, strict=False)):
         length, mask = len(row["token_ids"]), row.get("loss_mask")
@@ -214,7 +252,9 @@ def _scored(
         predicts[start + inside] = line * longest + inside + 1
     states = np.flatnonzero(predicts[mine] >= 0)
     # The next token may be another rank's.
-    return Scored(on_device(tokens[mine[states] + 1]), on_device(states), on_device(predicts[mine[states]]))
+    return Scored(
+        on_device(tokens[mine[states] + 1]), on_device(states), on_device(predicts[mine[states]])
+    )
 
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:
@@ -227,9 +267,11 @@ def episode_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """`rows` as micro-batches of at most `max_tokens` tokens, few and of about equal size; a longer row stands alone.
+    """`rows` as micro-batches of at most `max_tokens` tokens, few and of about equal size; a longer
+    row stands alone.
 
-    >>> [[len(row["token_ids"]) for row in part] for part in split_rows([{"token_ids": [0] * n} for n in (2, 5, 9)], 8)]
+    >>> [[len(row["token_ids"]) for row in part] for part in split_rows([{"token_ids": [0] * n} for
+    n in (2, 5, 9)], 8)]
     [[9], [2, 5]]
     """
     lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}

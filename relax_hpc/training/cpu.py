@@ -1,7 +1,8 @@
 """Lets megatron-core run on the CPU: device calls that it makes unconditionally are redirected.
 
-For processes that were asked to compute on the CPU, whatever GPUs they could see; one that computes on a GPU is never
-touched. `install` comes before anything else imports megatron-core, and once is enough.
+For processes that were asked to compute on the CPU, whatever GPUs they could see; one that computes
+on a GPU is never touched. `install` comes before anything else imports megatron-core, and once is
+enough.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ import torch
 
 _CPU = torch.device("cpu")
 _FACTORIES = frozenset(
-    ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like", "rand", "randn")
+    (
+        "tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "arange",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "rand",
+        "randn",
+    )
 )
 _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.utils",
@@ -52,13 +65,15 @@ def install() -> None:
 
 
 def _hide_devices() -> None:
-    # Without it: where a GPU can be seen, megatron-core and whatever asks "is there one?" put tensors on it.
+    # Without it: where a GPU can be seen, megatron-core and whatever asks "is there one?" put
+    # tensors on it.
     torch.cuda.is_available = lambda: False
     torch.cuda.device_count = lambda: 0
 
 
 def _import_without_compiler() -> None:
-    # Without it: megatron-core wraps functions in torch.compile as it is imported, which loads the compiler (1.3 s).
+    # Without it: megatron-core wraps functions in torch.compile as it is imported, which loads the
+    # compiler (1.3 s).
     original = torch.compile
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
@@ -68,8 +83,8 @@ def _import_without_compiler() -> None:
 
 
 def _optimize_without_compiler() -> None:
-    # Without it: the first optimizer, and its first step, load the compiler, only to say what is not to be compiled
-    # (0.5 s of every start).
+    # Without it: the first optimizer, and its first step, load the compiler, only to say what is
+    # not to be compiled (0.5 s of every start).
     for method in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
         original = inspect.unwrap(getattr(torch.optim.Optimizer, method))
         original.__dict__.setdefault("__dynamo_disable", original)
@@ -83,7 +98,8 @@ def _redirect_current_device() -> None:
 
 
 def _redirect_random_state() -> None:
-    # Without it: the random-state tracker that attention dropout forks cannot be seeded ("rng state is not added").
+    # Without it: the random-state tracker that attention dropout forks cannot be seeded ("rng state
+    # is not added").
     from megatron.core.tensor_parallel import random
 
     torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[assignment]
@@ -118,7 +134,8 @@ def _redirect_moves() -> None:
 
 
 def _redirect_expert_splits() -> None:
-    # Without it: the exchange between expert-parallel ranks is told its sizes by a tensor, which it cannot iterate.
+    # Without it: the exchange between expert-parallel ranks is told its sizes by a tensor, which it
+    # cannot iterate.
     from megatron.core.transformer.moe import token_dispatcher
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -128,7 +145,8 @@ def _redirect_expert_splits() -> None:
 
 
 def _redirect_type_names() -> None:
-    # Without it: gradient clipping and the bf16 optimizer refuse tensors whose type name is not torch.cuda.FloatTensor.
+    # Without it: gradient clipping and the bf16 optimizer refuse tensors whose type name is not
+    # torch.cuda.FloatTensor.
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +177,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _redirect_device_literals() -> None:
-    # Without it: schedules, loss scale and found-inf tensors are made with device="cuda" written out.
+    # Without it: schedules, loss scale and found-inf tensors are made with device="cuda" written
+    # out.
     for name in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(name).torch = _TorchOnCpu()  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""The critic: the policy's model with a value of what is before each token for an output, and how it learns."""
+"""The critic: the policy's model with a value of what is before each token for an output, and how
+it learns."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from relax_hpc.training.trainer import Trainer
 
 
 class ValueHead(torch.nn.Module):
-    """Head that makes one number of each hidden state. Every tensor-parallel rank has all of it; a critic begins by
-    saying 0."""
+    """Head that makes one number of each hidden state. Every tensor-parallel rank has all of it; a
+    critic begins by saying 0."""
 
     def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -32,11 +33,17 @@ class ValueHead(torch.nn.Module):
 
 
 class CriticModel(PolicyModel):
-    """Part of a critic that this rank has. It loads a policy's weights, but for the output layer."""
+    """Part of a critic that this rank has. It loads a policy's weights, but for the output
+    layer."""
 
-    def __init__(self, hf_config: dict[str, Any], model: ModelConfig, *settings: Any, **named: Any) -> None:
-        """Arguments as of `PolicyModel`. Its experts are its own, and take no routes of the policy's."""
-        super().__init__(hf_config, dataclasses.replace(model, routing_replay="off"), *settings, **named)
+    def __init__(
+        self, hf_config: dict[str, Any], model: ModelConfig, *settings: Any, **named: Any
+    ) -> None:
+        """Arguments as of `PolicyModel`. Its experts are its own, and take no routes of the
+        policy's."""
+        super().__init__(
+            hf_config, dataclasses.replace(model, routing_replay="off"), *settings, **named
+        )
 
     def _build(self, first: bool, last: bool) -> Any:
         # The embedding has no output layer to share with.
@@ -51,12 +58,13 @@ class CriticModel(PolicyModel):
         return [entry for entry in entries if not entry.name.startswith("output_layer.")]
 
     def token_values(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Values before each token of `batch.scored`, by the last stage's hidden states: [b, s] float32, 0 elsewhere;
-        differentiable."""
+        """Values before each token of `batch.scored`, by the last stage's hidden states: [b, s]
+        float32, 0 elsewhere; differentiable."""
         from megatron.core.tensor_parallel import mappings
 
         if self.config.sequence_parallel:
-            # Each rank makes all of the values, and so all of their gradient: its own share goes back, and no sum.
+            # Each rank makes all of the values, and so all of their gradient: its own share goes
+            # back, and no sum.
             hidden = mappings.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self._tensor_group
             )
@@ -64,8 +72,8 @@ class CriticModel(PolicyModel):
         return self._whole(batch.scored.placed(values, batch.mask.shape))
 
     def forward_values(self, micro_batches: Sequence[Batch]) -> list[np.ndarray] | None:
-        """Values before each row's scored tokens, in order, [its length] float32, on the replica's leader; None on
-        other ranks. Collective as `forward_logprobs`."""
+        """Values before each row's scored tokens, in order, [its length] float32, on the replica's
+        leader; None on other ranks. Collective as `forward_logprobs`."""
         return self.rows_of(micro_batches, self.batch_scores(micro_batches, self.token_values))
 
 
@@ -74,9 +82,14 @@ class CriticTrainer(Trainer):
 
     model: CriticModel
 
-    def __init__(self, model: CriticModel, algorithm: Algorithm, *settings: Any, **named: Any) -> None:
-        """Arguments as of `Trainer`. Whatever the policy's loss is a mean over, the value loss is one over tokens."""
-        super().__init__(model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named)
+    def __init__(
+        self, model: CriticModel, algorithm: Algorithm, *settings: Any, **named: Any
+    ) -> None:
+        """Arguments as of `Trainer`. Whatever the policy's loss is a mean over, the value loss is
+        one over tokens."""
+        super().__init__(
+            model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named
+        )
 
     def tails(self, tokens: float) -> dict[str, float]:
         """Empty: values have no ratios."""
@@ -84,4 +97,6 @@ class CriticTrainer(Trainer):
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Trainer`; rows have `values` and `returns`."""
-        return self.algorithm.value_loss(self.model.token_values(hidden, batch), batch.fields, batch.mask)
+        return self.algorithm.value_loss(
+            self.model.token_values(hidden, batch), batch.fields, batch.mask
+        )

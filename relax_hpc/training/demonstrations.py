@@ -1,4 +1,5 @@
-"""Demonstrations of a warm start: the sequences of a file, which of their tokens are learned, and their media."""
+"""Demonstrations of a warm start: the sequences of a file, which of their tokens are learned, and
+their media."""
 
 from __future__ import annotations
 
@@ -21,23 +22,29 @@ from relax_hpc.multimodal.source import Source
 from relax_hpc.transfer_queue.row_schema import Row
 
 
-def read_demonstrations(path: Path, how: PromptRules, tokenizer: Tokenizer) -> tuple[list[Row], dict[str, Medium]]:
-    """Rows of a jsonl file of demonstrations, see `relax_hpc.data.examples`, and their media by id, which lines have as
-    those of `data.prompts` do.
+def read_demonstrations(
+    path: Path, how: PromptRules, tokenizer: Tokenizer
+) -> tuple[list[Row], dict[str, Medium]]:
+    """Rows of a jsonl file of demonstrations, see `relax_hpc.data.examples`, and their media by id,
+    which lines have as those of `data.prompts` do.
 
     ConfigError names the line that is not one.
     """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; the warm start needs demonstrations") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}; the warm start needs demonstrations"
+        ) from error
     reading, rows = _Reading(how, tokenizer, {}), list[Row]()
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(reading.row(json.loads(line)))
         except (ValueError, BadRecord, BadMedium) as error:
             why = ": ".join(map(str, error.args))
-            raise ConfigError(f"{path}:{number}: {why}; expected a demonstration, as files of sft have them") from error
+            raise ConfigError(
+                f"{path}:{number}: {why}; expected a demonstration, as files of sft have them"
+            ) from error
     if not rows:
         raise ConfigError(f"{path}: empty; expected a demonstration a line")
     return rows, reading.media
@@ -63,7 +70,10 @@ class _Reading:
             return loaded.header
 
         learned = demonstration_of(line, self.tokenizer, self.how, read_header)
-        media = [self._stored(medium, decoded[medium.kind, medium.source, medium.options]) for medium in learned.media]
+        media = [
+            self._stored(medium, decoded[medium.kind, medium.source, medium.options])
+            for medium in learned.media
+        ]
         return {
             "token_ids": list(learned.token_ids),
             "loss_mask": list(learned.loss_mask),

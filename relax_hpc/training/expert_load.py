@@ -1,4 +1,5 @@
-"""Load of the experts in a step: how evenly tokens chose them, and the loss that keeps that even."""
+"""Load of the experts in a step: how evenly tokens chose them, and the loss that keeps that
+even."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Load:
 
 
 class ExpertLoad:
-    """Counter of the load of experts in all layers of a model that is trained, see `expert_layer.Router`."""
+    """Counter of the load of experts in all layers of a model that is trained, see
+    `expert_layer.Router`."""
 
     def __init__(self, model: PolicyModel, coefficient: float, by_token: bool) -> None:
         """``coefficient``: weight of the balance loss, in which tokens weigh as in the loss."""
@@ -42,7 +44,9 @@ class ExpertLoad:
         """Take the load since the last time, which begins anew. Collective over all ranks."""
         if not self._spec.experts:
             return Load()
-        table = torch.zeros(self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device)
+        table = torch.zeros(
+            self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device
+        )
         for router in self._routers:
             if (counted := router.take()) is not None:
                 table[router.layer_number - 1] = counted
@@ -67,4 +71,7 @@ def _evenness(counts: Tensor) -> dict[str, float]:
     experts = counts.shape[1]
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
     entropies = torch.special.entr(shares).sum(1) / math.log(max(experts, 2))
-    return {"experts/load_max": float(shares.max()) * experts, "experts/load_entropy": float(entropies.mean())}
+    return {
+        "experts/load_max": float(shares.max()) * experts,
+        "experts/load_entropy": float(entropies.mean()),
+    }

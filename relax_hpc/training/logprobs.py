@@ -1,7 +1,8 @@
-"""Output layer and log-probabilities in one, a chunk of tokens at a time, the vocabulary split over tensor ranks.
+"""Output layer and log-probabilities in one, a chunk of tokens at a time, the vocabulary split over
+tensor ranks.
 
-The logits of a chunk are all that is ever there: the backward pass makes them again. So what they cost is bounded by
-the chunk, however long the rows are.
+The logits of a chunk are all that is ever there: the backward pass makes them again. So what they
+cost is bounded by the chunk, however long the rows are.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
-"""Logits of the smallest and the largest chunk. Between these an eighth of all of them: at most 12 bytes of each are
-alive at once (`PlainKernels` under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all
-tokens would take."""
+"""Logits of the smallest and the largest chunk. Between these an eighth of all of them: at most 12
+bytes of each are alive at once (`PlainKernels` under bfloat16, with the gradient of an entropy), in
+sum less than bfloat16 logits of all tokens would take."""
 
 
 BANNED = -1e4
@@ -35,13 +36,15 @@ class Chunk:
     logits: Tensor
     """[n, v], this rank's columns; kernels may overwrite them."""
     targets: Tensor
-    """int64 [n, m]: columns of it, -1 where another rank has the target. A token may have the same one twice."""
+    """int64 [n, m]: columns of it, -1 where another rank has the target. A token may have the same
+    one twice."""
     temperature: float
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Values that the backward pass begins with, each [n] if nothing else is said, float32 (float64 of such)."""
+    """Values that the backward pass begins with, each [n] if nothing else is said, float32 (float64
+    of such)."""
 
     log_total: Tensor
     """log sum exp z over all columns, where z = logits / temperature."""
@@ -54,7 +57,9 @@ class Upstream:
     def of(self, part: slice) -> Upstream:
         """Values of a chunk, the tokens ``part``."""
         d_entropies = None if self.d_entropies is None else self.d_entropies[part]
-        return Upstream(self.log_total[part], self.entropies[part], self.d_logprobs[part], d_entropies)
+        return Upstream(
+            self.log_total[part], self.entropies[part], self.d_logprobs[part], d_entropies
+        )
 
 
 Terms = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -67,14 +72,14 @@ class ChunkKernels(Protocol):
     """Whether entropies come with the log-probabilities at no cost that could be measured."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
-        """Terms of z = logits / temperature, each [n]: its maximum top, sum exp(z - top), sum exp(z - top) (z - top) if
-        ``entropy`` or else 0; and [n, m] z of the targets or 0."""
+        """Terms of z = logits / temperature, each [n]: its maximum top, sum exp(z - top), sum exp(z
+        - top) (z - top) if ``entropy`` or else 0; and [n, m] z of the targets or 0."""
 
     def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """Gradient [n, v] of the loss by the logits, in their type.
 
-        With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H). The
-        gradients by a token's log-probabilities add up.
+        With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log
+        p_k + H). The gradients by a token's log-probabilities add up.
         """
 
 
@@ -105,7 +110,13 @@ class PlainKernels:
             slope = z.exp_().mul_(-total)
         else:
             p = z.exp()
-            slope = z.add_(given.entropies[:, None]).mul_(given.d_entropies[:, None]).add_(total).mul_(p).neg_()
+            slope = (
+                z.add_(given.entropies[:, None])
+                .mul_(given.d_entropies[:, None])
+                .add_(total)
+                .mul_(p)
+                .neg_()
+            )
         slope.scatter_add_(-1, targets.clamp(min=0), given.d_logprobs.masked_fill(targets < 0, 0.0))
         return slope.div_(chunk.temperature).to(chunk.logits.dtype)
 
@@ -113,9 +124,11 @@ class PlainKernels:
 PLAIN = PlainKernels()
 
 
-def scored_states(hidden: Tensor, numbers: Tensor, config: TransformerConfig, group: dist.ProcessGroup) -> Tensor:
-    """Hidden states ``numbers`` [n] of all tensor ranks' together, of which `hidden` [s, 1, h] are this rank's: [n, h].
-    In the backward pass the ranks' gradients are summed."""
+def scored_states(
+    hidden: Tensor, numbers: Tensor, config: TransformerConfig, group: dist.ProcessGroup
+) -> Tensor:
+    """Hidden states ``numbers`` [n] of all tensor ranks' together, of which `hidden` [s, 1, h] are
+    this rank's: [n, h]. In the backward pass the ranks' gradients are summed."""
     from megatron.core.tensor_parallel import mappings
 
     if config.sequence_parallel:
@@ -137,14 +150,15 @@ def token_logprobs(
     kernels: ChunkKernels = PLAIN,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, in their shape, and the entropy of each distribution if asked for, [n]: float32,
-    nats.
+    """Log-probability of each target, in their shape, and the entropy of each distribution if asked
+    for, [n]: float32, nats.
 
-    `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the output layer, whose
-    padded ones, from `vocab` on over all ranks, get no probability. `targets` int64 [n], or [n, m] of m a state.
-    Differentiable by `states`, of which each rank gets its own columns' part, and by `weight`, whose gradient is summed
-    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel. Columns
-    `banned`, over all ranks, get no probability either.
+    `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the
+    output layer, whose padded ones, from `vocab` on over all ranks, get no probability. `targets`
+    int64 [n], or [n, m] of m a state. Differentiable by `states`, of which each rank gets its own
+    columns' part, and by `weight`, whose gradient is summed over chunks in float32: in its
+    `main_grad` if it has one, as under megatron-core's DistributedDataParallel. Columns `banned`,
+    over all ranks, get no probability either.
     """
     asked = targets if targets.dim() > 1 else targets[:, None]
     mine = _own_banned(banned, weight, group)
@@ -167,11 +181,11 @@ def likeliest(
     kernels: ChunkKernels = PLAIN,
     banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Ids of the `count` tokens below `below` that each state finds most probable, in falling order, int64 [n, count];
-    and the log-probabilities of the target and of these, [n, 1 + count].
+    """Ids of the `count` tokens below `below` that each state finds most probable, in falling
+    order, int64 [n, count]; and the log-probabilities of the target and of these, [n, 1 + count].
 
-    Arguments as of `token_logprobs`, `targets` [n]; `count` is at most `below`, and that at most `vocab`. Each rank
-    sends its own `count`, not its logits.
+    Arguments as of `token_logprobs`, `targets` [n]; `count` is at most `below`, and that at most
+    `vocab`. Each rank sends its own `count`, not its logits.
     """
     first, rows, local = _own_columns(weight, targets[:, None], vocab, group)
     columns = max(min(below - first, len(rows)), 0)
@@ -202,8 +216,9 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _OutputLogprobs(torch.autograd.Function):
-    """log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z]. Ranks meet twice in the forward pass,
-    once for all chunks, and never in the backward pass: each has the whole loss and its own columns."""
+    """log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z]. Ranks meet twice
+    in the forward pass, once for all chunks, and never in the backward pass: each has the whole
+    loss and its own columns."""
 
     @staticmethod
     def forward(
@@ -226,17 +241,23 @@ class _OutputLogprobs(torch.autograd.Function):
         log_total = log_total + top
         ctx.save_for_backward(states, weight, local, log_total, entropies)
         ctx.rows, ctx.temperature, ctx.kernels, ctx.banned = len(rows), temperature, kernels, banned
-        # An entropy that is only looked at has no gradient: zeros in its place would cost as much as a real one.
+        # An entropy that is only looked at has no gradient: zeros in its place would cost as much
+        # as a real one.
         ctx.set_materialize_grads(False)
         return (terms[3:] - log_total).t(), entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         states, weight, local, log_total, entropies = ctx.saved_tensors
         rows = weight[: ctx.rows]
         given = Upstream(
-            log_total, entropies, log_total.new_zeros(local.shape) if d_logprobs is None else d_logprobs, d_entropies
+            log_total,
+            entropies,
+            log_total.new_zeros(local.shape) if d_logprobs is None else d_logprobs,
+            d_entropies,
         )
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
@@ -251,9 +272,11 @@ class _OutputLogprobs(torch.autograd.Function):
         return d_states, d_weight, *[None] * 7
 
 
-def _own_columns(weight: Tensor, targets: Tensor, vocab: int, group: Any) -> tuple[int, Tensor, Tensor]:
-    """Number of this rank's first column, its rows of the output layer without padding, and the targets' columns among
-    them, -1 where another rank has one."""
+def _own_columns(
+    weight: Tensor, targets: Tensor, vocab: int, group: Any
+) -> tuple[int, Tensor, Tensor]:
+    """Number of this rank's first column, its rows of the output layer without padding, and the
+    targets' columns among them, -1 where another rank has one."""
     first = group.rank() * weight.shape[0]
     rows = weight[: max(vocab - first, 0)]
     local = targets - first
@@ -285,8 +308,8 @@ def _terms_of(
     banned: list[int],
     look: Callable[[slice, Tensor], None] = lambda part, logits: None,
 ) -> Tensor:
-    """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three of each state, and its m targets'. ``look`` sees
-    the logits of each chunk first."""
+    """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three of each state, and its m
+    targets'. ``look`` sees the logits of each chunk first."""
     terms = states.new_zeros((3 + local.shape[1], len(states)), dtype=_wide_type(states.dtype))
     # A rank that has nothing but padding.
     terms[0] = torch.finfo(terms.dtype).min
@@ -317,7 +340,8 @@ def _over_ranks(terms: Tensor, group: Any) -> Tensor:
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     lower = terms[0] - top
     scale = lower.exp()
-    # A rank without columns has 0 for both sums; its maximum is finite, lest this become not a number.
+    # A rank without columns has 0 for both sums; its maximum is finite, lest this become not a
+    # number.
     terms[2].add_(lower * terms[1]).mul_(scale)
     terms[1].mul_(scale)
     dist.all_reduce(terms[1:], group=group)
@@ -326,8 +350,8 @@ def _over_ranks(terms: Tensor, group: Any) -> Tensor:
 
 
 def _weight_gradient(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Tensor in which to sum up the gradient of ``weight``, and the one that autograd gets instead if that is
-    megatron-core's."""
+    """Tensor in which to sum up the gradient of ``weight``, and the one that autograd gets instead
+    if that is megatron-core's."""
     total = getattr(weight, "main_grad", None)
     if total is None:
         return torch.zeros_like(weight, dtype=_wide_type(weight.dtype)), None

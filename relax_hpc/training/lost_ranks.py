@@ -18,7 +18,8 @@ class LostRankError(RelaxError):
 
 
 def names_lost_ranks(collective: Callable[P, R]) -> Callable[P, R]:
-    """A function that does as ``collective``, with LostRankError for what torch's backends raise."""
+    """A function that does as ``collective``, with LostRankError for what torch's backends
+    raise."""
 
     @wraps(collective)
     def named(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -30,7 +31,8 @@ def names_lost_ranks(collective: Callable[P, R]) -> Callable[P, R]:
                 raise
             first = str(error).partition("\n")[0]
             raise LostRankError(
-                "a rank of this group is gone, or behind by more than queue.wait_timeout_s and a minute; its own log "
+                "a rank of this group is gone, or behind by more than queue.wait_timeout_s and a "
+                "minute; its own log "
                 f"says why, beside this one ({first})"
             ) from error
 

@@ -1,8 +1,8 @@
 """Store by which torch's ranks of a group leave word for each other.
 
-On one node it is a file in memory. Over several, or where each rank is in a container of its own, it is rank 0's
-memory, reached by connections whose ends prove that they hold the run's token: torch's own TCPStore asks nobody, and
-gives and takes whatever anybody wants.
+On one node it is a file in memory. Over several, or where each rank is in a container of its own,
+it is rank 0's memory, reached by connections whose ends prove that they hold the run's token:
+torch's own TCPStore asks nobody, and gives and takes whatever anybody wants.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
         return None
     first = world.cards[0]
     if world.on_one_node:
-        # Left alone, gloo takes the address of the host's name, which other machines can reach; NCCL's bootstrap too.
+        # Left alone, gloo takes the address of the host's name, which other machines can reach;
+        # NCCL's bootstrap too.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -71,8 +72,8 @@ class Table:
         self.values[key] = self.values.get(key, b"") + value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Put ``desired`` in the place of ``expected``, or of nothing if that is empty; the value that is there
-        afterwards."""
+        """Put ``desired`` in the place of ``expected``, or of nothing if that is empty; the value
+        that is there afterwards."""
         if key not in self.values and expected:
             return expected
         if self.values.get(key, b"") == expected:
@@ -156,7 +157,8 @@ class Host:
 
 
 def serve(listening: socket.socket, token: bytes) -> None:
-    """A table that whoever holds ``token`` may use by ``listening``, for as long as this process lives."""
+    """A table that whoever holds ``token`` may use by ``listening``, for as long as this process
+    lives."""
     listener = Listener(listening, token, _purpose(listening.getsockname()), ACCEPT_SHARE)
     threading.Thread(target=Host(listener).serve, name="meeting", daemon=True).start()
 
@@ -164,8 +166,11 @@ def serve(listening: socket.socket, token: bytes) -> None:
 class Remote:
     """A table in rank 0. Each request has a connection to itself, as some wait for others."""
 
-    def __init__(self, address: tuple[str, int], token: bytes, patience_s: float = CONNECT_S) -> None:
-        """``patience_s``: for rank 0 to let this one in, which it does once it has imported all that it needs."""
+    def __init__(
+        self, address: tuple[str, int], token: bytes, patience_s: float = CONNECT_S
+    ) -> None:
+        """``patience_s``: for rank 0 to let this one in, which it does once it has imported all
+        that it needs."""
         self._address, self._token, self._patience_s = address, token, patience_s
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
@@ -180,7 +185,8 @@ class Remote:
         return self._await([key], timeout_s, "get", key)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait for values at all of ``keys``. TimeoutError: nobody has left anything at one of them."""
+        """Wait for values at all of ``keys``. TimeoutError: nobody has left anything at one of
+        them."""
         self._await(keys, timeout_s, "wait", list(keys))
 
     def _await(self, keys: Sequence[str], timeout_s: float, name: str, argument: Any) -> Any:
@@ -189,7 +195,9 @@ class Remote:
             return self._ask(connection, name, [argument], timeout_s)
         except TimeoutError:
             if (missing := self.missing(list(keys))) is not None:
-                raise TimeoutError(f"no rank has left {missing!r} here within {timeout_s:g} s") from None
+                raise TimeoutError(
+                    f"no rank has left {missing!r} here within {timeout_s:g} s"
+                ) from None
         # It is the answer that is late.
         return self._ask(self._taken(), name, [argument])
 
@@ -198,8 +206,15 @@ class Remote:
             connection = self._idle.pop() if self._idle else None
         return connection or self._connect()
 
-    def _ask(self, connection: Connection, name: str, arguments: Sequence[Any], within_s: float = _SLACK_S) -> Any:
-        """The answer of rank 0. TimeoutError: it has not come; ConnectionError: rank 0 has ended."""
+    def _ask(
+        self,
+        connection: Connection,
+        name: str,
+        arguments: Sequence[Any],
+        within_s: float = _SLACK_S,
+    ) -> Any:
+        """The answer of rank 0. TimeoutError: it has not come; ConnectionError: rank 0 has
+        ended."""
         try:
             connection.send(pack({"name": name, "arguments": arguments}))
             reply = _next_message(connection, Deadline(within_s))
@@ -222,7 +237,10 @@ class Remote:
             except OSError as error:
                 # Of hundreds that come at once some are hung up on, or have no room in the line.
                 if deadline.over(_PAUSE_S):
-                    text = f"rank 0 has not let this rank in within {deadline.seconds:g} s; open its log: {error}"
+                    text = (
+                        f"rank 0 has not let this rank in within {deadline.seconds:g} s; open "
+                        f"its log: {error}"
+                    )
                     raise type(error)(text) from error
                 time.sleep(_PAUSE_S)
 
@@ -237,13 +255,15 @@ def _next_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
 
 
 class MeetingStore(dist.Store):
-    """torch's view of a table. torch calls it from its own threads, by the names of its C++ class too."""
+    """torch's view of a table. torch calls it from its own threads, by the names of its C++ class
+    too."""
 
     def __init__(self, table: Remote, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
         self._clones: list[MeetingStore] = []
-        """Clones of this store: torch keeps their C++ halves alone, which are of no use once these are gone."""
+        """Clones of this store: torch keeps their C++ halves alone, which are of no use once these
+        are gone."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.set(key, _bytes(value))
@@ -257,7 +277,9 @@ class MeetingStore(dist.Store):
     def append(self, key: str, value: str | bytes) -> None:
         self._table.append(key, _bytes(value))
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
         return self._table.compare_set(key, _bytes(expected_value), _bytes(desired_value))
 
     def check(self, keys: list[str]) -> bool:
@@ -290,7 +312,12 @@ class MeetingStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     deleteKey, getNumKeys, compareSet = delete_key, num_keys, compare_set
-    multiGet, multiSet, hasExtendedApi, setTimeout = multi_get, multi_set, has_extended_api, set_timeout
+    multiGet, multiSet, hasExtendedApi, setTimeout = (
+        multi_get,
+        multi_set,
+        has_extended_api,
+        set_timeout,
+    )
 
 
 def _purpose(address: tuple[Any, ...]) -> bytes:

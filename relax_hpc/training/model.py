@@ -1,4 +1,5 @@
-"""The policy: a megatron-core GPT with Hugging Face weights in and out, and log-probabilities of token sequences."""
+"""The policy: a megatron-core GPT with Hugging Face weights in and out, and log-probabilities of
+token sequences."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ from relax_hpc.models.towers.media import MediaPass
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
-from relax_hpc.training.logprobs import PLAIN, ChunkKernels, likeliest, scored_states, token_logprobs
+from relax_hpc.training.logprobs import (
+    PLAIN,
+    ChunkKernels,
+    likeliest,
+    scored_states,
+    token_logprobs,
+)
 from relax_hpc.training.lost_ranks import names_lost_ranks
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
@@ -49,8 +56,9 @@ PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 class PolicyModel:
     """Part of a model that this rank has.
 
-    `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer` takes the model: the
-    optimizer keeps copies of its own. ConfigError: a model or a split that is not supported.
+    `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer`
+    takes the model: the optimizer keeps copies of its own. ConfigError: a model or a split that is
+    not supported.
     """
 
     def __init__(
@@ -61,8 +69,8 @@ class PolicyModel:
         training: TrainerConfig | None = None,
         kernels: Kernels = "plain",
     ) -> None:
-        """``training``: the settings by which it is trained, with its ``kernels``; None: it is not, or as it is by
-        default."""
+        """``training``: the settings by which it is trained, with its ``kernels``; None: it is not,
+        or as it is by default."""
         from megatron.core import parallel_state
 
         from relax_hpc.models import megatron, replay
@@ -93,12 +101,15 @@ class PolicyModel:
         first, last = self.layout.first_stage, self.layout.last_stage
         numbers = self.layout.context_rank, self.layout.tensor_rank % sequence
         self.pack_split = PackSplit(sequence, parallel.context, *numbers, embeds=first)
-        """Split of packs over ranks, and this rank's place, by which `collate` makes its batches."""
+        """Split of packs over ranks, and this rank's place, by which `collate` makes its
+        batches."""
         self.module = self._build(first, last)
         if first and self.spec.towers:
             self.module.towers.freeze(model.frozen_towers)
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
-        entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
+        entries = stage_entries(
+            self.spec, layers, first, last, "te" if self.kernels == "te" else "local"
+        )
         self._entries = self._mapped(of_experts(entries, self.layout.experts_of(self.spec.experts)))
         self._replays = model.routing_replay == "on"
         self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
@@ -121,22 +132,29 @@ class PolicyModel:
         return entries
 
     def load_hf(self, directory: Path) -> None:
-        """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as `load_tensors`."""
+        """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as
+        `load_tensors`."""
         with SafetensorFiles(directory) as files:
             self._load(files, files.shapes(), str(directory))
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors by Hugging Face name. ConfigError names the first missing, unknown or mis-shaped one."""
-        self._load(tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights")
+        """Take whole tensors by Hugging Face name. ConfigError names the first missing, unknown or
+        mis-shaped one."""
+        self._load(
+            tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights"
+        )
 
     @torch.no_grad()
-    def _load(self, source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
+    def _load(
+        self, source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str
+    ) -> None:
         source, shapes = by_piece(self.spec, source, shapes)
         check_names(self.spec, shapes, name)
         self._transfers.copy(self._live_pairs(source))
 
     def _live_pairs(self, source: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of this rank's slice of a tensor of ``source``, not read yet, and its view in the live parameters."""
+        """Pairs of this rank's slice of a tensor of ``source``, not read yet, and its view in the
+        live parameters."""
         for entry in self._entries:
             for piece in entry.pieces:
                 view = self._view(entry, piece)
@@ -151,11 +169,13 @@ class PolicyModel:
     def tensors(self) -> dict[str, WholeTensor]:
         """Every tensor of the whole model by Hugging Face name, as it is published."""
         return {
-            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape) for name, piece in all_pieces(self.spec).items()
+            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape)
+            for name, piece in all_pieces(self.spec).items()
         }
 
     def slices(self) -> list[Slice]:
-        """Slices that this rank publishes: the ranks' slices together are the whole model, each element once.
+        """Slices that this rank publishes: the ranks' slices together are the whole model, each
+        element once.
 
         Ranks with the same weights share the work. The views are of the live parameters.
         """
@@ -165,17 +185,25 @@ class PolicyModel:
             mine = number % held.copies == held.copy_rank
             start, stop = self._bounds(entry, piece)
             if mine and start < stop and (piece.axis is not None or held.tensor_rank == 0):
-                found.append(Slice(piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)))
+                found.append(
+                    Slice(
+                        piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)
+                    )
+                )
         return found
 
     def _holding(self, entry: Entry) -> ranks.Holding:
         return self.layout.dense if entry.expert is None else self.layout.experts
 
     def _bounds(self, entry: Entry, piece: Piece) -> tuple[int, int]:
-        """Bounds (start, stop) of this rank's slice along the piece's axis, or the first axis where nothing is
-        split."""
+        """Bounds (start, stop) of this rank's slice along the piece's axis, or the first axis where
+        nothing is split."""
         held = self._holding(entry)
-        return piece.bounds(held.tensor_size, held.tensor_rank)[:2] if piece.axis is not None else (0, piece.shape[0])
+        return (
+            piece.bounds(held.tensor_size, held.tensor_rank)[:2]
+            if piece.axis is not None
+            else (0, piece.shape[0])
+        )
 
     def _padding(self, entry: Entry, piece: Piece) -> int:
         """Rows of zeros at the end of a parameter whose vocabulary does not fill its ranks."""
@@ -196,7 +224,8 @@ class PolicyModel:
 
     @torch.no_grad()
     def export_hf(self) -> dict[str, Tensor] | None:
-        """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on every other rank.
+        """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on
+        every other rank.
 
         Collective: all ranks call it.
         """
@@ -207,11 +236,17 @@ class PolicyModel:
             for one in mine:
                 dist.send(one.view().contiguous(), 0)
             return None
-        whole = {name: torch.empty(one.shape, dtype=self.dtype) for name, one in self.tensors().items()}
+        whole = {
+            name: torch.empty(one.shape, dtype=self.dtype) for name, one in self.tensors().items()
+        }
         for rank, slices in enumerate(parts):
             for number, (name, axis, start, stop) in enumerate(slices):
                 room = whole[name].narrow(axis, start, stop - start)
-                room.copy_((mine[number].view() if rank == 0 else self._received(room, rank)).reshape(room.shape))
+                room.copy_(
+                    (mine[number].view() if rank == 0 else self._received(room, rank)).reshape(
+                        room.shape
+                    )
+                )
         return whole
 
     def _received(self, like: Tensor, rank: int) -> Tensor:
@@ -220,22 +255,26 @@ class PolicyModel:
         return tensor
 
     def save_hf(self, directory: Path, source: Path | None = None) -> None:
-        """Write a Hugging Face directory that appears whole, with tokenizer and untrained tensors of `source`.
-        Collective.
+        """Write a Hugging Face directory that appears whole, with tokenizer and untrained tensors
+        of `source`. Collective.
 
         ConfigError if `directory` is there already.
         """
         tensors = self.export_hf()
         if tensors is not None:
             passengers = passengers_of(source, self.spec) if source else {}
-            write_directory(directory, self.hf_config, as_published(self.spec, tensors) | passengers, source)
+            write_directory(
+                directory, self.hf_config, as_published(self.spec, tensors) | passengers, source
+            )
         dist.barrier()
 
-    def hidden(self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True) -> Tensor:
+    def hidden(
+        self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True
+    ) -> Tensor:
         """The hidden states of this stage, [s, b, h], of the last one after the final norm.
 
-        Under sequence parallelism this rank's share of s. ``routed``: by the experts that the engine chose, if `batch`
-        has them and the configuration says so.
+        Under sequence parallelism this rank's share of s. ``routed``: by the experts that the
+        engine chose, if `batch` has them and the configuration says so.
         """
         batch.routes = self._routes_of(batch) if routed else None
         media = MediaPass(batch.media) if batch.media else None
@@ -245,23 +284,31 @@ class PolicyModel:
     def _routes_of(self, batch: Batch) -> Routes | None:
         """Routes of the tokens that this rank's routers see."""
         packed = batch.inputs.get(ROUTES.name)
-        return None if packed is None else Routes(packed[0][self.router_tokens(batch)], self._replays)
+        return (
+            None if packed is None else Routes(packed[0][self.router_tokens(batch)], self._replays)
+        )
 
     def router_tokens(self, batch: Batch) -> slice:
-        """Tokens that this rank's routers see, among those that it has of `batch`: a share if sequence parallel."""
+        """Tokens that this rank's routers see, among those that it has of `batch`: a share if
+        sequence parallel."""
         split = self.pack_split
         share = batch.tokens.shape[1] // split.sequence
         first = share * self.layout.tensor_rank if split.sequence > 1 else 0
         return slice(first, first + share)
 
     def token_logprobs(
-        self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False, also: Tensor | None = None
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        temperature: float,
+        entropy: bool = False,
+        also: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of `batch.scored`, and entropies if asked, by the last stage's hidden states: [b, s]
-        float32, 0 elsewhere. See `logprobs`.
+        """Log-probabilities of `batch.scored`, and entropies if asked, by the last stage's hidden
+        states: [b, s] float32, 0 elsewhere. See `logprobs`.
 
-        With ``also``, ids [n, k] of other tokens that could stand in the place of each, the log-probabilities are those
-        of the token and of these, [b, s, 1 + k].
+        With ``also``, ids [n, k] of other tokens that could stand in the place of each, the
+        log-probabilities are those of the token and of these, [b, s, 1 + k].
         """
         scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
         states = scored_states(hidden, scored.states, self.config, self._tensor_group)
@@ -284,9 +331,12 @@ class PolicyModel:
         """Whether entropies cost nothing if log-probabilities are computed."""
         return self._chunk_kernels.entropy_is_free
 
-    def likeliest(self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int) -> Tensor:
-        """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab`` in the place of
-        each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere. Without a gradient."""
+    def likeliest(
+        self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int
+    ) -> Tensor:
+        """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab``
+        in the place of each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere.
+        Without a gradient."""
         scored, group = batch.scored, self._tensor_group
         states = scored_states(hidden, scored.states, self.config, group)
         layer = states, self.module.output_weight, scored.tokens, self.spec.vocab
@@ -294,39 +344,54 @@ class PolicyModel:
         others = self._chunk_kernels, self.spec.placeholders
         ids, logprobs = likeliest(*layer, below, count, temperature, group, *others)
         # As numbers they are exact up to 2^24, which no vocabulary has.
-        return self._whole(scored.placed(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape))
+        return self._whole(
+            scored.placed(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape)
+        )
 
     def _whole(self, values: Tensor) -> Tensor:
-        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all have the same loss
-        then, and its gradient goes to each of them as it is."""
+        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all
+        have the same loss then, and its gradient goes to each of them as it is."""
         from megatron.core.tensor_parallel import mappings
 
         return mappings.reduce_from_tensor_model_parallel_region(values, group=self._context_group)
 
-    def logprobs(self, batch: Batch, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each token of `batch.scored` given those before it, and entropies if asked: [b, s]
-        float32, 0 elsewhere.
+    def logprobs(
+        self, batch: Batch, temperature: float, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each token of `batch.scored` given those before it, and entropies if
+        asked: [b, s] float32, 0 elsewhere.
 
         Differentiable. Only without pipeline parallelism; `forward_logprobs` works with it.
         """
         return self.token_logprobs(self.hidden(batch), batch, temperature, entropy)
 
-    def forward_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[np.ndarray] | None:
-        """Log-probabilities of each row's scored tokens, in order, [its length] float32, on the replica's leader; None
-        on other ranks.
+    def forward_logprobs(
+        self, micro_batches: Sequence[Batch], temperature: float
+    ) -> list[np.ndarray] | None:
+        """Log-probabilities of each row's scored tokens, in order, [its length] float32, on the
+        replica's leader; None on other ranks.
 
         Collective over the ranks of one data-parallel replica; replicas are independent.
         """
         return self.rows_of(micro_batches, self.batch_logprobs(micro_batches, temperature))
 
-    def rows_of(self, micro_batches: Sequence[Batch], found: Sequence[Tensor]) -> list[np.ndarray] | None:
-        """Values ``found`` of micro-batches, [b, s, *tail] each, row by row on the replica's leader; None on other
-        ranks."""
+    def rows_of(
+        self, micro_batches: Sequence[Batch], found: Sequence[Tensor]
+    ) -> list[np.ndarray] | None:
+        """Values ``found`` of micro-batches, [b, s, *tail] each, row by row on the replica's
+        leader; None on other ranks."""
         if not self.layout.leader:
             return None
-        scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
+        scored = [
+            (values.cpu().numpy(), batch.lengths)
+            for values, batch in zip(found, micro_batches, strict=True)
+        ]
         # An idle one has a line that is no row's.
-        return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=False)]
+        return [
+            line[:length]
+            for values, lengths in scored
+            for line, length in zip(values, lengths, strict=False)
+        ]
 
     def forward_likeliest(
         self, micro_batches: Sequence[Batch], temperature: float, count: int, vocab: int
@@ -340,9 +405,11 @@ class PolicyModel:
 
     @names_lost_ranks
     @torch.no_grad()
-    def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True) -> list[Tensor]:
-        """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage; none on the others.
-        ``routed`` as for `hidden`.
+    def batch_logprobs(
+        self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True
+    ) -> list[Tensor]:
+        """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage;
+        none on the others. ``routed`` as for `hidden`.
 
         Collective as `forward_logprobs`.
         """
@@ -354,10 +421,13 @@ class PolicyModel:
 
     @torch.no_grad()
     def batch_scores(
-        self, micro_batches: Sequence[Batch], score: Callable[[Tensor, Batch], Tensor], routed: bool = True
+        self,
+        micro_batches: Sequence[Batch],
+        score: Callable[[Tensor, Batch], Tensor],
+        routed: bool = True,
     ) -> list[Tensor]:
-        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s, *tail] of the last stage's
-        hidden states."""
+        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s, *tail] of
+        the last stage's hidden states."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:

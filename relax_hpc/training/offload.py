@@ -1,4 +1,5 @@
-"""Move of the states of megatron-core's optimizers to host memory, before there was room for them on the GPU."""
+"""Move of the states of megatron-core's optimizers to host memory, before there was room for them
+on the GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 @contextmanager
 def without_gradients(module: Any) -> Iterator[None]:
-    """Free the memory of the gradients of `module`, a megatron-core DistributedDataParallel, inside of the block; they
-    are zero after it."""
+    """Free the memory of the gradients of `module`, a megatron-core DistributedDataParallel, inside
+    of the block; they are zero after it."""
     storages = [buffer.grad_data.untyped_storage() for buffer in gradient_buffers(module)]
     sizes = [one.nbytes() for one in storages]
     for one in storages:
@@ -31,8 +32,9 @@ def without_gradients(module: Any) -> Iterator[None]:
 
 
 def main_parameters_away(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
-    """Main parameters -> copies in host memory. Until `offload` one element of each stands for it on the GPU: torch
-    lets no gradient be where the parameter is not. ConfigError: the node has too little memory."""
+    """Main parameters -> copies in host memory. Until `offload` one element of each stands for it
+    on the GPU: torch lets no gradient be where the parameter is not. ConfigError: the node has too
+    little memory."""
     mains = [main for part in parts for main in _main_parameters(part)]
     rooms = _on_host(mains, any(main.is_cuda for main in mains), "main parameters") if mains else []
     for main, room in zip(mains, rooms, strict=True):
@@ -42,8 +44,8 @@ def main_parameters_away(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
 
 
 def offload(part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, update: Update) -> None:
-    """Have ``part``, one of megatron-core's optimizers, go on from ``mains`` and from moments of ``dtype`` in host
-    memory. ConfigError: the node has too little."""
+    """Have ``part``, one of megatron-core's optimizers, go on from ``mains`` and from moments of
+    ``dtype`` in host memory. ConfigError: the node has too little."""
     # Views of its buffers, which are as good in every step.
     part.prepare_grads()
     gradients = {one: one.grad for group in part.param_groups for one in group["params"]}
@@ -52,11 +54,17 @@ def offload(part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, updat
     pinned = any(one.is_cuda for one in gradients)
     moments = [_on_host([*gradients], pinned, "optimizer states", dtype) for _ in MOMENTS]
     own = _main_parameters(part)
-    copies = dict(zip(own, part._get_model_and_main_params_data_float16()[0] if own else (), strict=True))
+    copies = dict(
+        zip(own, part._get_model_and_main_params_data_float16()[0] if own else (), strict=True)
+    )
     for main in own:
         main.data = mains[main]
     part.optimizer = OffloadedAdamW(
-        part.param_groups, dict(zip(gradients, zip(*moments, strict=True), strict=True)), gradients, copies, update
+        part.param_groups,
+        dict(zip(gradients, zip(*moments, strict=True), strict=True)),
+        gradients,
+        copies,
+        update,
     )
     part.prepare_grads = lambda: False
     part.get_main_grads_for_grad_norm = lambda: counted
@@ -71,8 +79,12 @@ def _main_parameters(part: Any) -> list[Tensor]:
     return [main for group in groups for main in group]
 
 
-def _on_host(like: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _on_host(
+    like: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     try:
         return host_like(like, pinned, what, dtype)
     except OSError as error:
-        raise ConfigError(f"actor.optimizer.offload: {error}; set it false, or take more nodes") from error
+        raise ConfigError(
+            f"actor.optimizer.offload: {error}; set it false, or take more nodes"
+        ) from error

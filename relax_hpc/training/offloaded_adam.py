@@ -13,11 +13,12 @@ from relax_hpc.training.adam import MOMENTS, Piece, PiecewiseAdamW, Update
 
 
 class OffloadedAdamW(PiecewiseAdamW):
-    """The same steps as AdamW, element by element, with all that they go on from in pinned memory of the host: the
-    moments, and float32 main parameters of a model of another type. Of each two pieces are on the GPU, one on its way.
+    """The same steps as AdamW, element by element, with all that they go on from in pinned memory
+    of the host: the moments, and float32 main parameters of a model of another type. Of each two
+    pieces are on the GPU, one on its way.
 
-    megatron-core's HybridDeviceOptimizer, which does the whole step on the CPU, keeps its float32 main parameters on
-    the GPU.
+    megatron-core's HybridDeviceOptimizer, which does the whole step on the CPU, keeps its float32
+    main parameters on the GPU.
     """
 
     def __init__(
@@ -28,21 +29,26 @@ class OffloadedAdamW(PiecewiseAdamW):
         copies: Mapping[Tensor, Tensor],
         update: Update,
     ) -> None:
-        """``groups``: of another AdamW, which is given up. ``moments``: zeros on the host, two for each parameter.
-        ``gradients``: of each, where they will be in every step. ``copies``: what the model has of parameters that
-        are on the host, which are others than its own."""
+        """``groups``: of another AdamW, which is given up. ``moments``: zeros on the host, two for
+        each parameter. ``gradients``: of each, where they will be in every step. ``copies``: what
+        the model has of parameters that are on the host, which are others than its own."""
         super().__init__(groups, moments, update)
         self._gradients, self._copies = gradients, copies
 
     def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """See `PiecewiseAdamW`. A parameter on the host has no gradient of its own: torch wants them in one place."""
+        """See `PiecewiseAdamW`. A parameter on the host has no gradient of its own: torch wants
+        them in one place."""
         copy = self._copies.get(parameter)
         return self._gradients[parameter], () if copy is None else (copy,)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """See `torch.optim.Optimizer.step`. The host waits until the last piece is back."""
-        arriving, leaving, computing = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+        arriving, leaving, computing = (
+            torch.cuda.Stream(),
+            torch.cuda.Stream(),
+            torch.cuda.current_stream(),
+        )
         emptied = [torch.cuda.Event(), torch.cuda.Event()]
         rooms: list[list[Tensor]] = []
         for number, piece in enumerate(self.pieces()):

@@ -19,9 +19,9 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then by its schedule to `lr *
-    final_lr_share` at the last step; `cosine` as I. Loshchilov and F. Hutter, arXiv 1608.03983, equation 5, without
-    restarts.
+    """Learning rate of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then by its schedule to
+    `lr * final_lr_share` at the last step; `cosine` as I. Loshchilov and F. Hutter, arXiv
+    1608.03983, equation 5, without restarts.
 
     >>> config = OptimizerConfig(lr=1.0, final_lr_share=0.5, warmup_steps=2)
     >>> [learning_rate(config, step, 5) for step in range(5)]
@@ -30,15 +30,20 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     share = min((step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps), 1.0)
-    gone = {"linear": share, "cosine": (1.0 - math.cos(math.pi * share)) / 2.0, "constant": 0.0}[config.schedule]
+    gone = {"linear": share, "cosine": (1.0 - math.cos(math.pi * share)) / 2.0, "constant": 0.0}[
+        config.schedule
+    ]
     return config.lr * (1.0 - (1.0 - config.final_lr_share) * gone)
 
 
-def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fused: bool = False) -> Any:
-    """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have `dtype`.
+def build_optimizer(
+    config: OptimizerConfig, module: Any, dtype: torch.dtype, fused: bool = False
+) -> Any:
+    """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have
+    `dtype`.
 
-    float32 main parameters also under bfloat16. Gradients are clipped by the trainer. ``fused``: Adam is one kernel for
-    all parameters, or for a piece of one where moments are bfloat16.
+    float32 main parameters also under bfloat16. Gradients are clipped by the trainer. ``fused``:
+    Adam is one kernel for all parameters, or for a piece of one where moments are bfloat16.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -56,9 +61,12 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fu
         use_distributed_optimizer=config.distributed,
     )
     mains: Mapping[Tensor, Tensor] = {}
-    # Main parameters are made on the GPU, and leave it at once: in the place of the gradients there is room.
+    # Main parameters are made on the GPU, and leave it at once: in the place of the gradients there
+    # is room.
     with without_gradients(module) if config.offload else nullcontext():
-        optimizer = get_megatron_optimizer(settings, [module], config_overrides=get_standard_config_overrides(settings))
+        optimizer = get_megatron_optimizer(
+            settings, [module], config_overrides=get_standard_config_overrides(settings)
+        )
         if config.offload:
             mains = main_parameters_away(optimizer.chained_optimizers)
     for part in optimizer.chained_optimizers:
@@ -72,8 +80,11 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fu
     return optimizer
 
 
-def _take_own_adam(part: Any, mains: Mapping[Tensor, Tensor], config: OptimizerConfig, fused: bool) -> None:
-    """Give ``part``, one of megatron-core's optimizers, an Adam of ours where torch's has not what is asked for."""
+def _take_own_adam(
+    part: Any, mains: Mapping[Tensor, Tensor], config: OptimizerConfig, fused: bool
+) -> None:
+    """Give ``part``, one of megatron-core's optimizers, an Adam of ours where torch's has not what
+    is asked for."""
     dtype = TYPES[config.states]
     update = _rounding_kernel() if fused and dtype is torch.bfloat16 else update_plainly
     if config.offload:
@@ -93,8 +104,8 @@ def _rounding_kernel() -> Update:
 def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:
     """Count steps on the device by one kernel, and on the host otherwise.
 
-    Torch's own choice where it is not one: all parameters at a time on GPUs, one on CPUs. False instead of None would
-    have it take one at a time everywhere.
+    Torch's own choice where it is not one: all parameters at a time on GPUs, one on CPUs. False
+    instead of None would have it take one at a time everywhere.
     """
     for group in adam.param_groups:
         group["fused"] = fused or None
@@ -110,14 +121,17 @@ def fill_adam_state(optimizer: Any) -> None:
     megatron-core saves and loads optimizers on the assumption that they have stepped.
     """
     for part in optimizer.chained_optimizers:
-        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in part.optimizer.param_groups for parameter in group["params"]
+        ):
             if not part.optimizer.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
                 part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def set_rates(optimizer: Any, config: OptimizerConfig, lr: float) -> None:
-    """Make the next step use `lr`, and weight decay on matrices only: norms' scales and biases are left alone."""
+    """Make the next step use `lr`, and weight decay on matrices only: norms' scales and biases are
+    left alone."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

@@ -1,4 +1,5 @@
-"""Process groups of a training or forward group: torch.distributed and megatron-core's parallel state."""
+"""Process groups of a training or forward group: torch.distributed and megatron-core's parallel
+state."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ from relax_hpc.imports import many_imports, without
 from relax_hpc.training import alone
 
 _stores: list[dist.Store | None] = []
-"""Stores of the groups: torch keeps only the C++ half of one, which is of no use once the Python half is gone."""
+"""Stores of the groups: torch keeps only the C++ half of one, which is of no use once the Python
+half is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Part of some matrices that a rank has, and its number among the ranks that have the same part."""
+    """Part of some matrices that a rank has, and its number among the ranks that have the same
+    part."""
 
     tensor_size: int
     tensor_rank: int
@@ -47,17 +50,23 @@ class RankLayout:
 
     @property
     def dense(self) -> Holding:
-        """Holding of all weights but the experts': context ranks of all data-parallel replicas have the same."""
-        copies, copy_rank = self.data_size * self.context_size, self.data_rank * self.context_size + self.context_rank
+        """Holding of all weights but the experts': context ranks of all data-parallel replicas have
+        the same."""
+        copies, copy_rank = (
+            self.data_size * self.context_size,
+            self.data_rank * self.context_size + self.context_rank,
+        )
         return Holding(self.tensor_size, self.tensor_rank, copies, copy_rank)
 
     @property
     def experts(self) -> Holding:
-        """Holding of each expert that this rank has: all of it where they are dealt out, else its tensor-parallel
-        part."""
+        """Holding of each expert that this rank has: all of it where they are dealt out, else its
+        tensor-parallel part."""
         if self.expert_size == 1:
             return self.dense
-        return Holding(1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size)
+        return Holding(
+            1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size
+        )
 
     def experts_of(self, count: int) -> range:
         """Experts, out of the ``count`` of a layer, that this rank has."""
@@ -86,8 +95,8 @@ class RankLayout:
 
     @property
     def leader(self) -> bool:
-        """Whether it is the one rank of its data-parallel replica that receives results: of the last stage, the first
-        by tensor and context."""
+        """Whether it is the one rank of its data-parallel replica that receives results: of the
+        last stage, the first by tensor and context."""
         return self.last_stage and self.tensor_rank == self.context_rank == 0
 
 
@@ -103,11 +112,14 @@ def initialize(
 ) -> None:
     """Join the group's `world` ranks over `store` and split them as `parallel` says.
 
-    A group of one rank needs no store and opens no socket. `timeout_s` bounds the meeting and every collective.
-    ConfigError if `parallel` does not describe `world` ranks.
+    A group of one rank needs no store and opens no socket. `timeout_s` bounds the meeting and every
+    collective. ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
-        raise ConfigError(f"parallel: {parallel} = {parallel.ranks} ranks, found {world} processes; make them equal")
+        raise ConfigError(
+            f"parallel: {parallel} = {parallel.ranks} ranks, found {world} processes; make them "
+            "equal"
+        )
     import_libraries(device, local_rank)
     timeout = timedelta(seconds=timeout_s)
     if world == 1:
@@ -120,7 +132,8 @@ def initialize(
 
 
 def import_libraries(device: str, local_rank: int | None, trains: bool = False) -> None:
-    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is left as it is.
+    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is
+    left as it is.
 
     ``local_rank``: whose GPU is to be the present one; None: none yet.
     """
@@ -129,7 +142,8 @@ def import_libraries(device: str, local_rank: int | None, trains: bool = False) 
         torch.cuda.set_device(local_rank)
     # It says at length that Transformer Engine and Apex are absent.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a CPU.
+    # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a
+    # CPU.
     with many_imports(), without("triton") if device == "cpu" else nullcontext():
         from relax_hpc.training import cpu, upstream_fixes
 

@@ -1,4 +1,5 @@
-"""Form of the files of a run's versions: that in which the model's family is published, so that others read them."""
+"""Form of the files of a run's versions: that in which the model's family is published, so that
+others read them."""
 
 from __future__ import annotations
 

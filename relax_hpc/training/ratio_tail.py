@@ -1,4 +1,5 @@
-"""Ratios of the old policy's probabilities to the engine's at the tokens where they are farthest apart."""
+"""Ratios of the old policy's probabilities to the engine's at the tokens where they are farthest
+apart."""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ _LARGEST = 20.0
 
 
 class RatioTail:
-    """Ratios old / rollout of a step's tokens, or their inverses, whichever are larger; the largest of all ranks."""
+    """Ratios old / rollout of a step's tokens, or their inverses, whichever are larger; the largest
+    of all ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parts: list[Tensor] = []
 
     def add(self, batch: TokenBatch) -> None:
-        """Add the ratios of a micro-batch. Where nothing is trained on stands a ratio of 1, which is in no tail."""
+        """Add the ratios of a micro-batch. Where nothing is trained on stands a ratio of 1, which
+        is in no tail."""
         difference = (batch.old_logprobs - batch.rollout_logprobs).detach().abs().float()
         self._parts.append(torch.where(batch.mask > 0, difference, 0.0).flatten())
 
     def tails(self, tokens: float) -> dict[str, float]:
-        """Exact QUANTILES of a step of so many ``tokens``, in all ranks, which call it together; or none, of none."""
+        """Exact QUANTILES of a step of so many ``tokens``, in all ranks, which call it together; or
+        none, of none."""
         from megatron.core import parallel_state
 
         if not tokens:
@@ -49,4 +53,7 @@ class RatioTail:
         # Only the last pipeline stage has seen log-probabilities.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(found, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        return {name: math.exp(min(value, _LARGEST)) for name, value in zip(most, found.tolist(), strict=True)}
+        return {
+            name: math.exp(min(value, _LARGEST))
+            for name, value in zip(most, found.tolist(), strict=True)
+        }

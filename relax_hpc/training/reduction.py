@@ -1,4 +1,5 @@
-"""The sum of a step's gradients over the ranks that have the same weights, in megatron-core's buffers."""
+"""The sum of a step's gradients over the ranks that have the same weights, in megatron-core's
+buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Reduction:
 
     @contextmanager
     def passes(self, last: bool) -> Iterator[None]:
-        """Context around forward and backward passes; ``last``: no others follow in the step. RuntimeError: some do."""
+        """Context around forward and backward passes; ``last``: no others follow in the step.
+        RuntimeError: some do."""
         yield
 
     def finish(self) -> None:
@@ -34,19 +36,22 @@ class Reduction:
 
 
 class OverlappedReduction(Reduction):
-    """Sum of each bucket's gradients as soon as the last backward pass is done with its parameters, while it goes on.
+    """Sum of each bucket's gradients as soon as the last backward pass is done with its parameters,
+    while it goes on.
 
-    megatron-core begins with whichever bucket is ready, and takes the last pass of a call for the last of the step.
-    Here buckets begin in one order, the same in all ranks, whatever a rank is done with first: two that began
-    different ones would wait for each other, or add what does not belong together. In the first step they begin after
-    the pass, as megatron-core counts in it how often each parameter has a gradient.
+    megatron-core begins with whichever bucket is ready, and takes the last pass of a call for the
+    last of the step. Here buckets begin in one order, the same in all ranks, whatever a rank is
+    done with first: two that began different ones would wait for each other, or add what does not
+    belong together. In the first step they begin after the pass, as megatron-core counts in it how
+    often each parameter has a gradient.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
         place = {parameter: number for number, parameter in enumerate(module.parameters())}
         groups = [*module.bucket_groups, *module.expert_parallel_bucket_groups]
-        # As the backward pass is done with them: a bucket with the parameter of it that came first in the forward pass.
+        # As the backward pass is done with them: a bucket with the parameter of it that came first
+        # in the forward pass.
         groups.sort(key=lambda group: -min(place[parameter] for parameter in group.params))
         self._begins = [group.start_grad_sync for group in groups]
         for number, group in enumerate(groups):
@@ -55,9 +60,12 @@ class OverlappedReduction(Reduction):
 
     @contextmanager
     def passes(self, last: bool) -> Iterator[None]:
-        """See `Reduction`. At its end the sums of all buckets have begun, if it was the ``last``."""
+        """See `Reduction`. At its end the sums of all buckets have begun, if it was the
+        ``last``."""
         if self._begun:
-            raise RuntimeError("gradients: passes after the last of a step, whose sums over ranks have begun")
+            raise RuntimeError(
+                "gradients: passes after the last of a step, whose sums over ranks have begun"
+            )
         if not last:
             with self.module.no_sync():
                 yield
@@ -102,4 +110,6 @@ class OverlappedReduction(Reduction):
 
 def reduction_of(module: Any) -> Reduction:
     """Make the reduction of ``module`` that its configuration says."""
-    return OverlappedReduction(module) if module.ddp_config.overlap_grad_reduce else Reduction(module)
+    return (
+        OverlappedReduction(module) if module.ddp_config.overlap_grad_reduce else Reduction(module)
+    )

@@ -1,4 +1,5 @@
-"""A trainer that takes as long as it is told and leaves the weights alone: to measure what is around training."""
+"""A trainer that takes as long as it is told and leaves the weights alone: to measure what is
+around training."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from relax_hpc.training.trainer import Trainer
 
 
 class SimulatedTrainer(Trainer):
-    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each episode its share."""
+    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each episode its
+    share."""
 
     def __init__(self, model: PolicyModel, config: Config) -> None:
-        super().__init__(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
+        super().__init__(
+            model, config.algorithm, config.actor.optimizer, config.rollout.temperature
+        )
         episodes = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
         self._episode_s = config.actor.simulated_step_s / episodes
 
@@ -29,5 +33,6 @@ class SimulatedTrainer(Trainer):
 
 
 def _episodes(batch: Batch) -> float:
-    """Episodes in ``batch``; one that has rows elsewhere counts by its share of the trained tokens."""
+    """Episodes in ``batch``; one that has rows elsewhere counts by its share of the trained
+    tokens."""
     return float((batch.mask.sum(1, keepdim=True) / batch.episode_tokens.clamp(min=1.0)).sum())

@@ -32,9 +32,11 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Trainer:
-    """Accumulates gradient *sums* over micro-batches and ranks, and divides once, in `step`, by the step's weight.
+    """Accumulates gradient *sums* over micro-batches and ranks, and divides once, in `step`, by the
+    step's weight.
 
-    So micro-batches may be split over calls, ranks and layouts in any way, and a rank may have none.
+    So micro-batches may be split over calls, ranks and layouts in any way, and a rank may have
+    none.
     """
 
     def __init__(
@@ -63,33 +65,45 @@ class Trainer:
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
         self._reduction = reduction_of(self.module)
-        self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
-        self._experts = ExpertLoad(model, algorithm.balance_coefficient, algorithm.reduction == "token_mean")
-        self._measures_entropy = algorithm.needs_entropy or (model.entropy_is_free and not algorithm.from_file)
+        self.optimizer = build_optimizer(
+            optimizer, self.module, model.dtype, model.kernels == "fused"
+        )
+        self._experts = ExpertLoad(
+            model, algorithm.balance_coefficient, algorithm.reduction == "token_mean"
+        )
+        self._measures_entropy = algorithm.needs_entropy or (
+            model.entropy_is_free and not algorithm.from_file
+        )
         self._names: list[str] = []
         """Names of the metrics that any rank has ever seen, the same in all ranks."""
         self._zero()
 
     @classmethod
-    def of(cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float) -> Self:
-        """Make the trainer that ``settings``, the role's section of a run's configuration, ask for."""
+    def of(
+        cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float
+    ) -> Self:
+        """Make the trainer that ``settings``, the role's section of a run's configuration, ask
+        for."""
         gradients = megatron_settings.of_owner(settings, "gradients")
         return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
     @names_lost_ranks
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
-        """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
+        """Run `micro_batches` of this data-parallel rank forward and backward, adding to the
+        gradient of the step.
 
-        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step. ``last``: no other call
-        follows in it, so that sums over ranks may begin; all ranks say so in the same call, whether or not they have
-        rows.
+        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step.
+        ``last``: no other call follows in it, so that sums over ranks may begin; all ranks say so
+        in the same call, whether or not they have rows.
         """
         with self._reduction.passes(last):
             sums = self._run(micro_batches) if micro_batches else []
         for metrics in sums:
             for name, value in metrics.items():
                 seen = self._sums.get(name)
-                self._sums[name] = value.double() if seen is None else _combine(name, seen, value.double())
+                self._sums[name] = (
+                    value.double() if seen is None else _combine(name, seen, value.double())
+                )
 
     def _run(self, micro_batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
         """Metric sums of each, on the ranks of the last stage."""
@@ -110,20 +124,25 @@ class Trainer:
 
     def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss_of(batch, hidden)
-        # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
+        # The count in the middle is for megatron's own division, which is not used; metrics stay on
+        # the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden`` states."""
+        """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden``
+        states."""
         also = _likeliest_of(batch)
-        logprobs, entropies = self.model.token_logprobs(hidden, batch, self.temperature, self._measures_entropy, also)
+        logprobs, entropies = self.model.token_logprobs(
+            hidden, batch, self.temperature, self._measures_entropy, also
+        )
         given = token_batch(batch, logprobs, entropies)
         self._ratios.add(given)
         return self.algorithm.loss(given)
 
     @names_lost_ranks
     def step(self, lr: float) -> dict[str, float]:
-        """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
+        """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for
+        the next step after.
 
         Collective over all ranks, and all get the same metrics: means over the step's tokens (see
         `mean_metrics`), quantiles of ratios (`RatioTail`), `grad_norm` before clipping, `skipped`
@@ -153,7 +172,8 @@ class Trainer:
         self._zero()
 
     def _gradient_norm(self, weight: float) -> float:
-        """Norm of the mean gradient over ``weight``; the sums themselves, reduced over ranks, are left as they are."""
+        """Norm of the mean gradient over ``weight``; the sums themselves, reduced over ranks, are
+        left as they are."""
         self._reduction.finish()
         self.optimizer.prepare_grads()
         return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
@@ -165,11 +185,14 @@ class Trainer:
         self.optimizer.step_with_ready_grads()
 
     def _reduce_metrics(self) -> dict[str, float]:
-        """Totals over the step, the same on every rank; a metric that no rank has seen is left out."""
+        """Totals over the step, the same on every rank; a metric that no rank has seen is left
+        out."""
         totals, all_known = self._reduced()
         if not all_known:
             seen = gathered_texts("\n".join(self._sums), self.model.device)
-            self._names = sorted(set(self._names).union(*(text.split("\n") for text in seen if text)))
+            self._names = sorted(
+                set(self._names).union(*(text.split("\n") for text in seen if text))
+            )
             totals, _ = self._reduced()
         return {"weight": 0.0, "tokens": 0.0} | totals
 
@@ -180,8 +203,11 @@ class Trainer:
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         sums = torch.stack([*(self._sums.get(name, zero) for name in self._names), zero])
         unknown = not self._sums.keys() <= set(self._names)
-        seen = torch.tensor([*(float(name in self._sums) for name in self._names), float(unknown)]).to(sums)
-        # Rows: sums, maxima, and whether any rank has the metric; the last column is for what has no name yet.
+        seen = torch.tensor(
+            [*(float(name in self._sums) for name in self._names), float(unknown)]
+        ).to(sums)
+        # Rows: sums, maxima, and whether any rank has the metric; the last column is for what has
+        # no name yet.
         table = torch.stack([sums, sums, seen])
         # Context ranks have the same loss, of whole rows, each.
         data = parallel_state.get_data_parallel_group()
@@ -192,7 +218,11 @@ class Trainer:
         dist.broadcast(table, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
         *columns, (_, _, any_unknown) = zip(*table.tolist(), strict=True)
         found = zip(self._names, columns, strict=True)
-        totals = {name: top if name.endswith(MAX_SUFFIX) else total for name, (total, top, any_) in found if any_}
+        totals = {
+            name: top if name.endswith(MAX_SUFFIX) else total
+            for name, (total, top, any_) in found
+            if any_
+        }
         return totals, not any_unknown
 
     def _zero(self) -> None:
@@ -208,15 +238,21 @@ def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _likeliest_of(batch: Batch) -> Tensor | None:
-    """The teacher's likeliest tokens in the place of each scored one, [n, k] int64, if rows bring them."""
+    """The teacher's likeliest tokens in the place of each scored one, [n, k] int64, if rows bring
+    them."""
     ids = batch.fields.get("teacher_top_ids")
     return None if ids is None else ids.flatten(0, 1).index_select(0, batch.scored.places).long()
 
 
 def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
-    """Input of the loss. Rows without old log-probabilities were not trained on yet: their ratio is 1. Rows without the
-    engine's were sampled by nobody else. ``logprobs`` as `PolicyModel.token_logprobs` gives them."""
-    own: dict[str, Tensor | None] = {"entropy": entropy, "mask": batch.mask, "episode_tokens": batch.episode_tokens}
+    """Input of the loss. Rows without old log-probabilities were not trained on yet: their ratio is
+    1. Rows without the engine's were sampled by nobody else. ``logprobs`` as
+    `PolicyModel.token_logprobs` gives them."""
+    own: dict[str, Tensor | None] = {
+        "entropy": entropy,
+        "mask": batch.mask,
+        "episode_tokens": batch.episode_tokens,
+    }
     if logprobs.dim() > 2:
         logprobs, own["likeliest"] = logprobs[..., 0], logprobs[..., 1:]
     known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}

@@ -1,4 +1,5 @@
-"""AdamW of a piece as one Triton kernel: moments are read and rounded where they lie, with nothing beside them."""
+"""AdamW of a piece as one Triton kernel: moments are read and rounded where they lie, with nothing
+beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _BLOCK = 2048
 
 
 def update(piece: Piece, states: Sequence[Tensor]) -> None:
-    """An `Update` with moments in bfloat16: the step of `training.adam.update_plainly`, by one kernel."""
+    """An `Update` with moments in bfloat16: the step of `training.adam.update_plainly`, by one
+    kernel."""
     average, square, parameter = states
     group, step = piece.group, 1 + int(piece.step)
     beta1, beta2 = group["betas"]

@@ -1,5 +1,5 @@
-"""`ChunkKernels` in Triton: a chunk's logits are read once in the forward pass, and read and overwritten by their
-gradient in the backward pass, with nothing of their size beside them."""
+"""`ChunkKernels` in Triton: a chunk's logits are read once in the forward pass, and read and
+overwritten by their gradient in the backward pass, with nothing of their size beside them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def _terms(
 ):
     row = tl.program_id(0).to(tl.int64)
     x, lane = X + row * stride, tl.arange(0, BLOCK)
-    # Each lane keeps its own running maximum m and, relative to it, sum exp(z - m) and sum exp(z - m) (z - m).
+    # Each lane keeps its own running maximum m and, relative to it, sum exp(z - m) and sum exp(z -
+    # m) (z - m).
     top = tl.full((BLOCK,), _LOWEST, tl.float32)
     total, mean = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -104,7 +105,10 @@ def _terms(
     tl.store(MEAN + row, tl.sum((mean + (top - best) * total) * scale, 0))
     for number in range(row * TARGETS, row * TARGETS + TARGETS):
         target = tl.load(T + number)
-        tl.store(CHOSEN + number, tl.load(x + target, mask=target >= 0, other=0.0).to(tl.float32) * inverse)
+        tl.store(
+            CHOSEN + number,
+            tl.load(x + target, mask=target >= 0, other=0.0).to(tl.float32) * inverse,
+        )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Corrections of megatron-core bugs that appear on every device when Transformer Engine and Apex are absent.
+"""Corrections of megatron-core bugs that appear on every device when Transformer Engine and Apex
+are absent.
 
 Each looks for its bug first, so that a release without it is left alone.
 """
@@ -29,15 +30,16 @@ def install() -> None:
 
 
 def _use_torch_adam() -> None:
-    # Without it: which Adam trains depends on whether Transformer Engine or Apex is installed, and the checkpoints of
-    # one do not load into another.
+    # Without it: which Adam trains depends on whether Transformer Engine or Apex is installed, and
+    # the checkpoints of one do not load into another.
     from megatron.core import optimizer
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
 
 
 def _define_router_gemm() -> None:
-    # Without it: NameError on te_general_gemm in a mixture-of-experts router that computes in float32.
+    # Without it: NameError on te_general_gemm in a mixture-of-experts router that computes in
+    # float32.
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -45,7 +47,8 @@ def _define_router_gemm() -> None:
 
 
 def _recompute_norms_without_fp8() -> None:
-    # Without it: NameError on FP8GlobalStateManager when norms are recomputed, as `fp8=False` is taken for true.
+    # Without it: NameError on FP8GlobalStateManager when norms are recomputed, as `fp8=False` is
+    # taken for true.
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -60,7 +63,8 @@ def _recompute_norms_without_fp8() -> None:
 
 
 def _skip_step_when_loading_shards() -> None:
-    # Without it: KeyError 'step' when a distributed optimizer's checkpoint is loaded into torch's Adam.
+    # Without it: KeyError 'step' when a distributed optimizer's checkpoint is loaded into torch's
+    # Adam.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -79,14 +83,17 @@ def _skip_step_when_loading_shards() -> None:
 
 
 def _give_each_parameter_its_step() -> None:
-    # Without it: after a resume all parameters share one step tensor, and Adam advances it once a parameter.
+    # Without it: after a resume all parameters share one step tensor, and Adam advances it once a
+    # parameter.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original: Callable[[Any, Any], None] = DistributedOptimizer.load_state_dict
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
         original(self, state_dict)
-        states = [state for state in self.optimizer.state.values() if torch.is_tensor(state.get("step"))]
+        states = [
+            state for state in self.optimizer.state.values() if torch.is_tensor(state.get("step"))
+        ]
         if len({id(state["step"]) for state in states}) < len(states):
             for state in states:
                 state["step"] = state["step"].clone()
@@ -95,13 +102,15 @@ def _give_each_parameter_its_step() -> None:
 
 
 def _keep_padding_between_buckets() -> None:
-    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where stages of a pipeline share
-    # the embedding, states are those of other parameters. Padding between buckets is left out, and counted in the
-    # places by which they are cut.
+    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where stages
+    # of a pipeline share the embedding, states are those of other parameters. Padding between
+    # buckets is left out, and counted in the places by which they are cut.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.get_parameter_state_dp_zero
-    if "exceeds" not in inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable):
+    if "exceeds" not in inspect.getsource(
+        DistributedOptimizer.sharded_param_state_fully_reshardable
+    ):
         return
 
     def get_parameter_state_dp_zero(self: Any, *args: Any, **named: Any) -> Any:

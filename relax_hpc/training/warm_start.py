@@ -1,4 +1,5 @@
-"""Supervised steps before RL: makes <run>/model out of <run>/model-init and <run>/data/warm_start.jsonl.
+"""Supervised steps before RL: makes <run>/model out of <run>/model-init and
+<run>/data/warm_start.jsonl.
 
 Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process.
 """
@@ -49,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warm_start(config: Config, source: Path, demonstrations: Path, target: Path) -> float:
-    """Train the model of `source` as `config.warm_start` says and write it to the new directory `target`.
+    """Train the model of `source` as `config.warm_start` says and write it to the new directory
+    `target`.
 
-    The result is the last batch's mean cross entropy in nats. The run's seed decides the order of demonstrations.
+    The result is the last batch's mean cross entropy in nats. The run's seed decides the order of
+    demonstrations.
     """
     with many_imports():
         import torch
@@ -82,10 +85,16 @@ class _Shown:
         from relax_hpc.models.towers.media import RowMedia
 
         names = media_ids(rows)
-        return RowMedia.of({name: self._media[name] for name in names}, self._rules.rules) if names else None
+        return (
+            RowMedia.of({name: self._media[name] for name in names}, self._rules.rules)
+            if names
+            else None
+        )
 
 
-def _train(config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path) -> float:
+def _train(
+    config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path
+) -> float:
     from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.batches import collate, split_rows
     from relax_hpc.training.model import PolicyModel
@@ -95,12 +104,19 @@ def _train(config: Config, steps: int, rows: list[Row], shown: _Shown, source: P
     model = PolicyModel(read_config(source), config.model, ParallelConfig())
     model.load_hf(source)
     optimizer = OptimizerConfig(lr=settings.lr)
-    trainer = Trainer(model, Sft(balance_coefficient=config.algorithm.balance_coefficient), optimizer, temperature=1.0)
+    trainer = Trainer(
+        model,
+        Sft(balance_coefficient=config.algorithm.balance_coefficient),
+        optimizer,
+        temperature=1.0,
+    )
     pad = model.hf_config.get("pad_token_id") or 0
     loss = float("nan")
     for batch in _draw(rows, settings.batch_size, steps, config.seed):
         parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
-        trainer.accumulate([collate(part, pad, model.device, media=shown.of(part)) for part in parts])
+        trainer.accumulate(
+            [collate(part, pad, model.device, media=shown.of(part)) for part in parts]
+        )
         loss = trainer.step(settings.lr)["loss/policy"]
     model.save_hf(target, source)
     return loss

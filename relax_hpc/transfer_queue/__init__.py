@@ -1,7 +1,8 @@
 """The TransferQueue: the data bus between the groups. It is of use alone, and imports no torch.
 
-A run needs a directory that all its processes see, one controller, and a client in each process that puts or reads
-rows. Here all of them are in one; elsewhere, each opens the same run and finds the controller through its directory.
+A run needs a directory that all its processes see, one controller, and a client in each process
+that puts or reads rows. Here all of them are in one; elsewhere, each opens the same run and finds
+the controller through its directory.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -29,8 +30,9 @@ rows. Here all of them are in one; elsewhere, each opens the same run and finds 
 >>> tickets, refused, claim.tickets, float(total)
 ([0, 1], {}, (0, 1), 20.0)
 
-A claim that its holder neither answers, by a `put` with it, nor trains on, comes back when the holder is said to be
-down (``client.status.down(group, incarnation)``) or a later incarnation of its group speaks.
+A claim that its holder neither answers, by a `put` with it, nor trains on, comes back when the
+holder is said to be down (``client.status.down(group, incarnation)``) or a later incarnation of its
+group speaks.
 """
 
 from relax_hpc.config.schema import Config, GroupConfig

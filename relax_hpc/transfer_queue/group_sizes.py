@@ -1,4 +1,5 @@
-"""Sizes of prompt groups, by which their rows are dealt to ranks: tokens, and those of them that stand for media."""
+"""Sizes of prompt groups, by which their rows are dealt to ranks: tokens, and those of them that
+stand for media."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def size_of(rows: Sequence[Row]) -> GroupSize:
     media = [_tokens_by_id(row) for row in rows]
     distinct = {name: tokens for one in media for name, tokens in one.items()}
     return GroupSize(
-        [len(row["token_ids"]) for row in rows], [sum(one.values()) for one in media], sum(distinct.values())
+        [len(row["token_ids"]) for row in rows],
+        [sum(one.values()) for one in media],
+        sum(distinct.values()),
     )
 
 

@@ -1,4 +1,5 @@
-"""The tokens of each row of a prompt group in few bytes: the controller keeps them for every row that it knows."""
+"""The tokens of each row of a prompt group in few bytes: the controller keeps them for every row
+that it knows."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from functools import lru_cache
 
 
 def packed(lengths: Sequence[int]) -> bytes:
-    """Two bytes a row, or four if one is longer than 65535 tokens; little-endian, in the order of the ids.
+    """Two bytes a row, or four if one is longer than 65535 tokens; little-endian, in the order of
+    the ids.
 
     >>> packed([5, 258])
     b'\\x05\\x00\\x02\\x01'
     """
-    return struct.pack(f"<{len(lengths)}{'H' if max(lengths, default=0) < 1 << 16 else 'I'}", *lengths)
+    return struct.pack(
+        f"<{len(lengths)}{'H' if max(lengths, default=0) < 1 << 16 else 'I'}", *lengths
+    )
 
 
 def unpacked(data: bytes, rows: int) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
-"""Groups that the others have to wait for: not there yet, or not any more. Waiting for them is not failing.
+"""Groups that the others have to wait for: not there yet, or not any more. Waiting for them is not
+failing.
 
-While a group is queued, starts, loads or is being replaced, and while anybody is at work, the clocks of those who wait
-stand. A clock that runs out says that all are there, nobody works, and nothing comes: a mistake of ours.
+While a group is queued, starts, loads or is being replaced, and while anybody is at work, the
+clocks of those who wait stand. A clock that runs out says that all are there, nobody works, and
+nothing comes: a mistake of ours.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def longest_wait_s(config: Config) -> float:
 
 
 class Presence:
-    """The controller's view of the groups of a run but its own. Times are of the monotonic clock, seconds."""
+    """The controller's view of the groups of a run but its own. Times are of the monotonic clock,
+    seconds."""
 
     def __init__(self, groups: Collection[str], lease_s: float, now: float) -> None:
         self.groups, self.lease_s = [name for name in groups if name != "hub"], lease_s
@@ -44,17 +47,26 @@ class Presence:
         now: float,
         full: bool = False,
     ) -> None:
-        """Judge by the newest ``beats``; ``over`` says whether an incarnation is. Nothing if it has just looked.
+        """Judge by the newest ``beats``; ``over`` says whether an incarnation is. Nothing if it has
+        just looked.
 
         ``full``: somebody waits for a disk, and everybody for him.
         """
         if (passed := now - self._looked) < LOOK_S:
             return
         self._looked = now
-        here = [b for b in beats.values() if now - b["at"] <= self.lease_s and not over((b["group"], b["incarnation"]))]
+        here = [
+            b
+            for b in beats.values()
+            if now - b["at"] <= self.lease_s and not over((b["group"], b["incarnation"]))
+        ]
         found = {name: why for name in self.groups if (why := self._why_lacking(name, here))}
-        self.lacking = {name: (why, self.lacking.get(name, ("", now))[1]) for name, why in found.items()}
-        self.stands = full or bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)
+        self.lacking = {
+            name: (why, self.lacking.get(name, ("", now))[1]) for name, why in found.items()
+        }
+        self.stands = (
+            full or bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)
+        )
         if self.stands:
             self.stood_s += passed
 
@@ -66,4 +78,7 @@ class Presence:
 
     def report(self, now: float) -> dict[str, dict[str, Any]]:
         """Groups of `lacking` for others: {group: {"why", "since_s"}}."""
-        return {name: {"why": why, "since_s": now - since} for name, (why, since) in self.lacking.items()}
+        return {
+            name: {"why": why, "since_s": now - since}
+            for name, (why, since) in self.lacking.items()
+        }

@@ -20,14 +20,16 @@ NO_STEP = -1
 FILTERED = "filtered"
 """Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42
-"""Bytes of a shard that are believed at most, so that sums stay numbers that a message can carry."""
+"""Bytes of a shard that are believed at most, so that sums stay numbers that a message can
+carry."""
 Part = tuple[int, tuple[str, ...]]
 """A shard's number and the fields in it; one object for all prompt groups of the shard."""
 
 
 @dataclass(slots=True)
 class PromptGroup:
-    """One prompt's episodes: who generates them, which rows and fields of them are there, and where."""
+    """One prompt's episodes: who generates them, which rows and fields of them are there, and
+    where."""
 
     owner: Owner | None
     """Group and incarnation that generate it; None: it is not in generation."""
@@ -37,14 +39,15 @@ class PromptGroup:
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
     media: bytes = b""
-    """Tokens of every row that stand for media, and of all its media together, as `lengths`; empty: it has none."""
+    """Tokens of every row that stand for media, and of all its media together, as `lengths`; empty:
+    it has none."""
     episodes: bytes = b""
     """Rows of each episode, see `transfer_queue.row_ids`; empty before somebody has declared it."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
     last: int = NO_STEP
-    """The last step that may train it: the oldest version of its tokens + max_staleness; while it is in generation, of
-    the version that its engine serves."""
+    """The last step that may train it: the oldest version of its tokens + max_staleness; while it
+    is in generation, of the version that its engine serves."""
     place: int = NO_STEP
     """Place in the order of training, once a step's set has it; see `controller.step_sets`."""
     present: int = 0
@@ -56,8 +59,11 @@ class PromptGroup:
         """Whether it has all these fields."""
         return self.present & bits == bits
 
-    def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int], media: bytes = b"") -> None:
-        """Note its rows: their lengths, those of each episode, the versions that sampled them, and their media."""
+    def declare(
+        self, lengths: bytes, episodes: bytes, versions: frozenset[int], media: bytes = b""
+    ) -> None:
+        """Note its rows: their lengths, those of each episode, the versions that sampled them, and
+        their media."""
         self.lengths, self.episodes, self.versions, self.media = lengths, episodes, versions, media
 
     @property
@@ -73,7 +79,9 @@ class PromptGroup:
     @property
     def size(self) -> GroupSize:
         """Size by which its rows are dealt to ranks."""
-        *media, distinct = unpacked(self.media, self.rows + 1) if self.media else (0,) * (self.rows + 1)
+        *media, distinct = (
+            unpacked(self.media, self.rows + 1) if self.media else (0,) * (self.rows + 1)
+        )
         return GroupSize(self.row_tokens, media, distinct)
 
     @property
@@ -84,15 +92,16 @@ class PromptGroup:
 
 @dataclass(slots=True)
 class Lease:
-    """Tickets that a consumer holds. `key` names the request, so that asking again gives the same answer."""
+    """Tickets that a consumer holds. `key` names the request, so that asking again gives the same
+    answer."""
 
     task: str
     owner: Owner
     key: str
     tickets: tuple[int, ...]
     shards: tuple[int, ...]
-    """Numbers of the shards in which its fields lay when they were claimed: files stay as long as the lease, even of
-    dropped rows."""
+    """Numbers of the shards in which its fields lay when they were claimed: files stay as long as
+    the lease, even of dropped rows."""
     assignment: Assignment = field(default_factory=list)
     """Assignment of the rows of `tickets` to ranks; empty if the holder deals them out itself."""
 
@@ -106,7 +115,8 @@ class Shard:
     owner: Owner
     """Group and incarnation that put it."""
     unsaved: tuple[int, ...] = ()
-    """Tickets whose rows are lost with the owner as long as the shard is not on disk; empty once it is."""
+    """Tickets whose rows are lost with the owner as long as the shard is not on disk; empty once it
+    is."""
     needed: int = 0
     """Prompt groups that have fields in it."""
     untrained: int = 0

@@ -1,7 +1,7 @@
 """Names of rows: the prompt group's ticket, the number of the episode, and that of the row in it.
 
-Who owns a ticket declares its prompt group complete by what it puts: so many episodes, each of one row or several. That
-is told, and kept, as bytes: how many rows each episode has.
+Who owns a ticket declares its prompt group complete by what it puts: so many episodes, each of one
+row or several. That is told, and kept, as bytes: how many rows each episode has.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ def place_of(name: str) -> tuple[int, int, int]:
         ticket, _, end = name.partition(".")
         return _natural(ticket), *_place_in_prompt(end)
     except (ValueError, AttributeError):
-        raise ValueError(f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}") from None
+        raise ValueError(
+            f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}"
+        ) from None
 
 
 @lru_cache(maxsize=4096)
 def _place_in_prompt(end: str) -> tuple[int, int]:
-    """Episode and row in the end of an id, behind the ticket: the same few in every prompt group."""
+    """Episode and row in the end of an id, behind the ticket: the same few in every prompt
+    group."""
     episode, row = map(_natural, end.split("."))
     return episode, row
 
@@ -71,7 +74,9 @@ def ids_of(ticket: int, episodes: bytes) -> list[str]:
 @lru_cache(maxsize=1024)
 def id_ends(episodes: bytes) -> tuple[str, ...]:
     """Ends of the ids of all rows, behind the ticket."""
-    return tuple(f".{episode:02d}.{row:02d}" for episode, rows in enumerate(episodes) for row in range(rows))
+    return tuple(
+        f".{episode:02d}.{row:02d}" for episode, rows in enumerate(episodes) for row in range(rows)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,5 @@
-"""A controller beside whatever else its process does: for runs of one process, and to try things out."""
+"""A controller beside whatever else its process does: for runs of one process, and to try things
+out."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ _END_S = 10.0
 
 @contextmanager
 def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Controller]:
-    """Serve ``run`` in a thread of this process, until the block ends; clients of all processes find it.
+    """Serve ``run`` in a thread of this process, until the block ends; clients of all processes
+    find it.
 
-    What an earlier controller of the run has journaled is gone on with, and that one is fenced. At the end whatever
-    ended the thread before is raised, such as FencedError once another has taken over.
+    What an earlier controller of the run has journaled is gone on with, and that one is fenced. At
+    the end whatever ended the thread before is raised, such as FencedError once another has taken
+    over.
     """
     run.create()
     incarnation = patiently(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))

@@ -1,7 +1,8 @@
-"""Planes: ways for the bytes of a shard from one process to another, all behind the interface `Plane`.
+"""Planes: ways for the bytes of a shard from one process to another, all behind the interface
+`Plane`.
 
-`ShmPlane` within a node and `TcpPlane` between nodes are here. `rdma.RdmaPlane` needs an optional package and is not
-imported; `choice.make_planes` makes those that a configuration asks for.
+`ShmPlane` within a node and `TcpPlane` between nodes are here. `rdma.RdmaPlane` needs an optional
+package and is not imported; `choice.make_planes` makes those that a configuration asks for.
 """
 
 from relax_hpc.transport.plane import Descriptor, Plane, PlaneError

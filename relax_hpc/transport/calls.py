@@ -29,8 +29,9 @@ class CallListener:
         serve: Callable[[int, Message], Awaitable[Message]],
         forget: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``token``, ``purpose``: see `Listener`. ``serve`` is called with the number of a peer and its request, and
-        returns the answer. ``forget`` is called with the number of each peer whose connection has ended."""
+        """``token``, ``purpose``: see `Listener`. ``serve`` is called with the number of a peer and
+        its request, and returns the answer. ``forget`` is called with the number of each peer whose
+        connection has ended."""
         self._listener = Listener(listening, token, purpose)
         self.endpoint = self._listener.endpoint
         self._peers: dict[int, Exchange] = {}
@@ -51,7 +52,8 @@ class CallListener:
             self._listener.close()
 
     async def call(self, number: int, **message: object) -> Message:
-        """Answer of the peer ``number`` to ``message``. Gone: its connection ends before. KeyError: unknown peer."""
+        """Answer of the peer ``number`` to ``message``. Gone: its connection ends before. KeyError:
+        unknown peer."""
         return await self._peers[number].call(**message)
 
     def _receive(self) -> None:
@@ -88,7 +90,9 @@ async def serve_nothing(message: Message) -> Message:
 class CallLink:
     """Connecting end of calls. `open_link` makes one."""
 
-    def __init__(self, connection: Connection, serve: Callable[[Message], Awaitable[Message]] = serve_nothing) -> None:
+    def __init__(
+        self, connection: Connection, serve: Callable[[Message], Awaitable[Message]] = serve_nothing
+    ) -> None:
         self._connection = connection
         self._exchange = Exchange(self._send, serve)
         self.call = self._exchange.call
@@ -97,7 +101,8 @@ class CallLink:
         asyncio.get_running_loop().add_reader(connection.socket, self._receive)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the connection; ``reason`` is in the error of each request that waits. Safe to call twice."""
+        """End the connection; ``reason`` is in the error of each request that waits. Safe to call
+        twice."""
         if self.lost.is_set():
             return
         self.lost.set()
@@ -132,5 +137,6 @@ class CallLink:
 
 
 async def open_link(endpoint: str, token: bytes, purpose: bytes, within_s: float) -> CallLink:
-    """An authenticated link to ``endpoint``. OSError: there is no connection after ``within_s`` seconds."""
+    """An authenticated link to ``endpoint``. OSError: there is no connection after ``within_s``
+    seconds."""
     return CallLink(await asyncio.to_thread(connect, endpoint, token, purpose, within_s))

@@ -15,7 +15,8 @@ from relax_hpc.transport.tcp import TcpPlane
 
 
 def planes_wanted(config: Config) -> dict[str, Mode]:
-    """The modes of `queue.planes`, by plane, the best first. On one node nothing is between nodes."""
+    """The modes of `queue.planes`, by plane, the best first. On one node nothing is between
+    nodes."""
     modes = asdict(config.queue.planes)
     if config.layout == "local" and modes["rdma"] == "auto":
         modes["rdma"] = "off"
@@ -23,9 +24,15 @@ def planes_wanted(config: Config) -> dict[str, Mode]:
 
 
 def make_planes(
-    modes: Mapping[str, Mode], token: bytes, pool: SlabPool, host: str, owner: str, silence_s: float = SILENCE_S
+    modes: Mapping[str, Mode],
+    token: bytes,
+    pool: SlabPool,
+    host: str,
+    owner: str,
+    silence_s: float = SILENCE_S,
 ) -> tuple[dict[str, Plane], dict[str, str]]:
-    """Planes by name, in the order of ``modes``; and, by name, why others that are not off cannot be had here.
+    """Planes by name, in the order of ``modes``; and, by name, why others that are not off cannot
+    be had here.
 
     ``silence_s``: for a maker without any sign.
     """
@@ -45,7 +52,8 @@ def make_planes(
 
 
 def _rdma(mode: Mode, token: bytes, pool: SlabPool, owner: str) -> Plane:
-    # NIXL takes half a second to load: not where it could only emulate, which plane tcp does better.
+    # NIXL takes half a second to load: not where it could only emulate, which plane tcp does
+    # better.
     from relax_hpc.transport.rdma_path import has_fabric
 
     if mode == "auto" and not has_fabric():
@@ -56,7 +64,8 @@ def _rdma(mode: Mode, token: bytes, pool: SlabPool, owner: str) -> Plane:
 
 
 def check_required(config: Config) -> None:
-    """ConfigError if a plane is required that this process cannot have. Cheap where none needs a package."""
+    """ConfigError if a plane is required that this process cannot have. Cheap where none needs a
+    package."""
     if config.queue.planes.rdma == "required":
         from relax_hpc.transport.rdma_agent import available
 
@@ -67,4 +76,7 @@ def check_required(config: Config) -> None:
 
 def missing_plane(name: str, why: str) -> str:
     """Message about a required plane that cannot be had."""
-    return f"queue.planes.{name}: found required, but {why.removeprefix(f'{name}: ')}; or set it to auto"
+    return (
+        f"queue.planes.{name}: found required, but {why.removeprefix(f'{name}: ')}; or set it "
+        "to auto"
+    )

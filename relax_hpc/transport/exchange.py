@@ -1,4 +1,5 @@
-"""Requests and answers both ways over one connection whose ends know each other, in one event loop."""
+"""Requests and answers both ways over one connection whose ends know each other, in one event
+loop."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ class Exchange:
     6
     """
 
-    def __init__(self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]) -> None:
-        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end, or raises what that
-        is told."""
+    def __init__(
+        self, send: Callable[[bytes], None], serve: Callable[[Message], Awaitable[Message]]
+    ) -> None:
+        """``send`` a payload to the other end; ``serve`` gives the answer to a request of that end,
+        or raises what that is told."""
         self._send, self._serve = send, serve
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Message]] = {}
@@ -47,7 +50,8 @@ class Exchange:
         """Requests of the other end that are being answered, by their numbers."""
 
     async def call(self, **message: Any) -> Message:
-        """The other end's answer to ``message``. If this is cancelled, so is the work of the other end.
+        """The other end's answer to ``message``. If this is cancelled, so is the work of the other
+        end.
 
         Gone: there will be no answer. TooLarge: ``message`` has more than `MAX_PAYLOAD_BYTES`."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -93,11 +97,15 @@ class Exchange:
             payload = pack({**await self._serve(message), "re": number})
         except Gone as gone:
             payload = _refusal(number, str(gone))
-        except Exception as error:  # also of `pack`: without any answer, the other end would wait for ever
+        except (
+            Exception
+        ) as error:  # also of `pack`: without any answer, the other end would wait for ever
             payload = _refusal(number, f"{type(error).__name__}: {error}")
         if len(payload) > MAX_PAYLOAD_BYTES:
             # The other end would close the connection, on which other requests wait.
-            payload = _refusal(number, f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}")
+            payload = _refusal(
+                number, f"an answer of {len(payload)} bytes, allowed: {MAX_PAYLOAD_BYTES}"
+            )
         with contextlib.suppress(OSError):
             self._send(payload)
 
@@ -111,12 +119,14 @@ class Exchange:
 
 
 def _refusal(number: Any, reason: str) -> bytes:
-    """Payload that refuses the request ``number``. The text of an error may have half of a character, which UTF-8
-    lacks."""
+    """Payload that refuses the request ``number``. The text of an error may have half of a
+    character, which UTF-8 lacks."""
     return pack({"gone": reason.encode(errors="replace").decode(), "re": number})
 
 
 def _number(number: Any) -> int:
     if not isinstance(number, int):
-        raise BadMessage(f"found {str(number)[:80]!r} as the number of a request, allowed: an integer")
+        raise BadMessage(
+            f"found {str(number)[:80]!r} as the number of a request, allowed: an integer"
+        )
     return number

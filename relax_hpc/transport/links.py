@@ -1,4 +1,5 @@
-"""Connections between processes of one run: both ends prove that they hold its token, and every wait has an end."""
+"""Connections between processes of one run: both ends prove that they hold its token, and every
+wait has an end."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from relax_hpc.transport.lobby import Lobby
 from relax_hpc.transport.proof import GREETING_BYTES, PROOF_BYTES, Response
 
 MAX_CONNECTIONS = 1024
-"""Connections of one listener at most, each with a thread; further peers are turned away, and read by another plane."""
+"""Connections of one listener at most, each with a thread; further peers are turned away, and read
+by another plane."""
 CONNECT_S = 10.0
-"""Seconds for a peer to be reached and to prove what it is. A dead maker's port may have gone to a silent stranger."""
+"""Seconds for a peer to be reached and to prove what it is. A dead maker's port may have gone to a
+silent stranger."""
 SILENCE_S = 30.0
 """Seconds without any sign of a maker of records, unless a run says when it takes a group for dead
-(`liveness.lease_s`). One whose node lost power closes no connection, nor does one that is stopped; whoever reads then
-asks again what there is to be read."""
+(`liveness.lease_s`). One whose node lost power closes no connection, nor does one that is stopped;
+whoever reads then asks again what there is to be read."""
 _PIECE_BYTES = 1 << 20
 ACCEPT_SHARE = 0.1
 """Share of a role's time that a flood of connections can take, and as much again for their ends."""
@@ -69,7 +72,8 @@ def receive_into(
     deadline: Deadline,
     notice: Callable[[memoryview], object] = lambda piece: None,
 ) -> None:
-    """Fill ``room``, handing each piece to ``notice`` while it is in the cache; an OSError if that takes too long."""
+    """Fill ``room``, handing each piece to ``notice`` while it is in the cache; an OSError if that
+    takes too long."""
     while room:
         connection.settimeout(deadline.wait())
         count = connection.recv_into(room[:_PIECE_BYTES])
@@ -88,7 +92,8 @@ def wait_for_request(connection: socket.socket) -> bool:
 def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline) -> None:
     """Show the listening end that we hold ``token``, and have it show the same.
 
-    ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or has another token.
+    ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or
+    has another token.
     """
     response = Response(token, purpose)
     answer = response.answer(receive(connection, GREETING_BYTES, deadline))
@@ -102,10 +107,12 @@ def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Dea
 
 
 class ThreadListener:
-    """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own connection alone.
+    """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own
+    connection alone.
 
-    ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an OSError, when the
-    connection is to be closed. Until then they share one thread: strangers make no others, however many come and go.
+    ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an
+    OSError, when the connection is to be closed. Until then they share one thread: strangers make
+    no others, however many come and go.
     """
 
     def __init__(
@@ -117,7 +124,8 @@ class ThreadListener:
         name: str,
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
-        """``purpose``: what readers must mean, see `prove`; ``check``: OSError for who need not even be asked."""
+        """``purpose``: what readers must mean, see `prove`; ``check``: OSError for who need not
+        even be asked."""
         self._listening, self._serve, self._name = listening, serve, name
         self._selector = selectors.DefaultSelector()
         self._lobby = Lobby(listening, token, purpose, self._selector, ACCEPT_SHARE, check)
@@ -147,7 +155,9 @@ class ThreadListener:
             connection.close()
             return
         connection.settimeout(None)
-        thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-reader", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(connection,), name=f"{self._name}-reader", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:

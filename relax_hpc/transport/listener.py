@@ -1,7 +1,7 @@
 """The listening end of the queue: many clients and one thread, which waits for none of them.
 
-Whoever connects is in the `lobby` until it has proven itself. Then it is read a bounded number of frames a turn, and
-goes with the first bad one.
+Whoever connects is in the `lobby` until it has proven itself. Then it is read a bounded number of
+frames a turn, and goes with the first bad one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _IN, _OUT = selectors.EVENT_READ, selectors.EVENT_WRITE
 class Listener:
     """Connections of many clients, told apart by numbers."""
 
-    def __init__(self, listening: socket.socket, token: bytes, purpose: bytes, share: float = 1.0) -> None:
+    def __init__(
+        self, listening: socket.socket, token: bytes, purpose: bytes, share: float = 1.0
+    ) -> None:
         """``purpose``, ``share``: see `Lobby`. ``listening`` is closed with this."""
         self.endpoint = endpoint_of(*listening.getsockname()[:2])
         self._peers: dict[int, Connection] = {}
@@ -39,8 +41,8 @@ class Listener:
         return self._refused + self.lobby.refused
 
     def fileno(self) -> int:
-        """Descriptor that is readable when `receive` has something to do, for who waits for others too; what was read
-        and not given yet (`has_more`) does not show there."""
+        """Descriptor that is readable when `receive` has something to do, for who waits for others
+        too; what was read and not given yet (`has_more`) does not show there."""
         return self._selector.fileno()
 
     @property
@@ -49,9 +51,13 @@ class Listener:
         return bool(self._unread)
 
     def receive(self, seconds: float) -> list[tuple[int, memoryview]]:
-        """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the wait too."""
+        """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the
+        wait too."""
         patience = self.lobby.patience(seconds)
-        ready = {key.data: events for key, events in self._selector.select(0.0 if self._unread else patience)}
+        ready = {
+            key.data: events
+            for key, events in self._selector.select(0.0 if self._unread else patience)
+        }
         accepts, found = ready.pop(None, 0), []
         for number in self._unread - ready.keys():
             ready[number] = 0

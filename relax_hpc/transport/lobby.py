@@ -1,8 +1,9 @@
-"""Lobby for peers that have connected and proven nothing yet, at a listening end with one thread for all of them.
+"""Lobby for peers that have connected and proven nothing yet, at a listening end with one thread
+for all of them.
 
-Anybody who reaches the port can connect. What that may cost is bounded at every turn: so many connections are accepted,
-so many are there that have not proven that they hold the run's token, for so long, each of which is read and hashed
-one answer of fixed length.
+Anybody who reaches the port can connect. What that may cost is bounded at every turn: so many
+connections are accepted, so many are there that have not proven that they hold the run's token, for
+so long, each of which is read and hashed one answer of fixed length.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from relax_hpc.transport.proof import ANSWER_BYTES, MAX_UNPROVEN, PROOF_S, Chall
 WAITING = 1024
 """Length of the queue of connections that have not been accepted yet."""
 ACCEPTED_A_TURN = 16
-"""Connections accepted in a turn, fewer than may be unproven: a peer has some turns to answer, however many come."""
+"""Connections accepted in a turn, fewer than may be unproven: a peer has some turns to answer,
+however many come."""
 _REST_S = 1.0
 """Seconds between two tries to accept a connection when there is no room for one."""
 _LONGEST_S = 3600.0
@@ -40,7 +42,8 @@ class Guest:
         made.send(self._challenge.greeting)
 
     def receive(self) -> bytes | None:
-        """The connection's key, once the proof has come. OSError: it has gone; ConnectionError: that is no proof."""
+        """The connection's key, once the proof has come. OSError: it has gone; ConnectionError:
+        that is no proof."""
         try:
             data = self.socket.recv(ANSWER_BYTES - len(self._answer))
         except (BlockingIOError, InterruptedError):
@@ -70,8 +73,9 @@ class Lobby:
         share: float = 1.0,
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
-        """``purpose``: what guests must mean, see `proof`; ``share``: of the time of this process, if that has other
-        things to do, what accepting may take; ``check``: OSError for who need not even be asked."""
+        """``purpose``: what guests must mean, see `proof`; ``share``: of the time of this process,
+        if that has other things to do, what accepting may take; ``check``: OSError for who need not
+        even be asked."""
         self._listening, self._token, self._purpose, self._check = listening, token, purpose, check
         self._selector, self._rests = selector, 1.0 / share - 1.0
         self.refused = 0
@@ -96,7 +100,8 @@ class Lobby:
         return max(0.0, min([now + seconds, *ends]) - now)
 
     def hear(self, number: int) -> tuple[socket.socket, bytes] | None:
-        """Connection of a guest and its key, once it has proven itself: it is no guest any more. None before."""
+        """Connection of a guest and its key, once it has proven itself: it is no guest any more.
+        None before."""
         guest = self.guests[number]
         try:
             key = guest.receive()
@@ -133,7 +138,8 @@ class Lobby:
     def _welcome(self, made: socket.socket) -> None:
         """Let ``made`` prove itself, in the place of the oldest that has not if there is no room.
 
-        Where files are few the oldest makes room for the next that comes: this one has a file that is to be left.
+        Where files are few the oldest makes room for the next that comes: this one has a file that
+        is to be left.
         """
         crowded = made.fileno() >= self._limit
         if self.guests and (crowded or len(self.guests) >= MAX_UNPROVEN):

@@ -13,7 +13,8 @@ from relax_hpc.transport.links import CLOSE_S, CONNECT_S, Deadline
 
 
 class Link:
-    """One connection to a peer, made when it is first needed, used by one thread at a time, given up at any failure.
+    """One connection to a peer, made when it is first needed, used by one thread at a time, given
+    up at any failure.
 
     Bytes that come after a deadline has passed come to nobody.
     """
@@ -68,7 +69,8 @@ class Link:
 
 
 def _is_readable(connection: socket.socket) -> bool:
-    """Whether an idle connection is of no use: the peer has closed it, or says what nobody asked for."""
+    """Whether an idle connection is of no use: the peer has closed it, or says what nobody asked
+    for."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
@@ -79,7 +81,8 @@ _Address = TypeVar("_Address", bound=Hashable)
 
 
 class Peers(Generic[_Address, _Link]):
-    """The links to all peers by address. Those of peers that have ended are dropped when a new one is made."""
+    """The links to all peers by address. Those of peers that have ended are dropped when a new one
+    is made."""
 
     def __init__(self, make: Callable[[_Address], _Link]) -> None:
         self._make = make

@@ -1,7 +1,7 @@
 """Tries every plane between every two processes once, before the run needs them.
 
-Each process makes an offer, all offers reach all processes (by whatever brings them there), and each process tries
-those of the others::
+Each process makes an offer, all offers reach all processes (by whatever brings them there), and
+each process tries those of the others::
 
     offer = make_offer("rollout/0", planes, absent={"rdma": "there is no package nixl-cu12"})
     offers = world.allgather(offer)
@@ -28,12 +28,14 @@ _GRACE_S = 1.0
 """Seconds beyond its deadline for a plane that does not keep it."""
 
 Offer = dict[str, Any]
-"""`process`; `planes`: descriptor by plane; `absent`: by plane why it is not offered. Msgpack-able."""
+"""`process`; `planes`: descriptor by plane; `absent`: by plane why it is not offered.
+Msgpack-able."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do not."""
+    """Result of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do
+    not."""
 
     reader: str
     maker: str
@@ -45,13 +47,19 @@ class Trial:
 
 
 def make_offer(
-    process: str, planes: Mapping[str, Plane], absent: Mapping[str, str] | None = None, size: int = TRIAL_BYTES
+    process: str,
+    planes: Mapping[str, Plane],
+    absent: Mapping[str, str] | None = None,
+    size: int = TRIAL_BYTES,
 ) -> Offer:
-    """Publish a record of ``size`` bytes on each of ``planes``; ``absent`` says why others are not among them."""
+    """Publish a record of ``size`` bytes on each of ``planes``; ``absent`` says why others are not
+    among them."""
     offer: Offer = {"process": process, "planes": {}, "absent": dict(absent or {}), "bytes": size}
     for name, plane in planes.items():
         try:
-            offer["planes"][name] = plane.publish(_record_name(process), memoryview(_record(process, size)))
+            offer["planes"][name] = plane.publish(
+                _record_name(process), memoryview(_record(process, size))
+            )
         except PlaneError as error:
             offer["absent"][name] = str(error)
     return offer
@@ -70,7 +78,8 @@ def try_offers(
     timeout_s: float,
     absent: Mapping[str, str] | None = None,
 ) -> list[Trial]:
-    """One trial for each plane of each other process, or that this one has: ``timeout_s`` for each, and no longer."""
+    """One trial for each plane of each other process, or that this one has: ``timeout_s`` for each,
+    and no longer."""
     trials = []
     for offer in offers:
         if offer["process"] == process:
@@ -81,13 +90,27 @@ def try_offers(
 
 
 def _try(
-    process: str, name: str, plane: Plane | None, offer: Offer, timeout_s: float, absent: Mapping[str, str]
+    process: str,
+    name: str,
+    plane: Plane | None,
+    offer: Offer,
+    timeout_s: float,
+    absent: Mapping[str, str],
 ) -> Trial:
     maker, descriptor = offer["process"], offer["planes"].get(name)
     if descriptor is None:
-        return Trial(process, maker, name, False, 0.0, why=f"{maker}: {offer['absent'].get(name, 'not offered')}")
+        return Trial(
+            process,
+            maker,
+            name,
+            False,
+            0.0,
+            why=f"{maker}: {offer['absent'].get(name, 'not offered')}",
+        )
     if plane is None:
-        return Trial(process, maker, name, False, 0.0, why=f"{process}: {absent.get(name, 'not here')}")
+        return Trial(
+            process, maker, name, False, 0.0, why=f"{process}: {absent.get(name, 'not here')}"
+        )
     start = time.monotonic()
     path, why = _within(timeout_s + _GRACE_S, lambda: _read(plane, descriptor, offer, timeout_s))
     return Trial(process, maker, name, not why, time.monotonic() - start, path, why)
@@ -108,7 +131,9 @@ def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) 
 def _within(seconds: float, work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     """Result of ``work`` in a thread, which is left behind if it takes longer."""
     found: list[tuple[str, str]] = []
-    thread = threading.Thread(target=lambda: found.append(work()), name="plane-preflight", daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(work()), name="plane-preflight", daemon=True
+    )
     thread.start()
     thread.join(seconds)
     return found[0] if found else ("", f"hangs: no answer and no error in {seconds:g} s")
@@ -128,7 +153,8 @@ def missing(trials: Iterable[Trial], required: Iterable[str]) -> list[str]:
     """A line for each trial that failed although its plane is among ``required``."""
     wanted = set(required)
     return [
-        f"plane {trial.plane} is required, but {trial.reader} cannot read {trial.maker} by it: {trial.why}"
+        f"plane {trial.plane} is required, but {trial.reader} cannot read {trial.maker} by it: "
+        f"{trial.why}"
         for trial in trials
         if trial.plane in wanted and not trial.ok
     ]
@@ -144,12 +170,18 @@ def table(trials: Sequence[Trial]) -> str:
         mark = f"{'ok' if trial.ok else '--'}{star}"
         lines.append((trial.reader, trial.maker, trial.plane, mark, seconds, trial.path, trial.why))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
     return "\n".join(line.rstrip() for line in padded)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: (PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE), name))
+    return sorted(
+        names,
+        key=lambda name: (PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE), name),
+    )
 
 
 def _record_name(process: str) -> str:

@@ -1,14 +1,21 @@
-"""The plane between nodes with InfiniBand cards: one-sided reads by NIXL over UCX, which the maker need not notice.
+"""The plane between nodes with InfiniBand cards: one-sided reads by NIXL over UCX, which the maker
+need not notice.
 
-Within a node the same code runs over the kernel's process_vm_readv. A record is one descriptor, in memory that was
-registered before, and is read into registered memory. What is built against, all of it observed:
+Within a node the same code runs over the kernel's process_vm_readv. A record is one descriptor, in
+memory that was registered before, and is read into registered memory. What is built against, all of
+it observed:
 
-- A read that was given up on can land later. Its destination is never used again while the reading agent lives; when
+- A read that was given up on can land later. Its destination is never used again while the reading
+  agent lives; when
   too much has gone that way, the agent ends and a new one begins.
-- With verbs the metadata of a dead process is accepted, and reads hang. So every read has a deadline, who misses one
-  is left alone for a while, and the queue's controller tells nobody what a maker offered whose lease is over.
-- Without one-sided transport UCX emulates it over TCP, slowly, and there a reader that goes away in the middle of a
-  read aborts the maker's process ("unexpected error: Endpoint timeout"). Such reads are refused, unless `emulated`.
+- With verbs the metadata of a dead process is accepted, and reads hang. So every read has a
+  deadline, who misses one
+  is left alone for a while, and the queue's controller tells nobody what a maker offered whose
+  lease is over.
+- Without one-sided transport UCX emulates it over TCP, slowly, and there a reader that goes away in
+  the middle of a
+  read aborts the maker's process ("unexpected error: Endpoint timeout"). Such reads are refused,
+  unless `emulated`.
 """
 
 from __future__ import annotations
@@ -42,7 +49,8 @@ class _Sink:
         self._pool = SlabPool()
         self._given_up: list[tuple[Slab, Transfer]] = []
         self._returned: deque[Slab] = deque()
-        """Slabs that nobody has a view of any more. They come from finalizers, which must not take a lock."""
+        """Slabs that nobody has a view of any more. They come from finalizers, which must not take
+        a lock."""
 
     def fetch(self, place: Place, deadline: Deadline) -> memoryview:
         """A copy of the record; what was taken for it comes back with the last view of it."""
@@ -66,7 +74,8 @@ class _Sink:
         mine, word = address_of(slab.memory), -(-place.size // WORD_BYTES) * WORD_BYTES
         if place.size:
             transfer.run(place.agent, place.address, mine, place.size, deadline)
-        # The word on the board comes last: what it allows was still true when the record had been read.
+        # The word on the board comes last: what it allows was still true when the record had been
+        # read.
         transfer.run(place.agent, place.slot, mine + word, WORD_BYTES, deadline)
         if int.from_bytes(slab.memory[word : word + WORD_BYTES], "little") != place.serial:
             raise PlaneError("its maker has retired it")
@@ -88,7 +97,8 @@ class _Sink:
 
 
 class RdmaPlane(Plane):
-    """Plane of one-sided reads by NIXL. PlaneError, with the reason, if NIXL is not there or cannot start."""
+    """Plane of one-sided reads by NIXL. PlaneError, with the reason, if NIXL is not there or cannot
+    start."""
 
     name = "rdma"
 
@@ -103,12 +113,17 @@ class RdmaPlane(Plane):
         suspect_s: float = 30.0,
         quarantine_bytes: int = 1 << 30,
     ) -> None:
-        """``pool``: where records lie that are published without a copy. ``owner``: this process, for messages.
-        ``poll_s``: how often to look for readers that connect."""
+        """``pool``: where records lie that are published without a copy. ``owner``: this process,
+        for messages. ``poll_s``: how often to look for readers that connect."""
         usable, why_not = available()
         if not usable:
             raise PlaneError(f"rdma: {why_not}")
-        self.owner, self.emulated, self.suspect_s, self.quarantine_bytes = owner, emulated, suspect_s, quarantine_bytes
+        self.owner, self.emulated, self.suspect_s, self.quarantine_bytes = (
+            owner,
+            emulated,
+            suspect_s,
+            quarantine_bytes,
+        )
         self.routes: dict[str, Route] = {}
         """Route to each agent of another process, as it was found at its first record."""
         self.restarts = 0
@@ -121,7 +136,8 @@ class RdmaPlane(Plane):
         self._suspects: dict[str, float] = {}
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if ``name`` is taken."""
+        """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if
+        ``name`` is taken."""
         try:
             return self._offering().publish(name, memoryview(record).cast("B"))
         except Exception as error:
@@ -159,8 +175,11 @@ class RdmaPlane(Plane):
         # NIXL's own errors have nothing in common but this.
         except Exception as error:
             why = _text(error)
-        # Not as its consequence: whoever keeps the error would keep the agent, and what it may overwrite.
-        raise PlaneError(f"rdma: record {descriptor.get('name')} from {descriptor.get('peer')}: {why}")
+        # Not as its consequence: whoever keeps the error would keep the agent, and what it may
+        # overwrite.
+        raise PlaneError(
+            f"rdma: record {descriptor.get('name')} from {descriptor.get('peer')}: {why}"
+        )
 
     def _fetch(self, sink: _Sink, place: Place, deadline: Deadline) -> memoryview:
         try:
@@ -176,14 +195,19 @@ class RdmaPlane(Plane):
 
     def _check_peer(self, place: Place) -> None:
         if time.monotonic() < self._suspects.get(place.agent, 0.0):
-            raise PlaneError(f"it has not answered in time, and is left alone for {self.suspect_s:g} s")
+            raise PlaneError(
+                f"it has not answered in time, and is left alone for {self.suspect_s:g} s"
+            )
         found = self._route(place)
         if found.kind == "tcp" and not self.emulated:
-            raise PlaneError(f"the only way is {found}, slow and unsafe for its maker; take plane tcp")
+            raise PlaneError(
+                f"the only way is {found}, slow and unsafe for its maker; take plane tcp"
+            )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[_Sink]:
-        """The agent that reads. It is given up once too much is in quarantine, and ends with its last reader."""
+        """The agent that reads. It is given up once too much is in quarantine, and ends with its
+        last reader."""
         with self._lock:
             self._check_open()
             if self._sink is None:

@@ -1,8 +1,9 @@
-"""NIXL, loaded so that its process can exit, and one agent of it: registered memory, peers, and reads from them.
+"""NIXL, loaded so that its process can exit, and one agent of it: registered memory, peers, and
+reads from them.
 
-The package is optional. Its wheel crashes at exit where UCX has loaded the module for EFA cards, which UCX_MODULES
-leaves out; whoever sets that variable to anything else should leave such a process by `os._exit`, with its files
-flushed.
+The package is optional. Its wheel crashes at exit where UCX has loaded the module for EFA cards,
+which UCX_MODULES leaves out; whoever sets that variable to anything else should leave such a
+process by `os._exit`, with its files flushed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ import numpy as np
 from relax_hpc.transport.links import Deadline
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-_ENVIRONMENT = {"UCX_MODULES": "cma,ib,ib_mlx5", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""Variables for the libraries where they are not set. What goes wrong is raised; it need not be printed too."""
+_ENVIRONMENT = {
+    "UCX_MODULES": "cma,ib,ib_mlx5",
+    "UCX_LOG_LEVEL": "fatal",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+"""Variables for the libraries where they are not set. What goes wrong is raised; it need not be
+printed too."""
 _SPIN_S = 3e-4
 _PAUSE_GROWS_S = 1e-6
 _LONGEST_PAUSE_S = 1e-3
-"""Seconds between two looks at a transfer, at most. It begins by spinning: most are over soon, and no sleep is shorter
-than 50 us."""
+"""Seconds between two looks at a transfer, at most. It begins by spinning: most are over soon, and
+no sleep is shorter than 50 us."""
 
 
 def why_not_installed() -> str:
@@ -42,7 +48,8 @@ def _package() -> str | None:
 
 
 def knows_all_cards() -> bool:
-    """Whether NIXL takes the system's drivers. Its wheel has a libibverbs of its own, which finds only its own."""
+    """Whether NIXL takes the system's drivers. Its wheel has a libibverbs of its own, which finds
+    only its own."""
     package = _package()
     if package is None:
         return False
@@ -60,7 +67,8 @@ def _load() -> Any:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set our variables while the libraries read them, which they do once: processes started later do without."""
+    """Set our variables while the libraries read them, which they do once: processes started later
+    do without."""
     ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -86,16 +94,20 @@ def address_of(memory: memoryview) -> int:
 
 
 class Agent:
-    """One NIXL agent, used by one thread at a time, without NIXL's own thread, which would keep a core busy.
+    """One NIXL agent, used by one thread at a time, without NIXL's own thread, which would keep a
+    core busy.
 
-    Its name is never used again, by this process or another. An exception of any kind if NIXL cannot start.
+    Its name is never used again, by this process or another. An exception of any kind if NIXL
+    cannot start.
     """
 
     def __init__(self, owner: str) -> None:
         self.name = f"{owner}-{secrets.token_hex(8)}"
         with _environment():
             nixl = _load()
-            self._nixl = nixl.nixl_agent(self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            self._nixl = nixl.nixl_agent(
+                self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            )
         self._lock = threading.Lock()
         self._memory: dict[int, np.ndarray] = {}
         """Registered memory, by the number of its memfd."""
@@ -113,7 +125,8 @@ class Agent:
             self._lock.release()
 
     def register(self, number: int, memory: memoryview, deadline: Deadline) -> None:
-        """Have the whole mapping in which ``memory`` lies, of memfd ``number``, ready for transfers from now on."""
+        """Have the whole mapping in which ``memory`` lies, of memfd ``number``, ready for transfers
+        from now on."""
         if number in self._memory:
             return
         with self.used(deadline) as nixl:
@@ -123,13 +136,15 @@ class Agent:
                 self._memory[number] = whole
 
     def metadata(self, numbers: Iterable[int], deadline: Deadline) -> bytes:
-        """Metadata by which a reader reaches this agent and the memfds ``numbers`` in it; about 450 bytes."""
+        """Metadata by which a reader reaches this agent and the memfds ``numbers`` in it; about 450
+        bytes."""
         with self.used(deadline) as nixl:
             spans = nixl.get_reg_descs([_span(self._memory[number]) for number in numbers], "DRAM")
             return nixl.get_partial_agent_metadata(spans, True, ["UCX"])
 
     def meet(self, name: str, metadata: bytes, deadline: Deadline) -> None:
-        """Make ``metadata`` of agent ``name`` known, unless it is; ValueError if it is another agent's."""
+        """Make ``metadata`` of agent ``name`` known, unless it is; ValueError if it is another
+        agent's."""
         if metadata in self._peers.get(name, ()):
             return
         with self.used(deadline) as nixl:
@@ -161,7 +176,8 @@ class Agent:
 
 
 class Transfer:
-    """Reads, one after the other. While `is_open` the destination of the last one may be written at any time."""
+    """Reads, one after the other. While `is_open` the destination of the last one may be written at
+    any time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent, self._handle = agent, None
@@ -176,7 +192,9 @@ class Transfer:
         TimeoutError if it takes too long, ConnectionError or one of NIXL's own if it fails.
         """
         with self._agent.used(deadline) as nixl:
-            spans = [nixl.get_xfer_descs([(address, size, 0)], "DRAM") for address in (mine, theirs)]
+            spans = [
+                nixl.get_xfer_descs([(address, size, 0)], "DRAM") for address in (mine, theirs)
+            ]
             self._handle = nixl.initialize_xfer("READ", *spans, name)
             state = nixl.transfer(self._handle)
             if state == "DONE":

@@ -1,7 +1,7 @@
 """Paths of another process's bytes under UCX: copied by the kernel, by a network card, or emulated.
 
-Only the first two are one-sided. Where neither works UCX falls back to TCP without a word, which is tens of times
-slower and needs the other process to take part.
+Only the first two are one-sided. Where neither works UCX falls back to TCP without a word, which is
+tens of times slower and needs the other process to take part.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from relax_hpc.transport.rdma_agent import knows_all_cards
 
 _FABRIC = Path("/sys/class/infiniband")
 _DRIVERS = ("mlx5_core",)
-"""Drivers of the cards that the wheel's own libibverbs knows; NIXL built against the system's rdma-core knows all."""
+"""Drivers of the cards that the wheel's own libibverbs knows; NIXL built against the system's
+rdma-core knows all."""
 _CMA_NAMES = ("all", "cma", "shm", "sm")
 _VERBS_NAMES = ("all", "ib", "rc", "dc", "ud")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``kind``: `cma` (process_vm_readv, same node), `verbs`, or `tcp`, which is emulated; ``why`` not a better one."""
+    """``kind``: `cma` (process_vm_readv, same node), `verbs`, or `tcp`, which is emulated; ``why``
+    not a better one."""
 
     kind: Literal["cma", "verbs", "tcp"]
     why: str = ""
@@ -46,7 +48,8 @@ def card() -> dict[str, Any]:
 
 
 def route(there: dict[str, Any], address: int) -> Route:
-    """The way to the memory at ``address`` of the process whose `card` is ``there``, as UCX chooses it."""
+    """The way to the memory at ``address`` of the process whose `card` is ``there``, as UCX chooses
+    it."""
     why_not = _why_not_cma(there, address)
     if not why_not:
         return Route("cma")
@@ -62,14 +65,21 @@ def _why_not_cma(there: dict[str, Any], address: int) -> str:
     if not _allowed(_CMA_NAMES):
         return f"UCX_TLS={os.environ['UCX_TLS']}"
     if here["pid_ns"] != there["pid_ns"]:
-        return "another pid namespace on the same node: start both in one container, or share the host's"
+        return (
+            "another pid namespace on the same node: start both in one container, or share the "
+            "host's"
+        )
     error = _read_byte(there["pid"], address)
     if error == errno.ESRCH:
         return f"process {there['pid']} has ended"
     if error != errno.EPERM:
         return ""
     if here["user_ns"] != there["user_ns"]:
-        return "another user namespace on the same node: start both in one container, or share the host's"
+        return (
+            "another user namespace on the same node: start both in one container, or share "
+            "the "
+            "host's"
+        )
     if here["uid"] != there["uid"]:
         return f"a process of user {there['uid']}, this one is of {here['uid']}"
     return "ptrace between processes is not allowed (kernel.yama.ptrace_scope)"

@@ -1,4 +1,5 @@
-"""Offers of a process on the plane `rdma`: registered memory, a board of what is still there, and descriptors."""
+"""Offers of a process on the plane `rdma`: registered memory, a board of what is still there, and
+descriptors."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ _PUBLISH_S = 10.0
 
 @dataclass(slots=True)
 class Place:
-    """A descriptor: `size` bytes at `address` of NIXL agent `agent`, which is of process `peer`; they are there as
-    long as the 8 bytes at address `slot` are `serial`. `card` says where the process is."""
+    """A descriptor: `size` bytes at `address` of NIXL agent `agent`, which is of process `peer`;
+    they are there as long as the 8 bytes at address `slot` are `serial`. `card` says where the
+    process is."""
 
     name: str
     size: int
@@ -44,7 +46,8 @@ class Place:
     serial: int
 
     def descriptor(self, token: bytes) -> Descriptor:
-        """Descriptor with a proof that a holder of ``token`` has made it: NIXL crashes on changed metadata."""
+        """Descriptor with a proof that a holder of ``token`` has made it: NIXL crashes on changed
+        metadata."""
         found = {field: getattr(self, field) for field in self.__slots__}
         return found | {"proof": _proof(found, token)}
 
@@ -54,7 +57,9 @@ class Place:
         found = dict(descriptor)
         proof = found.pop("proof", None)
         if not isinstance(proof, bytes) or not hmac.compare_digest(proof, _proof(found, token)):
-            raise ValueError("the descriptor was not made with the token of this run, or was changed")
+            raise ValueError(
+                "the descriptor was not made with the token of this run, or was changed"
+            )
         return cls(**found)
 
 
@@ -63,10 +68,11 @@ def _proof(fields: Descriptor, token: bytes) -> bytes:
 
 
 class Source:
-    """The records that this process offers, and a thread that looks now and then for readers who connect.
+    """The records that this process offers, and a thread that looks now and then for readers who
+    connect.
 
-    A record's word on the board is cleared at `retire`, before the memory is used again: a reader that finds the
-    record's serial number there after reading has read what was published.
+    A record's word on the board is cleared at `retire`, before the memory is used again: a reader
+    that finds the record's serial number there after reading has read what was published.
     """
 
     def __init__(self, token: bytes, owner: str, pool: SlabPool, poll_s: float) -> None:
@@ -91,7 +97,8 @@ class Source:
                 self._agent.progress(Deadline(_PUBLISH_S))
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """Offer ``record``, copied unless it lies in a slab of the pool; PlaneError, or one of NIXL's, if it cannot."""
+        """Offer ``record``, copied unless it lies in a slab of the pool; PlaneError, or one of
+        NIXL's, if it cannot."""
         found, copy = self._pool.locate(record), None
         if found is None:
             copy = self._pool.take(len(record))
@@ -129,7 +136,9 @@ class Source:
             if name in self._records:
                 raise PlaneError(f"{name} is published already; retire it first")
             if not self._free:
-                raise PlaneError(f"{MAX_RECORDS} records are published, the most there can be; retire some")
+                raise PlaneError(
+                    f"{MAX_RECORDS} records are published, the most there can be; retire some"
+                )
             slot = self._free.popleft()
             self._serial += 1
             self._slots[slot] = self._serial

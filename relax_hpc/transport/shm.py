@@ -1,4 +1,5 @@
-"""The plane within a node: readers map the memory in which a record was written, and nothing is copied."""
+"""The plane within a node: readers map the memory in which a record was written, and nothing is
+copied."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ _HERE, _UNKNOWN = b"+", b"-"
 
 
 def node_identity() -> str:
-    """Equal in two processes if an abstract socket of one can be reached by the other: one kernel, one network
-    namespace. Containers may have another."""
+    """Equal in two processes if an abstract socket of one can be reached by the other: one kernel,
+    one network namespace. Containers may have another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 @dataclass(slots=True)
 class _Place:
-    """A descriptor: `size` bytes from `at` on in memfd `memfd` of the maker at `socket`; they are there as long as
-    the board says `serial` in `slot`."""
+    """A descriptor: `size` bytes from `at` on in memfd `memfd` of the maker at `socket`; they are
+    there as long as the board says `serial` in `slot`."""
 
     name: str
     node: str
@@ -58,7 +59,8 @@ class _Place:
 
     @classmethod
     def of(cls, descriptor: Descriptor) -> _Place:
-        """ValueError or TypeError if it is none. What is not looked at here fails where it is used."""
+        """ValueError or TypeError if it is none. What is not looked at here fails where it is
+        used."""
         place = cls(**descriptor)
         if min(place.memfd, place.at, place.size, place.slot, place.serial - 1) < 0:
             raise ValueError(f"a number that is none of this plane's in {descriptor}")
@@ -73,7 +75,8 @@ class _Record:
 
 
 class _Board:
-    """Says which records are offered: a serial number a slot, in memory that the readers have mapped."""
+    """Says which records are offered: a serial number a slot, in memory that the readers have
+    mapped."""
 
     def __init__(self) -> None:
         self.memfd = Memfd("relax-board", 8 * MAX_RECORDS)
@@ -86,7 +89,9 @@ class _Board:
         """Slot and serial number of one more record."""
         slot = self._free.pop() if self._free else next(self._unused, None)
         if slot is None:
-            raise PlaneError(f"shm: {MAX_RECORDS} records are published, the most there can be; retire some")
+            raise PlaneError(
+                f"shm: {MAX_RECORDS} records are published, the most there can be; retire some"
+            )
         serial = next(self._serials)
         self._slots[slot] = serial
         return slot, serial
@@ -114,7 +119,9 @@ class _Maker(Link):
             raise PlaneError("its maker has retired it")
         memory = self._memory(place.memfd, deadline)
         if place.at + place.size > len(memory):
-            raise PlaneError(f"{place.size} bytes at {place.at} do not lie in a memfd of {len(memory)}")
+            raise PlaneError(
+                f"{place.size} bytes at {place.at} do not lie in a memfd of {len(memory)}"
+            )
         return memory[place.at : place.at + place.size]
 
     def _memory(self, number: int, deadline: Deadline) -> memoryview:
@@ -173,18 +180,18 @@ def _ask(connection: socket.socket, number: int, deadline: Deadline) -> int | No
 
 
 class ShmPlane(Plane):
-    """Records in memfds, which readers of the same user and node get over an abstract unix socket and keep mapped: a
-    further record in memory that is mapped costs no message.
+    """Records in memfds, which readers of the same user and node get over an abstract unix socket
+    and keep mapped: a further record in memory that is mapped costs no message.
 
-    What `read` gives is the maker's memory itself: when the maker has retired the record and uses the memory again,
-    it changes. Of a maker that was killed, what is mapped stays readable.
+    What `read` gives is the maker's memory itself: when the maker has retired the record and uses
+    the memory again, it changes. Of a maker that was killed, what is mapped stays readable.
     """
 
     name = "shm"
 
     def __init__(self, token: bytes, pool: SlabPool, silence_s: float = SILENCE_S) -> None:
-        """``pool``: where the records lie that are published without a copy. It is not closed with the plane.
-        ``silence_s``: for a maker without any sign."""
+        """``pool``: where the records lie that are published without a copy. It is not closed with
+        the plane. ``silence_s``: for a maker without any sign."""
         self._pool, self._silence_s = pool, silence_s
         self._node, self._address = node_identity(), f"relax-shm-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
@@ -194,10 +201,13 @@ class ShmPlane(Plane):
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{self._address}")
         listening.listen()
-        self._listener = ThreadListener(listening, token, self._address.encode(), self._serve, "plane-shm", _check_user)
+        self._listener = ThreadListener(
+            listening, token, self._address.encode(), self._serve, "plane-shm", _check_user
+        )
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
-        """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if ``name`` is taken."""
+        """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if
+        ``name`` is taken."""
         record = memoryview(record).cast("B")
         place, copy = self._pool.locate(record), None
         if place is None:
@@ -209,7 +219,13 @@ class ShmPlane(Plane):
             self._give_back(copy)
             raise
         memfd, at = place or (copy.number, copy.offset)
-        found = {"name": name, "node": self._node, "socket": self._address, "memfd": memfd, "at": at}
+        found = {
+            "name": name,
+            "node": self._node,
+            "socket": self._address,
+            "memfd": memfd,
+            "at": at,
+        }
         return found | {"size": len(record), "slot": slot, "serial": serial}
 
     def _post(self, name: str, copy: Slab | None) -> tuple[int, int]:
@@ -229,7 +245,9 @@ class ShmPlane(Plane):
         try:
             place = _Place.of(descriptor)
             if place.node != self._node:
-                raise PlaneError(f"its node is {place.node}, this is {self._node}; take another plane")
+                raise PlaneError(
+                    f"its node is {place.node}, this is {self._node}; take another plane"
+                )
             return self._makers.link(place.socket).view(place, Deadline(timeout_s, self._silence_s))
         except (OSError, ValueError, TypeError, struct.error) as error:
             which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
@@ -267,7 +285,11 @@ class ShmPlane(Plane):
 
     def _answer(self, connection: socket.socket, number: int) -> None:
         connection.settimeout(_ANSWER_S)
-        fd = self._board.memfd.open_read_only() if number == _BOARD else self._pool.open_read_only(number)
+        fd = (
+            self._board.memfd.open_read_only()
+            if number == _BOARD
+            else self._pool.open_read_only(number)
+        )
         if fd is None:
             connection.sendall(_UNKNOWN)
             return

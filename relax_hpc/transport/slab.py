@@ -1,4 +1,5 @@
-"""Reusable shared memory: memfds whose pages are there before anybody waits for them, handed out in pieces.
+"""Reusable shared memory: memfds whose pages are there before anybody waits for them, handed out in
+pieces.
 
 A memfd has no name in any filesystem, so nothing is left of a process that was killed.
 """
@@ -22,11 +23,13 @@ MEMFD_BYTES = 8 << 20
 _ZEROS = bytes(1 << 20)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Seal that forbids writable mappings from now on, those that exist stay so; Linux 5.1, unknown to Python 3.11."""
+"""Seal that forbids writable mappings from now on, those that exist stay so; Linux 5.1, unknown to
+Python 3.11."""
 
 
 def slab_size(wanted: int) -> int:
-    """Bytes of a slab for ``wanted`` bytes: pages, and 5, 6, 7 or 8 quarters of a power of two, so that many agree.
+    """Bytes of a slab for ``wanted`` bytes: pages, and 5, 6, 7 or 8 quarters of a power of two, so
+    that many agree.
 
     >>> slab_size(1), slab_size(33_000), slab_size(1 << 20)
     (4096, 40960, 1048576)
@@ -36,7 +39,8 @@ def slab_size(wanted: int) -> int:
 
 
 class Memfd:
-    """``size`` bytes that other processes can map but not write; ``memory`` is this process's writable mapping.
+    """``size`` bytes that other processes can map but not write; ``memory`` is this process's
+    writable mapping.
 
     OSError if there is no room for its pages.
     """
@@ -57,7 +61,8 @@ class Memfd:
         self.address = _address(self.memory)
 
     def _fault_in(self) -> None:
-        # By writing, not by touching: it lets other threads run, and a lack of memory is an error instead of a signal.
+        # By writing, not by touching: it lets other threads run, and a lack of memory is an error
+        # instead of a signal.
         for at in range(0, self.size, len(_ZEROS)):
             os.pwrite(self.fd, memoryview(_ZEROS)[: self.size - at], at)
 
@@ -79,7 +84,9 @@ class Memfd:
 
 def map_read_only(fd: int) -> memoryview:
     """The whole memfd ``fd`` as memory that cannot be written; ``fd`` may be closed afterwards."""
-    return memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+    return memoryview(
+        mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    )
 
 
 def _address(memory: memoryview) -> int:
@@ -88,7 +95,8 @@ def _address(memory: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A piece of a memfd: `number` is the memfd's in its pool, `offset` is where in it `memory` (writable) begins."""
+    """A piece of a memfd: `number` is the memfd's in its pool, `offset` is where in it `memory`
+    (writable) begins."""
 
     fd: int
     number: int
@@ -98,7 +106,8 @@ class Slab:
 
 
 class SlabPool:
-    """Slabs to take and give back; any thread may. Memory that was given back is kept for the next who takes.
+    """Slabs to take and give back; any thread may. Memory that was given back is kept for the next
+    who takes.
 
     >>> pool = SlabPool()
     >>> slab = pool.take(100_000)
@@ -133,8 +142,9 @@ class SlabPool:
             return sum(slab.size for slab in self._taken)
 
     def take(self, size: int) -> Slab:
-        """A slab of at least ``size`` bytes (about a quarter more at most, unless a larger one lies idle: then up to
-        twice), which hold what was in them last. OSError if there is no memory or no file descriptor left."""
+        """A slab of at least ``size`` bytes (about a quarter more at most, unless a larger one lies
+        idle: then up to twice), which hold what was in them last. OSError if there is no memory or
+        no file descriptor left."""
         if size < 0:
             raise ValueError(f"slab: found a size of {size} bytes, allowed 0 and more")
         with self._lock:
@@ -166,7 +176,8 @@ class SlabPool:
         return slabs[0]
 
     def _count(self, size: int) -> int:
-        """Slabs to make next: as many as there are of this size, so that few file descriptors do for many slabs."""
+        """Slabs to make next: as many as there are of this size, so that few file descriptors do
+        for many slabs."""
         with self._lock:
             return max(1, min(self._made.get(size, 0), MEMFD_BYTES // size))
 
@@ -174,12 +185,16 @@ class SlabPool:
         """Nobody needs what is in ``slab``. ValueError if it is not one that was taken here."""
         with self._lock:
             if slab not in self._taken:
-                raise ValueError(f"slab {slab.number} at {slab.offset}: not taken from this pool, or given back before")
+                raise ValueError(
+                    f"slab {slab.number} at {slab.offset}: not taken from this pool, or given back "
+                    "before"
+                )
             self._taken.remove(slab)
             self._free.setdefault(slab.size, []).append(slab)
 
     def locate(self, record: memoryview) -> tuple[int, int] | None:
-        """Number of the memfd in which ``record`` lies and where in it; None if it does not lie in one of this pool."""
+        """Number of the memfd in which ``record`` lies and where in it; None if it does not lie in
+        one of this pool."""
         if not record.nbytes:
             return None
         address = _address(record)
@@ -192,13 +207,15 @@ class SlabPool:
             return (number, address - start) if inside else None
 
     def open_read_only(self, number: int) -> int | None:
-        """A file descriptor of memfd ``number`` for another process, to be closed by the caller; None if unknown."""
+        """A file descriptor of memfd ``number`` for another process, to be closed by the caller;
+        None if unknown."""
         with self._lock:
             memfd = self._memfds.get(number)
             return memfd.open_read_only() if memfd else None
 
     def close(self) -> None:
-        """Hand the memory back, as far as nobody has a view of it; close the planes that use the pool before."""
+        """Hand the memory back, as far as nobody has a view of it; close the planes that use the
+        pool before."""
         with self._lock:
             for memfd in self._memfds.values():
                 memfd.close()

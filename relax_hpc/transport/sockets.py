@@ -1,7 +1,9 @@
-"""Frames over TCP: a length and as many bytes, which the other end has sealed for this place of this connection.
+"""Frames over TCP: a length and as many bytes, which the other end has sealed for this place of
+this connection.
 
-Plain sockets, without the threads that a messaging library has at each end: `tools/bench/queue`, rows `latency` and
-`control`, shows what a request costs. `listener` has the end of those who listen.
+Plain sockets, without the threads that a messaging library has at each end: `tools/bench/queue`,
+rows `latency` and `control`, shows what a request costs. `listener` has the end of those who
+listen.
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ class Cutter:
 
     @property
     def complete(self) -> bool:
-        """Whether there is a next frame. BadMessage: it has a length that no frame has, and nothing can follow."""
+        """Whether there is a next frame. BadMessage: it has a length that no frame has, and nothing
+        can follow."""
         rest = self._rest
         if len(rest) < _SIZE.size:
             return False
         (size,) = _SIZE.unpack_from(rest)
         if not MAC_BYTES < size <= MAX_MESSAGE_BYTES:
-            raise BadMessage(f"frame of {size} bytes, allowed {MAC_BYTES + 1} to {MAX_MESSAGE_BYTES}")
+            raise BadMessage(
+                f"frame of {size} bytes, allowed {MAC_BYTES + 1} to {MAX_MESSAGE_BYTES}"
+            )
         return len(rest) >= _SIZE.size + size
 
     def next(self) -> bytearray | None:
@@ -69,18 +74,23 @@ class Cutter:
 
 
 class Connection:
-    """A stream socket whose ends know each other, and that nobody waits for: what cannot be sent at once is kept."""
+    """A stream socket whose ends know each other, and that nobody waits for: what cannot be sent at
+    once is kept."""
 
     __slots__ = ("_backlog", "_cutter", "_opens", "_seals", "socket")
 
     def __init__(self, made: socket.socket, key: bytes, listens: bool) -> None:
-        """``key``: what both ends came to, see `proof`; ``listens``: this is the end that was connected to."""
+        """``key``: what both ends came to, see `proof`; ``listens``: this is the end that was
+        connected to."""
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
         self.socket, self._backlog, self._cutter = made, bytearray(), Cutter()
-        self._seals, self._opens = Seal(key, to_listener=not listens), Seal(key, to_listener=listens)
+        self._seals, self._opens = (
+            Seal(key, to_listener=not listens),
+            Seal(key, to_listener=listens),
+        )
 
     def send(self, payload: Bytes) -> None:
         """Send ``payload``. OSError: it is broken, or its other end does not read."""
@@ -112,7 +122,8 @@ class Connection:
             self._cutter.add(data)
 
     def payloads(self, most: int | None = None) -> list[memoryview]:
-        """Payloads of the frames that have come, in order; at most ``most`` of them. BadMessage: nothing can follow.
+        """Payloads of the frames that have come, in order; at most ``most`` of them. BadMessage:
+        nothing can follow.
 
         The frames before a bad one are lost with it.
         """
@@ -136,26 +147,30 @@ class Connection:
         self.socket.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something has come, or what was kept can be sent, or ``seconds`` have passed."""
+        """Wait until something has come, or what was kept can be sent, or ``seconds`` have
+        passed."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.waits else 0))
         poll.poll(1000 * seconds)
 
 
 class Knock:
-    """A connection in the making, from the connecting end: nothing is said to who has not proven what it is.
+    """A connection in the making, from the connecting end: nothing is said to who has not proven
+    what it is.
 
     Whoever has the port of a controller that has died may listen there, and say nothing.
     """
 
     def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
-        """Connect to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
+        """Connect to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts
+        within ``seconds``."""
         self._socket = dial(endpoint, seconds)
         self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
         self._end = time.monotonic() + PROOF_S
 
     def proceed(self, seconds: float) -> Connection | None:
-        """The connection, once both ends have proven themselves; None if that takes longer than ``seconds`` more.
+        """The connection, once both ends have proven themselves; None if that takes longer than
+        ``seconds`` more.
 
         OSError: it will never be one. It is closed then.
         """
@@ -169,7 +184,9 @@ class Knock:
                 except TimeoutError:
                     break
             if time.monotonic() >= self._end:
-                raise TimeoutError(f"who listens has not proved in {PROOF_S:g} s that it holds the run's token")
+                raise TimeoutError(
+                    f"who listens has not proved in {PROOF_S:g} s that it holds the run's token"
+                )
         except OSError:
             self.close()
             raise
@@ -196,7 +213,8 @@ class Knock:
 
 
 def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> Connection:
-    """A connection to ``endpoint``, whose ends know each other. OSError: there is none within ``seconds``."""
+    """A connection to ``endpoint``, whose ends know each other. OSError: there is none within
+    ``seconds``."""
     knock = Knock(endpoint, token, purpose, seconds)
     if made := knock.proceed(seconds):
         return made
@@ -240,11 +258,14 @@ class Bell:
             self._hammer.send(b"!")
 
     def wait(self, connection: Connection | None, seconds: float) -> None:
-        """Wait until it rings, ``connection`` has something or takes what was kept, or ``seconds`` have passed."""
+        """Wait until it rings, ``connection`` has something or takes what was kept, or ``seconds``
+        have passed."""
         poll = select.poll()
         poll.register(self._ear, select.POLLIN)
         if connection:
-            poll.register(connection.socket, select.POLLIN | (select.POLLOUT if connection.waits else 0))
+            poll.register(
+                connection.socket, select.POLLIN | (select.POLLOUT if connection.waits else 0)
+            )
         if any(ready == self._ear.fileno() for ready, _ in poll.poll(1000 * seconds)):
             with contextlib.suppress(OSError):
                 self._ear.recv(_RECEIVE_BYTES)

@@ -1,4 +1,5 @@
-"""The plane that is there wherever nodes have a network: plain sockets, one copy in the maker's kernel, one here."""
+"""The plane that is there wherever nodes have a network: plain sockets, one copy in the maker's
+kernel, one here."""
 
 from __future__ import annotations
 
@@ -32,10 +33,17 @@ _REQUEST_S = 5.0
 _REQUEST = struct.Struct("<dH")
 """Request: seconds that the reader waits, bytes of the name that follows."""
 _ANSWER = struct.Struct("<BQQ")
-"""Answer: whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow, if it is."""
+"""Answer: whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow, if it
+is."""
 _ABSENT, _OFFERED, _COMING = range(3)
-_OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""Options of sockets: an idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
+_OPTIONS = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+}
+"""Options of sockets: an idle connection to a node that has lost its power ends after 30 s and
+three times 10 s."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 _FOLDER = "/"
 """Separator between the name of a folder and that of a record in it."""
@@ -46,13 +54,14 @@ class Coming(Exception):
 
 
 Give = Callable[[str], memoryview | None]
-"""Function that makes a record of a folder by name, in any thread; None: it is not offered. `Coming`, after a moment:
-it will be."""
+"""Function that makes a record of a folder by name, in any thread; None: it is not offered.
+`Coming`, after a moment: it will be."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """A descriptor: the record `name` of `size` bytes, of the plane `maker` that listens at `host` and `port`."""
+    """A descriptor: the record `name` of `size` bytes, of the plane `maker` that listens at `host`
+    and `port`."""
 
     host: str
     port: int
@@ -70,7 +79,9 @@ class _Place:
         except TypeError as error:
             raise PlaneError(f"tcp: no descriptor of this plane: {error}") from error
         words, numbers = (place.host, place.maker, place.name), (place.port, place.size)
-        if not all(isinstance(word, str) for word in words) or not all(isinstance(n, int) for n in numbers):
+        if not all(isinstance(word, str) for word in words) or not all(
+            isinstance(n, int) for n in numbers
+        ):
             raise PlaneError(f"tcp: no descriptor of this plane: {descriptor}")
         return place
 
@@ -108,9 +119,11 @@ def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) ->
 
 
 def _ask(connection: socket.socket, name: bytes, deadline: Deadline) -> tuple[int, int, int]:
-    """Answer of the maker about record ``name``, once the record is not on its way to the maker any more.
+    """Answer of the maker about record ``name``, once the record is not on its way to the maker any
+    more.
 
-    An OSError if that takes twice as long as silence may: it may have given up one silent peer of its own meanwhile.
+    An OSError if that takes twice as long as silence may: it may have given up one silent peer of
+    its own meanwhile.
     """
     asked = time.monotonic()
     while True:
@@ -124,7 +137,8 @@ def _ask(connection: socket.socket, name: bytes, deadline: Deadline) -> tuple[in
 
 
 def _fetch(connection: socket.socket, place: _Place, deadline: Deadline) -> memoryview | None:
-    """Ask for a record and receive it into memory that nothing else uses; None if its maker does not offer it.
+    """Ask for a record and receive it into memory that nothing else uses; None if its maker does
+    not offer it.
 
     An OSError if it does not come whole.
     """
@@ -141,15 +155,18 @@ def _fetch(connection: socket.socket, place: _Place, deadline: Deadline) -> memo
 
 
 class TcpPlane(Plane):
-    """Records over plain sockets; one connection to each maker is kept, and one thread of a maker serves one reader."""
+    """Records over plain sockets; one connection to each maker is kept, and one thread of a maker
+    serves one reader."""
 
     name = "tcp"
 
     def __init__(self, token: bytes, host: str, silence_s: float = SILENCE_S) -> None:
-        """``host``: the address of this node at which others reach it. ValueError if it stands for all addresses.
-        ``silence_s``: for a maker without any sign."""
+        """``host``: the address of this node at which others reach it. ValueError if it stands for
+        all addresses. ``silence_s``: for a maker without any sign."""
         if host in _ANYWHERE:
-            raise ValueError(f"tcp: found host {host!r}, allowed one address of this node, such as 127.0.0.1")
+            raise ValueError(
+                f"tcp: found host {host!r}, allowed one address of this node, such as 127.0.0.1"
+            )
         self._host, self._maker, self._silence_s = host, secrets.token_hex(8), silence_s
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
@@ -162,7 +179,9 @@ class TcpPlane(Plane):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family)
         self._port = listening.getsockname()[1]
-        self._listener = ThreadListener(listening, token, self._maker.encode(), self._serve, "plane-tcp")
+        self._listener = ThreadListener(
+            listening, token, self._maker.encode(), self._serve, "plane-tcp"
+        )
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """See `Plane`. Nothing is copied. PlaneError if ``name`` is taken or too long."""
@@ -176,7 +195,8 @@ class TcpPlane(Plane):
         return {"host": self._host, "port": self._port, "maker": self._maker}
 
     def open_folder(self, name: str, give: Give) -> Descriptor:
-        """Offer what ``give`` makes when it is asked for, until `close_folder`; see `record_in` for how to find it."""
+        """Offer what ``give`` makes when it is asked for, until `close_folder`; see `record_in` for
+        how to find it."""
         with self._lock:
             self._folders[name] = give
         return self.folder(name)
@@ -190,13 +210,17 @@ class TcpPlane(Plane):
         with self._lock:
             self._folders.pop(name, None)
 
-    def read(self, descriptor: Descriptor, timeout_s: float, silence_s: float = math.inf) -> memoryview:
-        """See `Plane`: a copy, whose checksum was compared. ``silence_s``: for a maker without any sign, if that is
-        less than for others."""
+    def read(
+        self, descriptor: Descriptor, timeout_s: float, silence_s: float = math.inf
+    ) -> memoryview:
+        """See `Plane`: a copy, whose checksum was compared. ``silence_s``: for a maker without any
+        sign, if that is less than for others."""
         place = _Place.of(descriptor)
         deadline = Deadline(timeout_s, min(silence_s, self._silence_s))
         try:
-            with self._peers.link((place.host, place.port, place.maker)).use(deadline) as connection:
+            with self._peers.link((place.host, place.port, place.maker)).use(
+                deadline
+            ) as connection:
                 record = _fetch(connection, place, deadline)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             raise PlaneError(f"tcp: {place} (in {timeout_s:g} s): {error}") from error
@@ -205,7 +229,8 @@ class TcpPlane(Plane):
         return record
 
     def retire(self, name: str) -> None:
-        """See `Plane`. Whoever is just receiving it finds that the checksum does not match if it then changes."""
+        """See `Plane`. Whoever is just receiving it finds that the checksum does not match if it
+        then changes."""
         with self._lock:
             self._records.pop(name.encode(), None)
 
@@ -219,13 +244,16 @@ class TcpPlane(Plane):
     def _serve(self, connection: socket.socket) -> None:
         _tune(connection)
         while wait_for_request(connection):
-            patience, size = _REQUEST.unpack(receive(connection, _REQUEST.size, Deadline(_REQUEST_S)))
+            patience, size = _REQUEST.unpack(
+                receive(connection, _REQUEST.size, Deadline(_REQUEST_S))
+            )
             if size > MAX_NAME_BYTES or not 0 < patience <= MAX_TIMEOUT_S:
                 return
             self._send(connection, receive(connection, size, Deadline(_REQUEST_S)), patience)
 
     def _send(self, connection: socket.socket, name: bytes, patience: float) -> None:
-        """Answer with the record ``name``, within ``patience`` seconds: then nobody waits for it any more."""
+        """Answer with the record ``name``, within ``patience`` seconds: then nobody waits for it
+        any more."""
         connection.settimeout(patience)
         try:
             record = self._offered(name)
@@ -243,7 +271,8 @@ class TcpPlane(Plane):
             self.sent_bytes += len(record.memory)
 
     def _offered(self, name: bytes) -> _Record | None:
-        """The record with its checksum, which is of bytes that were offered until it was made. Coming: see `Give`."""
+        """The record with its checksum, which is of bytes that were offered until it was made.
+        Coming: see `Give`."""
         record = self._records.get(name)
         if record is None:
             return self._given(name)
@@ -265,7 +294,7 @@ class TcpPlane(Plane):
 
 
 def record_in(folder: Descriptor, name: str, size: int) -> Descriptor:
-    """The descriptor of record ``name`` of ``size`` bytes in what `TcpPlane.open_folder` gave. LookupError or TypeError
-    if it gave no such thing."""
+    """The descriptor of record ``name`` of ``size`` bytes in what `TcpPlane.open_folder` gave.
+    LookupError or TypeError if it gave no such thing."""
     where = {key: folder[key] for key in ("host", "port", "maker")}
     return where | {"name": f"{folder['folder']}{_FOLDER}{name}", "size": size}

@@ -1,4 +1,5 @@
-"""Messages: msgpack, bounded in size, each authenticated as the next one in its direction of its connection.
+"""Messages: msgpack, bounded in size, each authenticated as the next one in its direction of its
+connection.
 
 Nothing is ever unpickled.
 """
@@ -13,7 +14,8 @@ from typing import Any
 import msgpack
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Bytes of a message at most, more than any request or answer has; a hostile one takes a few hundred MB unpacked."""
+"""Bytes of a message at most, more than any request or answer has; a hostile one takes a few
+hundred MB unpacked."""
 MAC_BYTES = 16
 _PLACE = struct.Struct("<8sQ")
 Bytes = bytes | bytearray | memoryview
@@ -29,7 +31,8 @@ def purpose_of(incarnation: int) -> bytes:
 
 
 class Seal:
-    """One direction of one connection. Both ends have one: what one seals the other can open, once and in order.
+    """One direction of one connection. Both ends have one: what one seals the other can open, once
+    and in order.
 
     What was sent the other way, before, or on another connection is no frame of it.
     """
@@ -52,7 +55,8 @@ class Seal:
         return payload
 
     def _mac(self, payload: Bytes) -> bytes:
-        # BLAKE2 takes what a hash is for as a parameter of its own: so nothing is copied to be hashed with it.
+        # BLAKE2 takes what a hash is for as a parameter of its own: so nothing is copied to be
+        # hashed with it.
         place = _PLACE.pack(self._direction, self._count)
         self._count += 1
         return blake2b(payload, key=self._key, person=place, digest_size=MAC_BYTES).digest()

@@ -1,7 +1,8 @@
 """Deltas of a record against an older one: changed blocks, as differences that compress well.
 
-A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the exclusive or of old and new
-is nearly all zeros, more so with the first bytes of all numbers together, then the second ones.
+A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the
+exclusive or of old and new is nearly all zeros, more so with the first bytes of all numbers
+together, then the second ones.
 """
 
 from __future__ import annotations
@@ -25,27 +26,38 @@ _LEVEL = 1
 
 
 class Deltas:
-    """One actor rank's: keeps a copy of the last anchor, and offers what differs from it beside each whole version."""
+    """One actor rank's: keeps a copy of the last anchor, and offers what differs from it beside
+    each whole version."""
 
-    def __init__(self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, Tensor], every: int) -> None:
+    def __init__(
+        self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, Tensor], every: int
+    ) -> None:
         """``every``: versions from one anchor to the next; 0: there are none."""
         self.every, self.anchor = every, Version(0, 0)
         self.bytes = self.whole_bytes = 0
         """Bytes of the deltas offered so far, and of the records that they stand for."""
         self._ring = ring
         self._copy = pool.take(max(1, ring.bytes)).memory if every else memoryview(b"")
-        self._items = [min(ITEM_BYTES[tensors[part.name].dtype] for part in parts) for _, _, parts in ring.chunks]
+        self._items = [
+            min(ITEM_BYTES[tensors[part.name].dtype] for part in parts)
+            for _, _, parts in ring.chunks
+        ]
 
     def add(self, version: Version, slab: int, chunks: Sequence[Chunk]) -> tuple[list[Chunk], str]:
         """Chunks with their deltas, and the anchor; "" without."""
         if not self.every:
             return list(chunks), ""
-        if version.incarnation != self.anchor.incarnation or version.number - self.anchor.number >= self.every:
+        if (
+            version.incarnation != self.anchor.incarnation
+            or version.number - self.anchor.number >= self.every
+        ):
             self.anchor = version
             for index, (begin, end, _) in enumerate(self._ring.chunks):
                 self._copy[begin:end] = self._ring.record(slab, index)
             return list(chunks), str(version)
-        return [self._with_delta(index, slab, chunk) for index, chunk in enumerate(chunks)], str(self.anchor)
+        return [self._with_delta(index, slab, chunk) for index, chunk in enumerate(chunks)], str(
+            self.anchor
+        )
 
     def _with_delta(self, index: int, slab: int, chunk: Chunk) -> Chunk:
         begin, end, _ = self._ring.chunks[index]
@@ -59,21 +71,29 @@ class Deltas:
 
 
 def encode(old: memoryview, new: memoryview, item: int) -> bytes:
-    """Delta of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes: 1, 2, 4 or 8."""
+    """Delta of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes:
+    1, 2, 4 or 8."""
     import zstandard
 
     if len(old) != len(new):
-        raise ValueError(f"delta: found records of {len(old)} and {len(new)} bytes, allowed: equal ones")
+        raise ValueError(
+            f"delta: found records of {len(old)} and {len(new)} bytes, allowed: equal ones"
+        )
     one, other = _blocks(old), _blocks(new)
     changed = (one != other).any(axis=1)
     difference = one[changed] ^ other[changed]
     planes = difference.reshape(-1, item).T.tobytes()
     body = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
-    return _HEAD.pack(_MAGIC, len(new), item, int(changed.sum())) + np.packbits(changed).tobytes() + body
+    return (
+        _HEAD.pack(_MAGIC, len(new), item, int(changed.sum()))
+        + np.packbits(changed).tobytes()
+        + body
+    )
 
 
 def apply(old: bytearray, delta: memoryview) -> None:
-    """Turn ``old`` into what ``delta`` was made of. Applied twice, it gives the old again. ValueError: it is none."""
+    """Turn ``old`` into what ``delta`` was made of. Applied twice, it gives the old again.
+    ValueError: it is none."""
     import zstandard
 
     if len(delta) < _HEAD.size:
@@ -86,12 +106,15 @@ def apply(old: bytearray, delta: memoryview) -> None:
     flags = np.frombuffer(delta[_HEAD.size : start], np.uint8)
     changed = np.flatnonzero(np.unpackbits(flags, count=blocks))
     try:
-        planes = zstandard.ZstdDecompressor().decompress(delta[start:], max_output_size=count * BLOCK_BYTES)
+        planes = zstandard.ZstdDecompressor().decompress(
+            delta[start:], max_output_size=count * BLOCK_BYTES
+        )
     except zstandard.ZstdError as error:
         raise ValueError(f"delta: {error}") from error
     if len(changed) != count or len(planes) != count * BLOCK_BYTES:
         raise ValueError(
-            f"delta: {len(changed)} changed blocks with {len(planes)} bytes, its header says {count} blocks"
+            f"delta: {len(changed)} changed blocks with {len(planes)} bytes, its header says "
+            f"{count} blocks"
         )
     difference = np.frombuffer(planes, np.uint8).reshape(item, -1).T.reshape(count, BLOCK_BYTES)
     record = np.frombuffer(old, np.uint8)

@@ -1,4 +1,5 @@
-"""Form of a model in the files of its versions, where that is not a tensor for each that is published."""
+"""Form of a model in the files of its versions, where that is not a tensor for each that is
+published."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ class FileForm:
     inside: Mapping[str, Inside] = field(default_factory=dict)
     """Places of those that lie in one of them, by name."""
     untrained: Sequence[str] = ()
-    """Beginnings of the names of tensors of a run's model that are not trained, and are in files of versions too."""
+    """Beginnings of the names of tensors of a run's model that are not trained, and are in files of
+    versions too."""
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of files of a version that has ``tensors``."""
-        return {name: one for name, one in tensors.items() if name not in self.inside} | self.holders
+        return {
+            name: one for name, one in tensors.items() if name not in self.inside
+        } | self.holders

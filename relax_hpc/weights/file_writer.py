@@ -1,4 +1,5 @@
-"""The files of a version, written by all actor ranks while the next versions are trained and published."""
+"""The files of a version, written by all actor ranks while the next versions are trained and
+published."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class _Job:
 
 
 class FileWriter:
-    """Writer of files of one rank. Every rank offers it the same versions in the same order, from one thread."""
+    """Writer of files of one rank. Every rank offers it the same versions in the same order, from
+    one thread."""
 
     def __init__(
         self,
@@ -59,19 +61,22 @@ class FileWriter:
         self.work = Background("weights, files", self._write, device)
 
     def offer(self, version: Version, manifest: Manifest | None, wanted: bool, sync: bool) -> None:
-        """Have the files of ``version`` written: if ``wanted``, and else if it is one of those that have files and no
-        newer one is there when its turn comes."""
+        """Have the files of ``version`` written: if ``wanted``, and else if it is one of those that
+        have files and no newer one is there when its turn comes."""
         every = self.settings.file_every
         if wanted or (every and not version.number % every):
             self.work.put(_Job(version, manifest, wanted, sync))
 
     def _write(self, job: _Job) -> None:
-        """All ranks write their shares, as often as it takes where a disk is full; if one cannot for another reason, or
-        a newer version is due meanwhile, this one stays without files."""
+        """All ranks write their shares, as often as it takes where a disk is full; if one cannot
+        for another reason, or a newer version is due meanwhile, this one stays without files."""
         folder = self.run.weights / str(job.version)
         full = Patience(folder)
         while True:
-            due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
+            due = {
+                "write": job.wanted or self.work.pending == 1,
+                "manifest": job.manifest and job.manifest.encode(),
+            }
             due["more"] = bool(self._untrained)
             due = self.channel.tell(due if self.channel.rank == 0 else None)
             if not due["write"]:
@@ -86,12 +91,20 @@ class FileWriter:
             time.sleep(max(0.0, full.again_at - time.monotonic()))
 
     def _try(self, job: _Job, manifest: Manifest, partial: Path, division: Division) -> int:
-        """Write it once; the number of the error after which it is to be tried again, 0 if it is not."""
+        """Write it once; the number of the error after which it is to be tried again, 0 if it is
+        not."""
         gathered = self.channel.gather(self._share(manifest, partial, division, job.sync))
-        return self.channel.lead(lambda: self._finish(job, manifest, partial, division, gathered or []))
+        return self.channel.lead(
+            lambda: self._finish(job, manifest, partial, division, gathered or [])
+        )
 
     def _finish(
-        self, job: _Job, manifest: Manifest, partial: Path, division: Division, gathered: list[dict[str, Any]]
+        self,
+        job: _Job,
+        manifest: Manifest,
+        partial: Path,
+        division: Division,
+        gathered: list[dict[str, Any]],
     ) -> int:
         """Finish the files, in the leader, when all ranks have written theirs, or failed."""
         assert self.client is not None
@@ -99,7 +112,9 @@ class FileWriter:
         if not failures:
             try:
                 sums = [found["sums"] for found in gathered]
-                listing = finish(manifest, partial, self.run.model, sums, division, self._untrained, job.sync)
+                listing = finish(
+                    manifest, partial, self.run.model, sums, division, self._untrained, job.sync
+                )
             except (OSError, RelaxError) as error:
                 failures = [(str(error), getattr(error, "errno", None) or 0)]
         if not failures:
@@ -113,13 +128,17 @@ class FileWriter:
             self.client.status.note("weights_unwritten", str(job.version), "unwritten")
         return number
 
-    def _share(self, manifest: Manifest, partial: Path, division: Division, sync: bool) -> dict[str, Any]:
+    def _share(
+        self, manifest: Manifest, partial: Path, division: Division, sync: bool
+    ) -> dict[str, Any]:
         """Checksums of what this rank has written, or why it has not."""
         rank = self.channel.rank
         try:
             partial.mkdir(mode=0o700, exist_ok=True)
             memory = private_folder(staging_root(self.run))
-            return {"sums": write_share(manifest, self._puller, partial, rank, division, memory, sync)}
+            return {
+                "sums": write_share(manifest, self._puller, partial, rank, division, memory, sync)
+            }
         except Exception as error:
             # Whoever left here would leave the others waiting.
             return {"failure": f"rank {rank}: {error}", "errno": getattr(error, "errno", None) or 0}

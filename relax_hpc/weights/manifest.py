@@ -1,4 +1,5 @@
-"""The manifest of a version: which tensors it has, and in which records of which ranks their parts lie."""
+"""The manifest of a version: which tensors it has, and in which records of which ranks their parts
+lie."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class WeightsError(RelaxError):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A record of `bytes` bytes with parts of tensors, and how to find it by plane; `digest` is its XXH3 (128 bits)."""
+    """A record of `bytes` bytes with parts of tensors, and how to find it by plane; `digest` is its
+    XXH3 (128 bits)."""
 
     name: str
     bytes: int
@@ -72,21 +74,33 @@ class Manifest:
     anchor: str = ""
     """Version that deltas are made against: this one itself, for those to come, or an older one."""
     small: FileSums = field(default_factory=dict)
-    """Checksums of the files that say what the tensors mean: config.json, the tokenizer. Empty: none were told."""
+    """Checksums of the files that say what the tensors mean: config.json, the tokenizer. Empty:
+    none were told."""
 
     def encode(self) -> bytes:
-        """Manifest as it is written. ValueError if the chunks are not a partition of the tensors."""
-        if wrong := uncovered(self.tensors, [part for chunk in self.chunks for part in chunk.parts]):
+        """Manifest as it is written. ValueError if the chunks are not a partition of the
+        tensors."""
+        if wrong := uncovered(
+            self.tensors, [part for chunk in self.chunks for part in chunk.parts]
+        ):
             raise ValueError(f"version {self.version}: {wrong}")
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, default=_plain).encode()
+        return json.dumps(
+            {"format_version": FORMAT_VERSION, **asdict(self)}, default=_plain
+        ).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
-        """Inverse of `encode`; on anything else ValueError, LookupError, TypeError or AttributeError."""
+        """Inverse of `encode`; on anything else ValueError, LookupError, TypeError or
+        AttributeError."""
         value = json.loads(text, object_hook=_restored)
         if value["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format {value['format_version']}, this program reads {FORMAT_VERSION}")
-        tensors = {name: Tensor(one["dtype"], tuple(one["shape"])) for name, one in value["tensors"].items()}
+            raise ValueError(
+                f"format {value['format_version']}, this program reads {FORMAT_VERSION}"
+            )
+        tensors = {
+            name: Tensor(one["dtype"], tuple(one["shape"]))
+            for name, one in value["tensors"].items()
+        }
         if unknown := {one.dtype for one in tensors.values()} - ITEM_BYTES.keys():
             raise ValueError(f"types {sorted(unknown)}, this program reads {sorted(ITEM_BYTES)}")
         chunks = tuple(map(Chunk.of, value["chunks"]))
@@ -94,7 +108,10 @@ class Manifest:
             raise ValueError(wrong)
         for chunk in chunks:
             ends = [part.offset + part.bytes(tensors[part.name]) for part in chunk.parts]
-            if max(ends, default=0) > chunk.bytes or min((part.offset for part in chunk.parts), default=0) < 0:
+            if (
+                max(ends, default=0) > chunk.bytes
+                or min((part.offset for part in chunk.parts), default=0) < 0
+            ):
                 raise ValueError(f"chunk {chunk.name}: parts beyond its {chunk.bytes} bytes")
         return cls(value["version"], tensors, chunks, value["anchor"], value.get("small", {}))
 
@@ -120,7 +137,8 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def read_manifest(directory: Path, expected: str) -> Manifest:
-    """The manifest of a version's directory, if it is the journaled one. WeightsError names the file."""
+    """The manifest of a version's directory, if it is the journaled one. WeightsError names the
+    file."""
     return read_journaled(directory / MANIFEST, expected, Manifest.decode)
 
 
@@ -141,7 +159,8 @@ def read_journaled(path: Path, expected: str, decode: Any) -> Any:
 def chunks_of(
     parts: Sequence[tuple[str, int, int, int]], tensors: Mapping[str, Tensor], limit: int
 ) -> list[tuple[int, int, tuple[Part, ...]]]:
-    """Lay out a rank's parts (name, axis, start, stop) one after the other: (begin, end, parts) of each chunk.
+    """Lay out a rank's parts (name, axis, start, stop) one after the other: (begin, end, parts) of
+    each chunk.
 
     Chunks are up to ``limit`` bytes long, or one part; offsets of parts are within their chunk.
     """

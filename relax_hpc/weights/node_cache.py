@@ -1,7 +1,9 @@
-"""Verified weights in the memory of a node: pulled by one process, used by all that need the same version.
+"""Verified weights in the memory of a node: pulled by one process, used by all that need the same
+version.
 
-Folders of versions lie in one folder of the run, each with a lock file beside it. Whoever uses a version holds its
-lock shared; whoever makes or removes it, alone. The kernel lets go of the locks of a process that has died.
+Folders of versions lie in one folder of the run, each with a lock file beside it. Whoever uses a
+version holds its lock shared; whoever makes or removes it, alone. The kernel lets go of the locks
+of a process that has died.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from relax_hpc.rundir import RunDir, private_folder
 _LOCK = ".lock"
 _SPARE = ".spare"
 _FIRST_LOOK_S, _LOOK_S = 0.0005, 0.02
-"""Seconds between looks at what another process makes, at first and later: small models are there in a millisecond."""
+"""Seconds between looks at what another process makes, at first and later: small models are there
+in a millisecond."""
 
 
 def staging_root(run: RunDir) -> Path:
-    """Memory-backed folder of this run on this node; the supervisor removes it when the run ends."""
+    """Memory-backed folder of this run on this node; the supervisor removes it when the run
+    ends."""
     name = f"relax-{os.getuid()}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:16]}"
     memory = Path("/dev/shm")
     return (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / name
@@ -62,8 +66,8 @@ class Staged:
 
 
 def _share(fd: int) -> bool:
-    """Hold a lock with others that was held alone. Not in one step: somebody may have it alone now, and remove what it
-    is of."""
+    """Hold a lock with others that was held alone. Not in one step: somebody may have it alone now,
+    and remove what it is of."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
@@ -77,9 +81,11 @@ class Staging:
         self.root = root
 
     def get(self, name: str, make: Callable[[Path], None], patience_s: float) -> Staged:
-        """Folder ``name``, made by ``make(folder)`` unless it is there; others wait while one process makes it.
+        """Folder ``name``, made by ``make(folder)`` unless it is there; others wait while one
+        process makes it.
 
-        DeadlineError after ``patience_s`` seconds of waiting for others; and whatever ``make`` raises.
+        DeadlineError after ``patience_s`` seconds of waiting for others; and whatever ``make``
+        raises.
         """
         deadline, pause = time.monotonic() + patience_s, _FIRST_LOOK_S
         while True:
@@ -102,7 +108,9 @@ class Staging:
                     return Staged(self.root / name, fd)
                 os.close(fd)
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self.root / name}: no process of this node has made it in {patience_s:g} s")
+                raise DeadlineError(
+                    f"{self.root / name}: no process of this node has made it in {patience_s:g} s"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_S)
 
@@ -117,18 +125,22 @@ class Staging:
             shutil.rmtree(partial, ignore_errors=True)
 
     def take_spare(self, target: Path) -> None:
-        """Move memory that nobody uses to ``target``, if there is any: it is quicker than fresh one."""
+        """Move memory that nobody uses to ``target``, if there is any: it is quicker than fresh
+        one."""
         with contextlib.suppress(FileNotFoundError):
             (self.root / _SPARE).rename(target)
 
     def clear(self, doomed: Callable[[str], bool]) -> None:
-        """Remove the folders that nobody uses and whose names are ``doomed``; one large file of them is kept spare."""
+        """Remove the folders that nobody uses and whose names are ``doomed``; one large file of
+        them is kept spare."""
         for lock in self.root.glob(f"*{_LOCK}"):
             name = lock.name.removesuffix(_LOCK)
             if doomed(name) and (fd := self._lock(name, fcntl.LOCK_EX)) is not None:
                 try:
                     with contextlib.suppress(OSError, ValueError):
-                        largest = max((self.root / name).iterdir(), key=lambda path: path.lstat().st_size)
+                        largest = max(
+                            (self.root / name).iterdir(), key=lambda path: path.lstat().st_size
+                        )
                         largest.rename(self.root / _SPARE)
                     for path in (self.root / name, self.root / f".{name}.partial"):
                         shutil.rmtree(path, ignore_errors=True)
@@ -137,7 +149,8 @@ class Staging:
                     os.close(fd)
 
     def _lock(self, name: str, kind: int) -> int | None:
-        """A file descriptor that holds the lock of folder ``name``; None if somebody else's stands against it."""
+        """A file descriptor that holds the lock of folder ``name``; None if somebody else's stands
+        against it."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.root / f"{name}{_LOCK}", flags, 0o600)
@@ -155,7 +168,8 @@ class Staging:
         return None
 
     def _is_current(self, name: str, fd: int) -> bool:
-        """Whether the file that was locked is still the folder's lock: whoever clears removes it."""
+        """Whether the file that was locked is still the folder's lock: whoever clears removes
+        it."""
         with contextlib.suppress(FileNotFoundError):
             return (self.root / f"{name}{_LOCK}").stat().st_ino == os.fstat(fd).st_ino
         return False

@@ -1,8 +1,10 @@
-"""The actor's side: a rank's part of each version is copied once, and all the rest happens beside training.
+"""The actor's side: a rank's part of each version is copied once, and all the rest happens beside
+training.
 
-`Publisher.publish` returns when the copy is made. A thread then offers it on the planes, has the leader write the
-manifest and the queue's controller journal it, and removes what nobody needs; another one writes the files that are
-due. The threads of the ranks follow each other, by channels that nobody else uses.
+`Publisher.publish` returns when the copy is made. A thread then offers it on the planes, has the
+leader write the manifest and the queue's controller journal it, and removes what nobody needs;
+another one writes the files that are due. The threads of the ranks follow each other, by channels
+that nobody else uses.
 """
 
 from __future__ import annotations
@@ -61,16 +63,20 @@ class Publisher:
         device: int | None = None,
         form: FileForm | None = None,
     ) -> None:
-        """``channel`` makes one. ``tensors``: the whole version's; ``slices``: what this rank publishes of them, from
-        GPU number ``device`` if that is given. Versions that are multiples of ``refresh_every`` get files in any case:
-        a reference may ask for one long after. ``form``: that of files; None: each tensor is one of theirs.
-        ConfigError: config.json or the tokenizer of a run that goes on is
-        another one than its versions were published with.
+        """``channel`` makes one. ``tensors``: the whole version's; ``slices``: what this rank
+        publishes of them, from GPU number ``device`` if that is given. Versions that are multiples
+        of ``refresh_every`` get files in any case: a reference may ask for one long after.
+        ``form``: that of files; None: each tensor is one of theirs. ConfigError: config.json or the
+        tokenizer of a run that goes on is another one than its versions were published with.
         """
         self.run, self.client, self.channel, self.settings = run, client, channel(), settings
         self.tensors, self.slabs, self.refresh_every = dict(tensors), slabs, refresh_every
-        self.ring = SlabRing(pool, planes, tensors, slices, slabs, settings.chunk_bytes, device is not None)
-        self.files = FileWriter(run, client, channel(), planes, settings, device, form or FileForm())
+        self.ring = SlabRing(
+            pool, planes, tensors, slices, slabs, settings.chunk_bytes, device is not None
+        )
+        self.files = FileWriter(
+            run, client, channel(), planes, settings, device, form or FileForm()
+        )
         self._small: FileSums = {}
         if client is not None:
             check_unchanged(run.weights, run.model)
@@ -79,7 +85,8 @@ class Publisher:
         self.work = Background("weights", self._publish, device)
 
     def publish(self, version: Version, last: bool = False) -> None:
-        """Copy the weights as they are, and have them published as ``version``. The ``last`` one gets files.
+        """Copy the weights as they are, and have them published as ``version``. The ``last`` one
+        gets files.
 
         Raises what went wrong with an earlier version, such as FencedError.
         """
@@ -94,7 +101,8 @@ class Publisher:
         self.files.work.check()
 
     def delta_share(self) -> float:
-        """Bytes of this rank's deltas so far, in those of the records that they stand for; 1 without any."""
+        """Bytes of this rank's deltas so far, in those of the records that they stand for; 1
+        without any."""
         return self._deltas.bytes / self._deltas.whole_bytes if self._deltas.whole_bytes else 1.0
 
     def await_copy(self) -> None:
@@ -102,20 +110,23 @@ class Publisher:
         self.ring.await_copy()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until all that was to be published has been. DeadlineError after ``timeout_s`` seconds."""
+        """Wait until all that was to be published has been. DeadlineError after ``timeout_s``
+        seconds."""
         self._await(self.work, timeout_s)
         self._await(self.files.work, timeout_s)
 
     def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
         # The leader has the deadline: it knows of the hub, and ends with all others.
         if not work.wait(timeout_s, most, lambda: self.client is None or self.client.beat.hindered):
-            raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
+            raise DeadlineError(
+                f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}"
+            )
 
     def close(self) -> None:
         """Offer nothing any more; to be called after `settle`."""
         self.ring.close()
 
-    # -- in the thread -----------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _publish(self, job: _Job) -> None:
         self.ring.settle()
@@ -126,11 +137,15 @@ class Publisher:
         if parts is not None:
             everything = tuple(Chunk.of(one) for part in parts for one in part)
             manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
-        self.channel.lead(lambda: self._announce(job.version, self.run.weights / str(job.version), manifest))
+        self.channel.lead(
+            lambda: self._announce(job.version, self.run.weights / str(job.version), manifest)
+        )
         number, keep = job.version.number, self.settings.keep_every
         kept = bool(keep) and not number % keep
         refreshes = bool(self.refresh_every) and not number % self.refresh_every
-        self.files.offer(job.version, manifest, wanted=job.last or kept or refreshes, sync=job.last or kept)
+        self.files.offer(
+            job.version, manifest, wanted=job.last or kept or refreshes, sync=job.last or kept
+        )
 
     def _announce(self, version: Version, directory: Path, manifest: Manifest | None) -> None:
         """The leader's part: write the manifest, have it journaled, delete what nobody needs."""
@@ -139,7 +154,9 @@ class Publisher:
         try:
             patiently(directory, lambda: _write_manifest(directory, text))
         except OSError as error:
-            raise RelaxError(f"{directory}: {error.strerror}; version {version} is not published") from error
+            raise RelaxError(
+                f"{directory}: {error.strerror}; version {version} is not published"
+            ) from error
         keep = set(self.client.weights.publish(version, digest(text)).result())
         for name in old_directories(self.run, version):
             if name not in keep and not self._is_kept(name):
@@ -164,7 +181,8 @@ def _write_manifest(directory: Path, text: bytes) -> None:
 
 
 def old_directories(run: RunDir, version: Version) -> list[str]:
-    """Directories in <run>/weights from before ``version``: published or not, half written by a dead actor or whole."""
+    """Directories in <run>/weights from before ``version``: published or not, half written by a
+    dead actor or whole."""
     found: list[str] = []
     for path in run.weights.iterdir():
         with contextlib.suppress(ValueError):

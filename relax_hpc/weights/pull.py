@@ -31,7 +31,8 @@ class Anchor:
 
 
 class Puller:
-    """Reads chunks; `bytes` counts by way what came by it: a plane, or the differences that came by one."""
+    """Reads chunks; `bytes` counts by way what came by it: a plane, or the differences that came by
+    one."""
 
     def __init__(self, planes: Sequence[Plane], timeout_s: float) -> None:
         """``timeout_s``: seconds for one record."""
@@ -48,10 +49,12 @@ class Puller:
         sources: Sources | None = None,
         got: Callable[[Chunk], object] = lambda _: None,
     ) -> None:
-        """Put ``chunks`` of a version into a file, and tell ``got`` of each, in any thread. ``sources``: who else than
-        its maker has them. WeightsError: one of them is not to be had from memory."""
+        """Put ``chunks`` of a version into a file, and tell ``got`` of each, in any thread.
+        ``sources``: who else than its maker has them. WeightsError: one of them is not to be had
+        from memory."""
         usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
-        # After a failure the others are not asked for: of a node that has vanished each would take its time.
+        # After a failure the others are not asked for: of a node that has vanished each would take
+        # its time.
         failed = threading.Event()
 
         def put(chunk: Chunk) -> None:
@@ -78,7 +81,9 @@ class Puller:
             with self._lock:
                 self.bytes[way] += size
             return
-        raise WeightsError(f"version {version}: {'; '.join(why_not) or 'no plane in common with its maker'}")
+        raise WeightsError(
+            f"version {version}: {'; '.join(why_not) or 'no plane in common with its maker'}"
+        )
 
     def _ways(
         self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None, sources: Sources | None
@@ -86,13 +91,19 @@ class Puller:
         """Ways to get a chunk, the best first. Within a node the whole is there at no cost."""
         for plane in self.planes:
             if anchor and chunk.delta and plane.name != "shm" and plane.name in chunk.delta.planes:
-                yield f"{plane.name}_delta", chunk.delta.bytes, partial(self._renew, plane, chunk, into, anchor)
+                yield (
+                    f"{plane.name}_delta",
+                    chunk.delta.bytes,
+                    partial(self._renew, plane, chunk, into, anchor),
+                )
             if sources and isinstance(plane, TcpPlane):
                 yield RELAY, chunk.bytes, partial(self._relayed, plane, chunk, into, sources)
             if plane.name in chunk.planes:
                 yield plane.name, chunk.bytes, partial(self._copy, plane, chunk, into)
 
-    def _relayed(self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: Sources) -> None:
+    def _relayed(
+        self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: Sources
+    ) -> None:
         record = sources.read(plane, chunk, self.timeout_s, partial(_check, chunk, RELAY))
         for part in chunk.parts:
             into.put(part, record)
@@ -113,7 +124,9 @@ class Puller:
             anchor.file.get(part, memoryview(record))
         delta.apply(record, difference)
         if checksum(record) != chunk.digest:
-            raise PlaneError(f"{plane.name}: {chunk.name} does not come of the anchor and its difference")
+            raise PlaneError(
+                f"{plane.name}: {chunk.name} does not come of the anchor and its difference"
+            )
         for part in chunk.parts:
             into.put(part, memoryview(record))
 

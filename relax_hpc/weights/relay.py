@@ -1,7 +1,9 @@
-"""A node's reader passes a version on to readers of other nodes, each record from the moment it is verified here.
+"""A node's reader passes a version on to readers of other nodes, each record from the moment it is
+verified here.
 
-So the actor sends a version to a few nodes, however many there are. What a node has it has in one file, as whole
-tensors; a record of it is put together again for whoever asks, and is compared with the journaled digest there.
+So the actor sends a version to a few nodes, however many there are. What a node has it has in one
+file, as whole tensors; a record of it is put together again for whoever asks, and is compared with
+the journaled digest there.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.tensors import SafetensorsFile
 
 Ask = Callable[[str, Descriptor], Sequence[Descriptor]]
-"""Question to the hub: given a version and where this node passes it on, the places to read it from, best first."""
+"""Question to the hub: given a version and where this node passes it on, the places to read it
+from, best first."""
 NAME = "relay"
 _READERS = frozenset(("rollout", "actor_fwd"))
 _COMES_S = 0.1
 """Seconds that a thread waits for a record that is on its way here, before it says so."""
 _SILENCE_S = 5.0
-"""Seconds without any sign of another node. There are others, so less than the actor is waited for."""
+"""Seconds without any sign of another node. There are others, so less than the actor is waited
+for."""
 
 
 class Share:
@@ -58,12 +62,15 @@ class Share:
         if chunk is None:
             return None
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._has or self._file is None, _COMES_S):
+            if not self._changed.wait_for(
+                lambda: name in self._has or self._file is None, _COMES_S
+            ):
                 raise Coming
         with self._reading:
             if self._file is None:
                 return None
-            # Those who read from here are about equally far: a record that is being sent is there for the next one.
+            # Those who read from here are about equally far: a record that is being sent is there
+            # for the next one.
             last, record = self._last[0], self._last[1]() if self._last[1] else None
             if last != name or record is None:
                 record = np.zeros(chunk.bytes, np.uint8)
@@ -73,7 +80,8 @@ class Share:
             return memoryview(record)
 
     def hold(self, staged: Staged) -> None:
-        """The file lies in this folder by now, which is not to be used for another version until the `end`."""
+        """The file lies in this folder by now, which is not to be used for another version until
+        the `end`."""
         with self._reading:
             if self._file is not None and self._held is None:
                 self._held = staged.again()
@@ -95,12 +103,16 @@ class Sources:
     def __init__(self, folders: Sequence[Descriptor]) -> None:
         self._folders = list(folders)
 
-    def read(self, plane: TcpPlane, chunk: Chunk, timeout_s: float, check: Callable[[memoryview], None]) -> memoryview:
+    def read(
+        self, plane: TcpPlane, chunk: Chunk, timeout_s: float, check: Callable[[memoryview], None]
+    ) -> memoryview:
         """The record by the first that has it as ``check`` wants it. PlaneError: by none."""
         why_not = ["no other node has it"]
         for folder in list(self._folders):
             try:
-                found = plane.read(record_in(folder, chunk.name, chunk.bytes), timeout_s, _SILENCE_S)
+                found = plane.read(
+                    record_in(folder, chunk.name, chunk.bytes), timeout_s, _SILENCE_S
+                )
                 check(found)
                 return found
             except (PlaneError, LookupError, TypeError) as error:
@@ -119,7 +131,8 @@ class Sources:
 
 
 class Relay:
-    """Relay of this process: it passes on what it pulls itself, and the version before while that is pulled."""
+    """Relay of this process: it passes on what it pulls itself, and the version before while that
+    is pulled."""
 
     def __init__(self, plane: TcpPlane, ask: Ask) -> None:
         self._plane, self._ask = plane, ask
@@ -132,7 +145,10 @@ class Relay:
         self._end(version)
         share = self._shares[version] = Share(manifest, path)
         try:
-            yield share, self._sources(version, self._plane.open_folder(f"{NAME}-{version}", share.give))
+            yield (
+                share,
+                self._sources(version, self._plane.open_folder(f"{NAME}-{version}", share.give)),
+            )
         except BaseException:
             self._end(version)
             raise
@@ -152,7 +168,8 @@ class Relay:
             share.hold(staged)
 
     def where(self, version: str) -> list[Descriptor]:
-        """Descriptors of the folder in which this process passes ``version`` on; empty if it does not."""
+        """Descriptors of the folder in which this process passes ``version`` on; empty if it does
+        not."""
         return [self._plane.folder(f"{NAME}-{version}")] if version in self._shares else []
 
     def close(self, but: str = "") -> None:
@@ -169,11 +186,16 @@ class Relay:
 
 def pays(config: Config) -> bool:
     """Whether a relay pays: more nodes read than would read from the actor anyway."""
-    nodes = sum(group.resources.nodes for group in config.groups.values() if _READERS.intersection(group.roles))
+    nodes = sum(
+        group.resources.nodes
+        for group in config.groups.values()
+        if _READERS.intersection(group.roles)
+    )
     return config.layout != "local" and nodes > FAN_OUT
 
 
 def relay_on(planes: Sequence[Plane], ask: Ask | None) -> Relay | None:
-    """Passing on goes by sockets: what is read one-sidedly costs its maker no more than the link, and is not."""
+    """Passing on goes by sockets: what is read one-sidedly costs its maker no more than the link,
+    and is not."""
     plane = next((plane for plane in planes if isinstance(plane, TcpPlane)), None)
     return Relay(plane, ask) if plane is not None and ask is not None else None

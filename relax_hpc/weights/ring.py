@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Slice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it as it is now, in any
-    strides, with the elements in the order of the whole tensor's."""
+    """Slice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it
+    as it is now, in any strides, with the elements in the order of the whole tensor's."""
 
     name: str
     axis: int
@@ -30,8 +30,9 @@ class Slice:
 
 
 class SlabRing:
-    """Ring of as many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is written while an
-    engine that must have its version reads it. A reader that is slower still finds that the checksum does not match."""
+    """Ring of as many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is
+    written while an engine that must have its version reads it. A reader that is slower still finds
+    that the checksum does not match."""
 
     def __init__(
         self,
@@ -43,12 +44,14 @@ class SlabRing:
         limit: int,
         pinned: bool,
     ) -> None:
-        """``slices``: of this rank. ``count`` slabs, ``pinned`` for copies from a GPU; chunks of up to ``limit`` bytes,
-        each a record on ``planes``. OSError: the memory is not to be had."""
+        """``slices``: of this rank. ``count`` slabs, ``pinned`` for copies from a GPU; chunks of up
+        to ``limit`` bytes, each a record on ``planes``. OSError: the memory is not to be had."""
         import torch
 
         self.planes, self.slices = planes, slices
-        self.chunks = chunks_of([(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit)
+        self.chunks = chunks_of(
+            [(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit
+        )
         self.bytes = self.chunks[-1][1] if self.chunks else 0
         self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
         self._pool = pool
@@ -60,12 +63,18 @@ class SlabRing:
         for slab in self._slabs:
             # What lies between the parts is in the checksums too.
             memory = torch.frombuffer(slab.memory, dtype=torch.uint8).zero_()
-            self._rooms.append([_room(memory, begin + part.offset, part, tensors[part.name]) for begin, part in parts])
+            self._rooms.append(
+                [
+                    _room(memory, begin + part.offset, part, tensors[part.name])
+                    for begin, part in parts
+                ]
+            )
         self._copies = _Copies(self._slabs) if pinned else None
         self._copier = Copier("weights-copy")
 
     def copy(self) -> int:
-        """Copy all slices as they are into the next slab; its number. What was offered of it is offered no more."""
+        """Copy all slices as they are into the next slab; its number. What was offered of it is
+        offered no more."""
         import torch
 
         number, self._next = self._next, (self._next + 1) % len(self._slabs)
@@ -79,7 +88,8 @@ class SlabRing:
         return number
 
     def await_copy(self) -> None:
-        """Have what this process's device does next wait until the last copy is through with the weights."""
+        """Have what this process's device does next wait until the last copy is through with the
+        weights."""
         if self._copies:
             self._copies.hold_device()
 
@@ -94,16 +104,22 @@ class SlabRing:
         return self._slabs[number].memory[begin:end]
 
     def offer(self, number: int, prefix: str) -> list[Chunk]:
-        """Put the chunks of slab ``number`` on all planes, as records whose names begin with ``prefix``."""
+        """Put the chunks of slab ``number`` on all planes, as records whose names begin with
+        ``prefix``."""
         made = []
         for index, (begin, end, parts) in enumerate(self.chunks):
             name, record = f"{prefix}-{index:04d}", self.record(number, index)
-            made.append(Chunk(name, end - begin, checksum(record), parts, offers_of(self.planes, name, record)))
+            made.append(
+                Chunk(
+                    name, end - begin, checksum(record), parts, offers_of(self.planes, name, record)
+                )
+            )
             self._offered[number].append((name, None))
         return made
 
     def offer_beside(self, number: int, name: str, data: bytes) -> dict[str, dict]:
-        """Put ``data``, which belongs to what is in slab ``number``, on all planes; its descriptors."""
+        """Put ``data``, which belongs to what is in slab ``number``, on all planes; its
+        descriptors."""
         slab = self._pool.take(len(data))
         slab.memory[: len(data)] = data
         self._offered[number].append((name, slab))
@@ -139,7 +155,8 @@ def _room(memory: torch.Tensor, at: int, part: Part, whole: Tensor) -> torch.Ten
 
 
 class _Copies:
-    """Copies from a GPU on a stream of their own, into memory that is pinned for it: training goes on meanwhile."""
+    """Copies from a GPU on a stream of their own, into memory that is pinned for it: training goes
+    on meanwhile."""
 
     def __init__(self, slabs: Sequence[Slab]) -> None:
         import torch

@@ -1,7 +1,9 @@
-"""A version in the memory of a node, as one mapped file: what a reader's process takes its tensors from by name.
+"""A version in the memory of a node, as one mapped file: what a reader's process takes its tensors
+from by name.
 
-Whoever pulled it has compared every record with its journaled digest, before the folder got its name; then nothing
-writes to it until nobody holds it. So a reader on the same node compares what says where the tensors lie, and no bytes.
+Whoever pulled it has compared every record with its journaled digest, before the folder got its
+name; then nothing writes to it until nobody holds it. So a reader on the same node compares what
+says where the tensors lie, and no bytes.
 """
 
 from __future__ import annotations
@@ -21,26 +23,29 @@ if TYPE_CHECKING:
     import torch
 
 MARK = "verified-manifest.json"
-"""File in a node's folder of a version: the journaled manifest of the records that its slab was made of."""
+"""File in a node's folder of a version: the journaled manifest of the records that its slab was
+made of."""
 
 
 _KEPT = 2
-"""Files that stay mapped. The memory of a node's versions goes to and fro between two of them, see `node_cache`, and to
-map a file's pages anew takes longer than to copy them."""
+"""Files that stay mapped. The memory of a node's versions goes to and fro between two of them, see
+`node_cache`, and to map a file's pages anew takes longer than to copy them."""
 _mapped: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
 """Mapped files by device, inode and size: a descriptor and the bytes. Those used last come last."""
 
 
 def is_slab(folder: Path) -> bool:
-    """Whether `open_slab` is for ``folder``; else it is a model directory, such as a version that came as files."""
+    """Whether `open_slab` is for ``folder``; else it is a model directory, such as a version that
+    came as files."""
     return (folder / MARK).is_file()
 
 
 def open_slab(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a version by name, as views of the mapped file: nothing is read before it is used.
+    """The whole tensors of a version by name, as views of the mapped file: nothing is read before
+    it is used.
 
-    WeightsError: the folder is another user's, of another version than its name says, or its file is not as its
-    manifest says.
+    WeightsError: the folder is another user's, of another version than its name says, or its file
+    is not as its manifest says.
     """
     manifest = _manifest_of(folder)
     path, (header, offsets) = folder / TENSORS, header_of(manifest.tensors)
@@ -49,12 +54,16 @@ def open_slab(folder: Path) -> dict[str, torch.Tensor]:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != size or file.read(len(header)) != header:
-                raise WeightsError(f"{path}: {found} bytes are not laid out as {folder / MARK} says")
+                raise WeightsError(
+                    f"{path}: {found} bytes are not laid out as {folder / MARK} says"
+                )
             whole = _map(file.fileno(), size)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from error
     return {
-        name: whole[offsets[name] : offsets[name] + one.bytes].view(torch_type(one.dtype)).view(one.shape)
+        name: whole[offsets[name] : offsets[name] + one.bytes]
+        .view(torch_type(one.dtype))
+        .view(one.shape)
         for name, one in manifest.tensors.items()
     }
 
@@ -84,12 +93,16 @@ def _manifest_of(folder: Path) -> Manifest:
     try:
         about = folder.stat()
         if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise WeightsError(f"{folder}: others may write there; found no memory of this node's own")
+            raise WeightsError(
+                f"{folder}: others may write there; found no memory of this node's own"
+            )
         manifest = Manifest.decode((folder / MARK).read_bytes())
     except OSError as error:
         raise WeightsError(f"{error.filename or folder}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise WeightsError(f"{folder / MARK}: {error}") from error
     if manifest.version != folder.name:
-        raise WeightsError(f"{folder / MARK}: found version {manifest.version}, not that of its folder")
+        raise WeightsError(
+            f"{folder / MARK}: found version {manifest.version}, not that of its folder"
+        )
     return manifest

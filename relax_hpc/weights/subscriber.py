@@ -1,4 +1,5 @@
-"""The readers' side: engines, actor_fwd and a refreshed reference pull the newest version and verify it before use."""
+"""The readers' side: engines, actor_fwd and a refreshed reference pull the newest version and
+verify it before use."""
 
 from __future__ import annotations
 
@@ -36,18 +37,22 @@ _ASK_S = 10.0
 class Fetcher:
     """Gets versions into the memory of this node, by the actor's memory or by their files."""
 
-    def __init__(self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig, ask: Ask | None = None) -> None:
-        """``ask``: for readers of other nodes to take versions from, and who are given them in turn; None: there are
-        too few of them."""
+    def __init__(
+        self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig, ask: Ask | None = None
+    ) -> None:
+        """``ask``: for readers of other nodes to take versions from, and who are given them in
+        turn; None: there are too few of them."""
         self.run, self.settings = run, settings
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
         self.relay = relay_on(planes, ask)
         self._anchor: Staged | None = None
-        """Folder of the anchor that later versions come as differences to; held as long as it may be needed."""
+        """Folder of the anchor that later versions come as differences to; held as long as it may
+        be needed."""
 
     def fetch(self, news: News) -> Staged:
-        """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in one line."""
+        """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in
+        one line."""
         try:
             staged = self._get(news)
             if self.settings.anchor_every and self._is_anchor(news):
@@ -71,7 +76,8 @@ class Fetcher:
         raise AssertionError("there are always more pauses")
 
     def _get(self, news: News) -> Staged:
-        # Who makes it has limits of its own, for each record; whoever waits for that must not give up before.
+        # Who makes it has limits of its own, for each record; whoever waits for that must not give
+        # up before.
         patience_s = self.settings.write_timeout_s
         staged = self.staging.get(news.version, lambda folder: self._make(news, folder), patience_s)
         if self.relay:
@@ -79,13 +85,16 @@ class Fetcher:
         return staged
 
     def where(self, news: News) -> list[Descriptor]:
-        """Places where this process passes ``news`` on, for other nodes' ranks of its group that cannot ask the hub."""
+        """Places where this process passes ``news`` on, for other nodes' ranks of its group that
+        cannot ask the hub."""
         return self.relay.where(news.version) if self.relay else []
 
     def _is_anchor(self, news: News) -> bool:
         """Whether a version is an anchor; False as well where nobody can tell any more."""
         with contextlib.suppress(WeightsError):
-            return read_manifest(self.run.weights / news.version, news.digest).anchor == news.version
+            return (
+                read_manifest(self.run.weights / news.version, news.digest).anchor == news.version
+            )
         return False
 
     def _hold(self, staged: Staged) -> None:
@@ -104,7 +113,9 @@ class Fetcher:
                 file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
                 anchor = self._open_anchor(manifest, stack)
                 if self.relay:
-                    share, sources = stack.enter_context(self.relay.pulling(manifest, folder / TENSORS))
+                    share, sources = stack.enter_context(
+                        self.relay.pulling(manifest, folder / TENSORS)
+                    )
                     self.puller.pull(manifest, manifest.chunks, file, anchor, sources, share.add)
                 else:
                     self.puller.pull(manifest, manifest.chunks, file, anchor)
@@ -132,7 +143,8 @@ class Fetcher:
 
 
 class Subscriber:
-    """One reader. `reader` names it to the controller ("rollout/0"); a version is safe from deletion once served."""
+    """One reader. `reader` names it to the controller ("rollout/0"); a version is safe from
+    deletion once served."""
 
     def __init__(
         self,
@@ -145,26 +157,32 @@ class Subscriber:
         evaluates: bool = False,
         relays: bool = False,
     ) -> None:
-        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can. ``relays``:
-        versions go from reader to reader, see `relay`."""
+        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``:
+        it can. ``relays``: versions go from reader to reader, see `relay`."""
         self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
         self.fetcher = Fetcher(run, planes, settings, self._ask if relays else None)
         self.serving = NOTHING
         self._given_up = NOTHING
 
     def _ask(self, version: str, where: Descriptor) -> Sequence[Descriptor]:
-        return self.client.weights.relays(self.reader, Version.parse(version), where, _HUB_S).result()
+        return self.client.weights.relays(
+            self.reader, Version.parse(version), where, _HUB_S
+        ).result()
 
     def newer(self) -> Future[News | None]:
-        """A future of the next version above the one served; None: the run is finished. OWED: see `Weights.newer`.
+        """A future of the next version above the one served; None: the run is finished. OWED: see
+        `Weights.newer`.
 
         Versions that could not be read are not told of again.
         """
         evaluator = self.reader if self.evaluates else ""
-        return self.client.weights.newer(max(self.serving, self._given_up), self.every, evaluator=evaluator)
+        return self.client.weights.newer(
+            max(self.serving, self._given_up), self.every, evaluator=evaluator
+        )
 
     def fetch(self, announced: News) -> tuple[News, Staged] | None:
-        """The announced version, or a newer one; None if none can be had: then the last good one stays in use."""
+        """The announced version, or a newer one; None if none can be had: then the last good one
+        stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
         news, tried = announced, set()
         for pause in _pauses():
@@ -201,7 +219,8 @@ class Subscriber:
         self.client.status.note("weights_unreadable", self.reader, "unreadable")
 
     def served(self, version: Version) -> bool:
-        """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""
+        """Tell the controller that this reader now works with ``version``; whether an evaluation is
+        due."""
         self.serving = version
         if version == NOTHING and self.fetcher.relay:
             # It may be about to leave, and is not to keep a version in this node's memory.

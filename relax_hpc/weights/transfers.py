@@ -1,7 +1,9 @@
-"""Transfers from tensors in host memory, such as a node's copy of a version, into live parameters on any device.
+"""Transfers from tensors in host memory, such as a node's copy of a version, into live parameters
+on any device.
 
-A GPU copies from pinned memory at the speed of its link, and from other memory at an eighth of it. So pieces go
-through two pinned rooms: while the device takes one, threads fill the other. On a CPU they go straight.
+A GPU copies from pinned memory at the speed of its link, and from other memory at an eighth of it.
+So pieces go through two pinned rooms: while the device takes one, threads fill the other. On a CPU
+they go straight.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ class Transfers:
     tensor([1., 1., 1.])
     """
 
-    def __init__(self, device: torch.device, staged: bool | None = None, room_bytes: int = _ROOM_BYTES) -> None:
-        """``staged``: through the rooms, of ``room_bytes`` each; if None, where the device is none of the host's."""
+    def __init__(
+        self, device: torch.device, staged: bool | None = None, room_bytes: int = _ROOM_BYTES
+    ) -> None:
+        """``staged``: through the rooms, of ``room_bytes`` each; if None, where the device is none
+        of the host's."""
         self.device = device
         self._staged = device.type != "cpu" if staged is None else staged
         self._room_bytes, self._piece_bytes = room_bytes, min(_PIECE_BYTES, room_bytes)
         self._rooms: list[_Room] = []
-        self._copier = Copier("transfers", min(_HANDS, len(os.sched_getaffinity(0))) if self._staged else 2)
+        self._copier = Copier(
+            "transfers", min(_HANDS, len(os.sched_getaffinity(0))) if self._staged else 2
+        )
 
     def copy(self, pairs: Iterable[Pair]) -> None:
-        """Each source to its target, which may be of another type; they are there when this returns."""
+        """Each source to its target, which may be of another type; they are there when this
+        returns."""
         self.send(pairs)
         self.wait()
 
@@ -50,7 +58,11 @@ class Transfers:
         """The same for what the device is asked next: sources are read when this returns."""
         if self._staged and not self._rooms:
             self._rooms = [_Room(self._room_bytes, self.device) for _ in range(2)]
-        cut = (piece for source, target in pairs for piece in pieces(source, target.detach(), self._piece_bytes))
+        cut = (
+            piece
+            for source, target in pairs
+            for piece in pieces(source, target.detach(), self._piece_bytes)
+        )
         for batch in batches(cut, self._room_bytes):
             if self._staged:
                 self._rooms[0].send(batch, self._copier)
@@ -113,17 +125,22 @@ class _Room:
         self._taken = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, batch: list[Pair], copier: Copier) -> None:
-        """Returns when the sources are read; they arrive in the order of the device's current stream."""
+        """Returns when the sources are read; they arrive in the order of the device's current
+        stream."""
         self.wait()
         staged, at = [], 0
         for source, _ in batch:
-            staged.append(self._memory[at : at + source.nbytes].view(source.dtype).view(source.shape))
+            staged.append(
+                self._memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
+            )
             at += _aligned(source.nbytes)
         copier.copy([source for source, _ in batch], staged)
         for one, (_, target) in zip(staged, batch, strict=True):
             plain = target.is_contiguous() and one.dtype == target.dtype
             # Else torch would convert it here first, in memory that is not pinned.
-            target.copy_(one if plain else one.to(self._device, non_blocking=True), non_blocking=True)
+            target.copy_(
+                one if plain else one.to(self._device, non_blocking=True), non_blocking=True
+            )
         if self._taken:
             self._taken.record()
 

@@ -1,6 +1,8 @@
-"""Tensors of a run's model that are not trained, such as what makes speech of thoughts: written once for all versions.
+"""Tensors of a run's model that are not trained, such as what makes speech of thoughts: written
+once for all versions.
 
-Each version with files has that file too, by a hard link, so that its directory holds a whole model.
+Each version with files has that file too, by a hard link, so that its directory holds a whole
+model.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ FILE = "untrained.safetensors"
 
 
 class Untrained:
-    """Untrained tensors of a ``model``, a Hugging Face directory: those whose names have such ``beginnings``.
+    """Untrained tensors of a ``model``, a Hugging Face directory: those whose names have such
+    ``beginnings``.
 
-    They are written to ``path`` when a version first needs them. WeightsError: a file of the model cannot be read.
+    They are written to ``path`` when a version first needs them. WeightsError: a file of the model
+    cannot be read.
     """
 
     def __init__(self, model: Path, beginnings: Sequence[str], path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Versions on disk: a Hugging Face directory each, written by all ranks of the actor, readable without this program."""
+"""Versions on disk: a Hugging Face directory each, written by all ranks of the actor, readable
+without this program."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import xxhash
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.weights.file_form import FileForm
-from relax_hpc.weights.manifest import MANIFEST, FileSums, Manifest, WeightsError, digest, read_journaled
+from relax_hpc.weights.manifest import (
+    MANIFEST,
+    FileSums,
+    Manifest,
+    WeightsError,
+    digest,
+    read_journaled,
+)
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.tensors import SafetensorsFile, Tensor
 
@@ -29,16 +37,31 @@ FOLDER = "model"
 LISTING = "files.json"
 TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+)
 _PIECE_BYTES = 4 << 20
-_MEANING = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_MEANING = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 _MEANING += ("vocab.json", "merges.txt", "*.jinja", "*processor_config.json", "chat_template.json")
-"""Files of a model directory that say what its tensors mean. The rest, such as a README, may change during a run."""
+"""Files of a model directory that say what its tensors mean. The rest, such as a README, may change
+during a run."""
 
 
 def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
-    """Names of the tensors that each of ``writers`` writes: neighbours by name, of about equal bytes; some may get
-    none.
+    """Names of the tensors that each of ``writers`` writes: neighbours by name, of about equal
+    bytes; some may get none.
 
     >>> shares({name: Tensor("U8", (10,)) for name in "abcd"}, 2)
     [['a', 'b'], ['c', 'd']]
@@ -53,7 +76,8 @@ def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of versions over files: one of each writer, and one more if something is not trained."""
+    """Division of versions over files: one of each writer, and one more if something is not
+    trained."""
 
     writers: int
     more: bool = False
@@ -70,7 +94,13 @@ class Division:
 
 
 def write_share(
-    manifest: Manifest, puller: Puller, folder: Path, number: int, division: Division, memory: Path, sync: bool
+    manifest: Manifest,
+    puller: Puller,
+    folder: Path,
+    number: int,
+    division: Division,
+    memory: Path,
+    sync: bool,
 ) -> FileSums:
     """Write what writer ``number`` has to write of a version into ``folder``; the sums of its file.
 
@@ -85,7 +115,9 @@ def write_share(
         # Without a name it goes with this process, however that ends.
         temporary.unlink()
         wanted = mine.keys() | inside.keys()
-        chunks = [chunk for chunk in manifest.chunks if any(part.name in wanted for part in chunk.parts)]
+        chunks = [
+            chunk for chunk in manifest.chunks if any(part.name in wanted for part in chunk.parts)
+        ]
         puller.pull(manifest, chunks, file)
         target = folder / division.file(number)
         return {target.name: write_summed(file.pieces(_PIECE_BYTES), target, sync)}
@@ -128,21 +160,28 @@ def finish(
     untrained: Untrained,
     sync: bool,
 ) -> str:
-    """Complete ``partial``, where every share is written, with the small files of the model directory ``source`` and
-    its ``untrained`` tensors, and give it its name; the digest to be journaled. ``sums``: those of each writer's share.
-    WeightsError: a small file is not as it was published."""
+    """Complete ``partial``, where every share is written, with the small files of the model
+    directory ``source`` and its ``untrained`` tensors, and give it its name; the digest to be
+    journaled. ``sums``: those of each writer's share. WeightsError: a small file is not as it was
+    published."""
     small = copy_small(source, partial)
     check_small(small, manifest.small, source)
     last = division.file(division.writers)
     if division.writers + division.more > 1:
-        owner = {name: division.file(number) for number, mine in enumerate(division.shares(manifest)) for name in mine}
+        owner = {
+            name: division.file(number)
+            for number, mine in enumerate(division.shares(manifest))
+            for name in mine
+        }
         owner |= untrained.files(last)
         total = sum(tensor.bytes for tensor in manifest.tensors.values()) + untrained.bytes
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (partial / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     more = untrained.put(partial / last) if untrained else {}
     every = [*sums, small, more]
-    listing = json.dumps({name: sum_ for share in every for name, sum_ in share.items()}, indent=1).encode()
+    listing = json.dumps(
+        {name: sum_ for share in every for name, sum_ in share.items()}, indent=1
+    ).encode()
     write_atomic(partial.parent / LISTING, listing, sync)
     if sync:
         for path in partial.iterdir():
@@ -160,7 +199,8 @@ def finish(
 
 
 def copy_verified(directory: Path, expected: str, target: Path) -> int:
-    """Copy the files of a version's directory to ``target``, each as it was listed; the bytes copied.
+    """Copy the files of a version's directory to ``target``, each as it was listed; the bytes
+    copied.
 
     WeightsError names the file that is missing or damaged.
     """
@@ -172,7 +212,9 @@ def copy_verified(directory: Path, expected: str, target: Path) -> int:
         except FileNotFoundError as error:
             raise WeightsError(f"{path}: {error.strerror}") from error
         if found != wanted:
-            raise WeightsError(f"{path}: {found['bytes']} bytes do not match {LISTING}; it was replaced or damaged")
+            raise WeightsError(
+                f"{path}: {found['bytes']} bytes do not match {LISTING}; it was replaced or damaged"
+            )
     return sum(wanted["bytes"] for wanted in listing.values())
 
 
@@ -188,7 +230,11 @@ def copy_small(source: Path, target: Path) -> FileSums:
 
 def small_sums(directory: Path) -> FileSums:
     """Checksums of the files of a model directory that say what its tensors mean."""
-    named = (path for path in _small(directory) if any(fnmatch(path.name, pattern) for pattern in _MEANING))
+    named = (
+        path
+        for path in _small(directory)
+        if any(fnmatch(path.name, pattern) for pattern in _MEANING)
+    )
     return {path.name: _sums(path.read_bytes()) for path in named}
 
 
@@ -197,39 +243,52 @@ def _sums(data: bytes) -> dict[str, Any]:
 
 
 def check_small(found: FileSums, wanted: FileSums, directory: Path) -> None:
-    """WeightsError naming the first file of ``directory`` that is not as a version was published with."""
+    """WeightsError naming the first file of ``directory`` that is not as a version was published
+    with."""
     for name, sums in wanted.items():
         if found.get(name) != sums:
             state = "is missing" if name not in found else "was replaced or damaged"
-            raise WeightsError(f"{directory / name}: {state} since the run's weights were published")
+            raise WeightsError(
+                f"{directory / name}: {state} since the run's weights were published"
+            )
 
 
 def check_unchanged(weights: Path, model: Path) -> None:
-    """ConfigError if a run's model directory says another thing than when its newest version in ``weights`` was made:
-    whoever goes on with that run would take its tensors for what they are not."""
+    """ConfigError if a run's model directory says another thing than when its newest version in
+    ``weights`` was made: whoever goes on with that run would take its tensors for what they are
+    not."""
     for path in sorted(weights.glob(f"*-v*/{MANIFEST}"), reverse=True):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             newest = Manifest.decode(path.read_bytes())
             try:
                 return check_small(small_sums(model), newest.small, model)
             except WeightsError as error:
-                raise ConfigError(f"{error}; put the file of that time back, or start a new run") from error
+                raise ConfigError(
+                    f"{error}; put the file of that time back, or start a new run"
+                ) from error
 
 
 def check_listed(directory: Path) -> None:
-    """ConfigError if ``directory`` is the model of a run's version, and its small files are not as they were listed."""
+    """ConfigError if ``directory`` is the model of a run's version, and its small files are not as
+    they were listed."""
     listing = directory.parent / LISTING
     if directory.name == FOLDER and listing.is_file():
         try:
             listed: FileSums = json.loads(listing.read_bytes())
-            small = {name: sums for name, sums in listed.items() if any(fnmatch(name, one) for one in _MEANING)}
+            small = {
+                name: sums
+                for name, sums in listed.items()
+                if any(fnmatch(name, one) for one in _MEANING)
+            }
             check_small(small_sums(directory), small, directory)
         except (ValueError, AttributeError, WeightsError) as error:
             raise ConfigError(f"{error}; take another version, or copy it again") from error
 
 
 def _small(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.iterdir() if path.is_file() and not _is_weights(path.name))
+    return sorted(
+        path for path in directory.iterdir() if path.is_file() and not _is_weights(path.name)
+    )
 
 
 def _is_weights(name: str) -> bool:

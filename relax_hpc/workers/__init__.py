@@ -1,2 +1,2 @@
-"""Processes for work that may hang, crash or take too much memory: what does is killed and replaced, and costs what it
-was at alone."""
+"""Processes for work that may hang, crash or take too much memory: what does is killed and
+replaced, and costs what it was at alone."""

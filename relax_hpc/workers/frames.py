@@ -1,4 +1,5 @@
-"""Messages between a process and its workers: JSON, each after its length. Nothing here unpickles."""
+"""Messages between a process and its workers: JSON, each after its length. Nothing here
+unpickles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A pool of workers of one kind of work, each started when there is something to do and no place for it."""
+"""A pool of workers of one kind of work, each started when there is something to do and no place
+for it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _GRACE_S = 2.0
 
 
 class Work(Protocol[Q, A]):
-    """Work of a pool: a module that does it in a worker, what passes between, and the answers to what went wrong."""
+    """Work of a pool: a module that does it in a worker, what passes between, and the answers to
+    what went wrong."""
 
     name: str
     """Name in messages, such as `reward maths`."""
@@ -36,7 +38,8 @@ class Work(Protocol[Q, A]):
         """The first message to a worker."""
 
     def request(self, asked: Q) -> Message:
-        """Message by which a worker is asked. TypeError, ValueError, RecursionError: there is none."""
+        """Message by which a worker is asked. TypeError, ValueError, RecursionError: there is
+        none."""
 
     def answer(self, message: Message) -> A:
         """Answer that a worker's ``message`` is."""
@@ -75,7 +78,8 @@ class Pool(Generic[Q, A]):
     async def of(self, asked: Q) -> A:
         """The answer to a request; if its worker failed, an answer that says how.
 
-        If the worker dies, another one gets the request, twice at most. RelaxError: no worker can be started.
+        If the worker dies, another one gets the request, twice at most. RelaxError: no worker can
+        be started.
         """
         deaths = 0
         while True:
@@ -112,8 +116,8 @@ class Pool(Generic[Q, A]):
                         return self.work.died(str(ended))
 
     async def _asked(self, worker: Worker, asked: Q, alone: bool) -> A:
-        """Answer of a worker, or how it failed at this. WorkerEnded: it died, or was suspended, which
-        may be the fault of others."""
+        """Answer of a worker, or how it failed at this. WorkerEnded: it died, or was suspended,
+        which may be the fault of others."""
         begun = time.monotonic()
         watches_limit = worker.places > 1 or self.work.watches_limit
         limit_s = self.work.limit_s + (_GRACE_S if watches_limit else 0.0)
@@ -180,7 +184,9 @@ class Pool(Generic[Q, A]):
 
     def _wake(self) -> None:
         """Wake as many as there are places, and one more, to start a worker where one has ended."""
-        places = 1 + sum(max(0, worker.places - worker.busy) for worker in self.workers if not worker.has_ended)
+        places = 1 + sum(
+            max(0, worker.places - worker.busy) for worker in self.workers if not worker.has_ended
+        )
         while places and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

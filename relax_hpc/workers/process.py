@@ -17,7 +17,8 @@ from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.workers import frames
 
 ATTEMPTS = 3
-"""Times that a request is sent: a worker that dies, or that somebody suspends, may not be at fault."""
+"""Times that a request is sent: a worker that dies, or that somebody suspends, may not be at
+fault."""
 START_S = 300.0
 """Seconds for a worker to import what its work needs, from a shared filesystem too."""
 
@@ -30,15 +31,19 @@ class WorkerEnded(Exception):
     def __init__(self, how: str, by_itself: bool, code: int | None = None) -> None:
         super().__init__(how)
         self.code = code
-        """Exit code, negative for a signal. None: it was ended because of another request, or did not answer."""
+        """Exit code, negative for a signal. None: it was ended because of another request, or did
+        not answer."""
         self.by_itself = by_itself
-        """Whether it ended by itself while it was at what was asked of it, and nobody had ended it."""
+        """Whether it ended by itself while it was at what was asked of it, and nobody had ended
+        it."""
 
 
 class Worker:
     """Worker process, made by `start`; for one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, places: int, read: Callable[[Message], Any]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, places: int, read: Callable[[Message], Any]
+    ) -> None:
         self.places = places
         """Requests that it may have at a time."""
         self.busy = 0
@@ -51,8 +56,8 @@ class Worker:
 
     @classmethod
     async def start(cls, module: str, about: Message, read: Callable[[Message], Any]) -> Worker:
-        """Start ``python -m module``, whose first message is ``about``; ``read`` makes an answer of a message, before
-        the worker gets another.
+        """Start ``python -m module``, whose first message is ``about``; ``read`` makes an answer of
+        a message, before the worker gets another.
 
         ConfigError: it says that it cannot do this. WorkerEnded: it did not come to that.
         """
@@ -80,7 +85,8 @@ class Worker:
         return cls(process, first["at_once"] or 1, read)
 
     async def ask(self, number: int, request: Mapping[str, Any]) -> Any:
-        """The answer to ``request``. WorkerEnded: see there. TypeError, ValueError: JSON has no such request."""
+        """The answer to ``request``. WorkerEnded: see there. TypeError, ValueError: JSON has no
+        such request."""
         message = frames.pack({"id": number, **request})
         if self.has_ended:
             raise WorkerEnded("had ended", False)
@@ -139,9 +145,12 @@ def is_suspended(pid: int) -> bool:
 
 
 async def _message(reader: asyncio.StreamReader) -> Any:
-    """Next message of a worker. EOFError: there is none any more. ValueError: it is none of ours."""
+    """Next message of a worker. EOFError: there is none any more. ValueError: it is none of
+    ours."""
     try:
-        return json.loads(await reader.readexactly(frames.size(await reader.readexactly(frames.HEAD.size))))
+        return json.loads(
+            await reader.readexactly(frames.size(await reader.readexactly(frames.HEAD.size)))
+        )
     except asyncio.IncompleteReadError:
         raise EOFError from None
 

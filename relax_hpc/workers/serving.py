@@ -34,7 +34,8 @@ def serve(work: Callable[[BinaryIO, BinaryIO], None], dies_with_thread: bool = T
             work(*_pipes())
     except BaseException:  # a user's function may raise what no `except Exception` catches
         print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
-        # While the pipe is open: the parent kills who has closed it, and would say that it was killed.
+        # While the pipe is open: the parent kills who has closed it, and would say that it was
+        # killed.
         _end(1)
     _end(0)
 
@@ -65,7 +66,8 @@ def write(file: BinaryIO, message: Any) -> None:
 
 
 def _pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Files of requests and answers. What the work prints goes to the log of the parent, and it has nothing to read."""
+    """Files of requests and answers. What the work prints goes to the log of the parent, and it has
+    nothing to read."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

@@ -15,21 +15,30 @@ MOST_STARTS = 3
 class Starter:
     """Starter of any number of workers."""
 
-    def __init__(self, name: str, module: str, about: Message, read: Callable[[Message], Any]) -> None:
-        """``name``: of the work, in messages, such as `reward maths`; the others as `Worker.start` has them."""
+    def __init__(
+        self, name: str, module: str, about: Message, read: Callable[[Message], Any]
+    ) -> None:
+        """``name``: of the work, in messages, such as `reward maths`; the others as `Worker.start`
+        has them."""
         self._name, self._worker = name, (module, about, read)
         self._failed = 0
 
     async def start(self) -> Worker:
-        """A worker. ConfigError: it cannot do this work. RelaxError: too many in a row did not begin."""
+        """A worker. ConfigError: it cannot do this work. RelaxError: too many in a row did not
+        begin."""
         while True:
             try:
                 worker = await Worker.start(*self._worker)
             except WorkerEnded as ended:
                 self._failed += 1
                 if self._failed >= MOST_STARTS:
-                    text = f"a worker for {self._name} {ended} while it started, {self._failed} times in a row"
-                    raise RelaxError(f"{text}; what it printed is in the log of this role") from ended
+                    text = (
+                        f"a worker for {self._name} {ended} while it started, {self._failed} "
+                        "times in a row"
+                    )
+                    raise RelaxError(
+                        f"{text}; what it printed is in the log of this role"
+                    ) from ended
             else:
                 self._failed = 0
                 return worker

@@ -1,5 +1,5 @@
-"""What episodes of many turns cost: their rate and their cache against a bare client, how idle engines are while
-environments are slow, and the endpoint of agent programs.
+"""What episodes of many turns cost: their rate and their cache against a bare client, how idle
+engines are while environments are slow, and the endpoint of agent programs.
 
     python tools/bench/agentic.py --parts rate idle endpoint --json
 """
@@ -28,18 +28,29 @@ def measured(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=9, help="of episodes, and as many of the bare client's, by turns")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="of episodes, and as many of the bare client's, by turns",
+    )
     parser.add_argument("--episodes", type=int, default=128, help="of a round")
     parser.add_argument("--at_once", type=int, default=64, help="episodes at a time")
-    parser.add_argument("--steps", type=int, default=24, help="of the run against slow environments")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="of the run against slow environments"
+    )
     parser.add_argument("--chats", type=int, default=40, help="that agents hold at the endpoint")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     given = parser.parse_args()
     # Processes of environments find theirs beside this file too.
     here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [here, os.environ.get("PYTHONPATH", "")])
+    )
     with tempfile.TemporaryDirectory() as folder:
         print_figures(measured(Path(folder), given), vars(given), given.json)
 

@@ -1,5 +1,5 @@
-"""CPU that a request at the endpoint of agent programs takes: gateway, rollout process and chat template together, with
-an engine that answers at once. `python tools/bench/agentic_endpoint.py`"""
+"""CPU that a request at the endpoint of agent programs takes: gateway, rollout process and chat
+template together, with an engine that answers at once. `python tools/bench/agentic_endpoint.py`"""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ from relax_hpc.transport.exchange import Message
 COMPLETIONS = "/v1/chat/completions"
 TARGET_MS = 5.0
 ROOM = 1 << 20
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}assistant: "
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor "
+    "%}assistant: "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,9 @@ async def serve(run: RunDir) -> None:
 @contextlib.asynccontextmanager
 async def gateway(run: RunDir) -> AsyncIterator[int]:
     """A gateway in a process of its own; its number."""
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--serve", str(run.root))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--serve", str(run.root)
+    )
     try:
         yield process.pid
     finally:
@@ -86,9 +91,15 @@ def session_of(tokenizer: Tokenizer, template: ChatTemplate, talk: Talk) -> Sess
         draft = request.draft
         assert draft
         draft.add(drawn, [-1.0] * len(drawn), [1] * len(drawn))
-        return Generation(draft.token_ids, draft.logprobs, np.array(draft.token_versions, np.int32), "stop")
+        return Generation(
+            draft.token_ids, draft.logprobs, np.array(draft.token_versions, np.int32), "stop"
+        )
 
-    start = Start(Prompt("p", (1,), "", ""), GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), ROOM), ask)
+    start = Start(
+        Prompt("p", (1,), "", ""),
+        GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), ROOM),
+        ask,
+    )
     bounds = Bounds(EnvironmentConfig(max_turns=talk.turns), ROOM, ROOM)
     return Session(start, History(), Renderer(template, tokenizer), tokenizer, bounds, print)
 
@@ -97,7 +108,9 @@ async def chat(session: aiohttp.ClientSession, talk: Talk, seed: int) -> AsyncIt
     """Hold a chat, request by request."""
     drawn, messages = random.Random(seed), list[dict[str, str]]()
     for _ in range(talk.turns):
-        messages.append({"role": "user", "content": "".join(drawn.choices(CHARACTERS, k=talk.said))})
+        messages.append(
+            {"role": "user", "content": "".join(drawn.choices(CHARACTERS, k=talk.said))}
+        )
         async with session.post(COMPLETIONS, json={"model": "any", "messages": messages}) as reply:
             assert reply.status == 200, await reply.text()
             messages.append((await reply.json())["choices"][0]["message"])
@@ -105,7 +118,8 @@ async def chat(session: aiohttp.ClientSession, talk: Talk, seed: int) -> AsyncIt
 
 
 async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
-    """CPU seconds of each request, of all that is between a client, which has a process of its own, and an engine."""
+    """CPU seconds of each request, of all that is between a client, which has a process of its own,
+    and an engine."""
     run, found, sessions = RunDir(folder / "run"), list[float](), dict[str, Session]()
     run.create()
     run.rendezvous("hub").mkdir(parents=True, exist_ok=True)
@@ -114,12 +128,20 @@ async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
     template.render([{"role": "user", "content": "begin"}])
 
     async def answer(message: Message) -> Message:
-        return message_of(await sessions[message["session"]].reply(message["path"], message["body"], 0))
+        return message_of(
+            await sessions[message["session"]].reply(message["path"], message["body"], 0)
+        )
 
     async with gateway(run) as pid:
         link = await reach(run, answer, 60.0)
         client = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--ask", link.place.url, json.dumps([talk.turns, talk.said, talk.answered])),
+            *(
+                sys.executable,
+                __file__,
+                "--ask",
+                link.place.url,
+                json.dumps([talk.turns, talk.said, talk.answered]),
+            ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -149,7 +171,9 @@ async def ask(url: str, talk: Talk) -> None:
             if name not in held:
                 headers = {"Authorization": f"Bearer {name}"}
                 held[name] = chat(
-                    await stack.enter_async_context(aiohttp.ClientSession(url, headers=headers)), talk, int(name)
+                    await stack.enter_async_context(aiohttp.ClientSession(url, headers=headers)),
+                    talk,
+                    int(name),
                 )
             await anext(held[name])
             print("answered", flush=True)
@@ -159,8 +183,14 @@ def measure(folder: Path, chats: int = 40, talk: Talk = Talk(8, 400, 200)) -> It
     """CPU of a request, the median over all of some chats, and of the longest."""
     found = [1000 * seconds for seconds in asyncio.run(costs(folder, talk, chats))]
     value = median(found)
-    yield Figure("endpoint: CPU of a request, median", value, "ms", f"<= {TARGET_MS:g}", value <= TARGET_MS)
-    yield Figure("endpoint: CPU of the last request of a chat", median(found[talk.turns - 1 :: talk.turns]), "ms")
+    yield Figure(
+        "endpoint: CPU of a request, median", value, "ms", f"<= {TARGET_MS:g}", value <= TARGET_MS
+    )
+    yield Figure(
+        "endpoint: CPU of the last request of a chat",
+        median(found[talk.turns - 1 :: talk.turns]),
+        "ms",
+    )
 
 
 def main() -> None:

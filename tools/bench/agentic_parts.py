@@ -1,4 +1,5 @@
-"""What the figures of agents are measured with: environments, whose processes import this, and a tiny model."""
+"""What the figures of agents are measured with: environments, whose processes import this, and a
+tiny model."""
 
 from __future__ import annotations
 
@@ -48,5 +49,7 @@ def make_model(folder: Path) -> Path:
     """A random model, and a tokenizer of characters, in a new ``folder``."""
     make_tiny_model(folder, SHAPE, 0)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"max_position_embeddings": CONTEXT}))
+    path.write_text(
+        json.dumps(json.loads(path.read_bytes()) | {"max_position_embeddings": CONTEXT})
+    )
     return folder

@@ -1,7 +1,8 @@
-"""Episodes against instant environments, and a bare client that replays the same turns on the same SGLang server.
+"""Episodes against instant environments, and a bare client that replays the same turns on the same
+SGLang server.
 
-The model is tiny and random, so that a turn ends by chance, after 64 tokens in the mean. The client asks for as many
-tokens after the same words of the environment, turn by turn.
+The model is tiny and random, so that a turn ends by chance, after 64 tokens in the mean. The client
+asks for as many tokens after the same words of the environment, turn by turn.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Tally:
         assert cached is not None, "the server does not say what it had in its cache"
         self._asked, self._cached = self._asked + asked, self._cached + cached
 
-    async def round(self, play: Callable[[Any], Awaitable[list[Turn]]], items: Iterable[Any], at_once: int) -> Round:
+    async def round(
+        self, play: Callable[[Any], Awaitable[list[Turn]]], items: Iterable[Any], at_once: int
+    ) -> Round:
         """Have all ``items`` played, so many at a time."""
         left, found = iter(items), list[list[Turn]]()
 
@@ -91,7 +94,9 @@ class Tally:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(at_once):
                 tasks.create_task(go_on())
-        return Round(found, perf_counter() - begun, process_time() - spent, self._cached / self._asked)
+        return Round(
+            found, perf_counter() - begun, process_time() - spent, self._cached / self._asked
+        )
 
 
 def settings() -> Config:
@@ -103,10 +108,15 @@ def settings() -> Config:
 
 
 @contextlib.asynccontextmanager
-async def served(config: Config, model: Path, logs: Path) -> AsyncIterator[tuple[SglangEngine, Player, Tokenizer]]:
+async def served(
+    config: Config, model: Path, logs: Path
+) -> AsyncIterator[tuple[SglangEngine, Player, Tokenizer]]:
     """An engine with its client, and who plays episodes on it."""
     tokenizer, media = load_tokenizer(model), PromptMedia(None, model, logs)
-    engine, player = SglangEngine(config, 0, model, Version(1, 0), logs), player_of(config, tokenizer, media, print)
+    engine, player = (
+        SglangEngine(config, 0, model, Version(1, 0), logs),
+        player_of(config, tokenizer, media, print),
+    )
     assert player
     await engine.start()
     try:
@@ -117,7 +127,9 @@ async def served(config: Config, model: Path, logs: Path) -> AsyncIterator[tuple
         await engine.close()
 
 
-async def played(engine: SglangEngine, player: Player, prompts: Iterable[Prompt], at_once: int) -> Round:
+async def played(
+    engine: SglangEngine, player: Player, prompts: Iterable[Prompt], at_once: int
+) -> Round:
     """Episodes by the loop of a rollout process, so many ``at_once``."""
     tally = Tally()
 
@@ -128,10 +140,14 @@ async def played(engine: SglangEngine, player: Player, prompts: Iterable[Prompt]
             before, known = request.so_far, sum(len(turn.heard) + turn.tokens for turn in turns)
             made = await engine.generate(request)
             tally.add(len(before), made.cached)
-            turns.append(Turn(before[known:], len(request.prompt_ids) + len(made.token_ids) - len(before)))
+            turns.append(
+                Turn(before[known:], len(request.prompt_ids) + len(made.token_ids) - len(before))
+            )
             return made
 
-        request = GenerateRequest(prompt.token_ids, prompt.prompt_id, 0, Sampling(1.0, 1.0, (), 0), _BUDGET)
+        request = GenerateRequest(
+            prompt.token_ids, prompt.prompt_id, 0, Sampling(1.0, 1.0, (), 0), _BUDGET
+        )
         made = await player.play(History(), Start(prompt, request, ask))
         if isinstance(made, Exception):
             raise made
@@ -157,7 +173,9 @@ async def replayed(engine: SglangEngine, episodes: Iterable[list[Turn]], at_once
         return turns
 
     timeout = aiohttp.ClientTimeout(_CLIENT_S)
-    async with aiohttp.ClientSession(engine.server.url, headers=headers, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        engine.server.url, headers=headers, timeout=timeout
+    ) as session:
         return await tally.round(play, episodes, at_once)
 
 
@@ -165,10 +183,15 @@ def prompts(tokenizer: Tokenizer, count: int, seed: int) -> list[Prompt]:
     """Prompts without a common beginning."""
     drawn = random.Random(seed)
     texts = ("".join(drawn.choices(CHARACTERS, k=PROMPT)) for _ in range(count))
-    return [Prompt(f"{seed}-{n}", tuple(tokenizer.encode(text)), text, "") for n, text in enumerate(texts)]
+    return [
+        Prompt(f"{seed}-{n}", tuple(tokenizer.encode(text)), text, "")
+        for n, text in enumerate(texts)
+    ]
 
 
-async def _rounds(folder: Path, rounds: int, episodes: int, at_once: int) -> list[tuple[Round, Round]]:
+async def _rounds(
+    folder: Path, rounds: int, episodes: int, at_once: int
+) -> list[tuple[Round, Round]]:
     config, found = settings(), []
     async with served(config, make_model(folder / "model"), folder) as (engine, player, tokenizer):
         for number in range(-1, rounds):
@@ -185,10 +208,17 @@ def measure(folder: Path, rounds: int, episodes: int, at_once: int) -> Iterator[
     for name, what in (("episodes a second", "rate"), ("tokens from the cache", "cached")):
         shares = [getattr(ours, what) / getattr(bare, what) for ours, bare in found]
         enough = median(shares) >= _LEAST
-        yield Figure(f"{name}, of a bare client's", median(shares), "x", f">= {_LEAST}", enough, shares)
+        yield Figure(
+            f"{name}, of a bare client's", median(shares), "x", f">= {_LEAST}", enough, shares
+        )
     yield _figure("episodes", "1/s", [ours.rate for ours, _ in found])
-    yield _figure("tokens of requests from the cache", "%", [100 * ours.cached for ours, _ in found])
-    for who, some in (("rollout", [ours for ours, _ in found]), ("client", [bare for _, bare in found])):
+    yield _figure(
+        "tokens of requests from the cache", "%", [100 * ours.cached for ours, _ in found]
+    )
+    for who, some in (
+        ("rollout", [ours for ours, _ in found]),
+        ("client", [bare for _, bare in found]),
+    ):
         spent = [1e3 * one.cpu_s / len(one.episodes) for one in some]
         yield _figure(f"CPU of the {who} process, an episode of {TURNS} turns", "ms", spent)
 

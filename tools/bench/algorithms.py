@@ -1,11 +1,12 @@
-"""What each algorithm's advantages and loss take of a training step, and what a critic and a teacher's likeliest tokens
-add to one.
+"""What each algorithm's advantages and loss take of a training step, and what a critic and a
+teacher's likeliest tokens add to one.
 
-A step here is the forward and backward pass of a small model over all rows and the optimizer's step, on one device; of
-a larger model the share is smaller. Advantages are made in the hub, beside it: their time counts as if it were not. A
-critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. Of a teacher and
-its student it is the output layer alone, with a vocabulary as of Qwen3. Rounds alternate; on a CPU seconds are those of
-the processor, which a busy machine does not change.
+A step here is the forward and backward pass of a small model over all rows and the optimizer's
+step, on one device; of a larger model the share is smaller. Advantages are made in the hub, beside
+it: their time counts as if it were not. A critic scores the rows and trains on them; its yardstick
+is a policy of the same size that does that. Of a teacher and its student it is the output layer
+alone, with a vocabulary as of Qwen3. Rounds alternate; on a CPU seconds are those of the processor,
+which a busy machine does not change.
 
     python tools/bench/algorithms.py --json
 """
@@ -39,7 +40,12 @@ from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import Row
 
 SHAPE = TinyModelConfig(
-    hidden_size=256, num_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024
+    hidden_size=256,
+    num_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    intermediate_size=1024,
 )
 START_TIMEOUT_S = 60.0
 SHARE, CRITIC = 2.0, 1.0
@@ -52,14 +58,21 @@ SETTINGS = {"reduction": "constant", "constant_tokens": 1024, "whiten": True, "k
 
 
 def step_rows(options: argparse.Namespace) -> list[Row]:
-    """Of a step, with all fields that any algorithm looks at; a prompt of a quarter of the tokens, and a response."""
+    """Of a step, with all fields that any algorithm looks at; a prompt of a quarter of the tokens,
+    and a response."""
     draw, made = np.random.default_rng(0), []
     for ticket in range(options.prompts):
         for episode in range(options.samples):
             mask = np.arange(options.tokens) >= options.tokens // 4
             near = {
                 name: (draw.normal(-2, 0.3, options.tokens) * mask).astype(np.float32)
-                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
+                for name in (
+                    "rollout_logprobs",
+                    "old_logprobs",
+                    "ref_logprobs",
+                    "teacher_logprobs",
+                    "values",
+                )
             }
             made.append(
                 {
@@ -69,8 +82,12 @@ def step_rows(options: argparse.Namespace) -> list[Row]:
                     "loss_mask": mask.astype(np.uint8),
                     "token_versions": mask.astype(np.int32),
                     "reward": float(draw.integers(0, 3)),
-                    "teacher_top_ids": np.tile(np.arange(TOP_K, dtype=np.int32), (options.tokens, 1)),
-                    "teacher_top_logprobs": np.full((options.tokens, TOP_K), -np.log(2 * TOP_K), np.float32),
+                    "teacher_top_ids": np.tile(
+                        np.arange(TOP_K, dtype=np.int32), (options.tokens, 1)
+                    ),
+                    "teacher_top_logprobs": np.full(
+                        (options.tokens, TOP_K), -np.log(2 * TOP_K), np.float32
+                    ),
                     **near,
                 }
             )
@@ -92,7 +109,9 @@ def losses(algorithm: Algorithm, batches: list[Batch]) -> None:
     for batch in batches:
         scores = batch.fields["old_logprobs"].clone()
         if k := algorithm.teacher_top_k:
-            scores = torch.cat([scores[..., None], batch.fields["teacher_top_logprobs"][..., :k] - 0.1], -1)
+            scores = torch.cat(
+                [scores[..., None], batch.fields["teacher_top_logprobs"][..., :k] - 0.1], -1
+            )
         scores.requires_grad_()
         algorithm.loss(token_batch(batch, scores, None))[0].backward()
 
@@ -124,10 +143,19 @@ def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for name, rounds in spent.items():
         both = [100 * (a + b) / step for a, b, step in rounds]
         share = statistics.median(both)
-        yield Figure(f"{name}: advantages and loss", share, "% of a step", f"<= {SHARE:g}", share <= SHARE, both)
+        yield Figure(
+            f"{name}: advantages and loss",
+            share,
+            "% of a step",
+            f"<= {SHARE:g}",
+            share <= SHARE,
+            both,
+        )
 
 
-def micro_batches(packs: list[list[Row]], algorithm: Algorithm, device: torch.device) -> list[Batch]:
+def micro_batches(
+    packs: list[list[Row]], algorithm: Algorithm, device: torch.device
+) -> list[Batch]:
     """Of rows with what the algorithm gives them."""
     rows = sorted((row for pack in packs for row in pack), key=itemgetter("row_id"))
     made = {one["row_id"]: one for one in advantages_of(rows, algorithm, 0)}
@@ -140,7 +168,9 @@ def without(row: Row, fields: list[str]) -> Row:
     return {name: value for name, value in row.items() if name not in fields}
 
 
-def alternated(ways: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, list[float]]:
+def alternated(
+    ways: dict[str, Callable[[], object]], options: argparse.Namespace
+) -> dict[str, list[float]]:
     """Seconds of each round, but for a first one."""
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
@@ -168,21 +198,33 @@ def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for name, rounds in spent.items():
         yield Figure(name, statistics.median(rounds), "s", rounds=rounds)
     forward, trained, values, learned = spent.values()
-    ratios = [(c + d) / (a + b) for a, b, c, d in zip(forward, trained, values, learned, strict=True)]
+    ratios = [
+        (c + d) / (a + b) for a, b, c, d in zip(forward, trained, values, learned, strict=True)
+    ]
     ratio = statistics.median(ratios)
     yield Figure("critic against a policy's", ratio, "x", f"<= {CRITIC:g}", ratio <= CRITIC, ratios)
 
 
 def of_likeliest(options: argparse.Namespace) -> Iterator[Figure]:
-    """What the likeliest tokens add to the output layer of a teacher, and of a student, whose layers below it have
-    nothing to do with them."""
+    """What the likeliest tokens add to the output layer of a teacher, and of a student, whose
+    layers below it have nothing to do with them."""
     draw = torch.Generator().manual_seed(0)
-    states = torch.randn(OUTPUT_TOKENS, SHAPE.hidden_size, generator=draw).to(options.device).requires_grad_()
-    weight = torch.randn(OUTPUT_VOCAB, SHAPE.hidden_size, generator=draw).to(options.device).requires_grad_()
+    states = (
+        torch.randn(OUTPUT_TOKENS, SHAPE.hidden_size, generator=draw)
+        .to(options.device)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(OUTPUT_VOCAB, SHAPE.hidden_size, generator=draw)
+        .to(options.device)
+        .requires_grad_()
+    )
     drawn = torch.randint(0, OUTPUT_VOCAB, (OUTPUT_TOKENS,), generator=draw).to(options.device)
     group = torch.distributed.group.WORLD
     layer = states, weight, drawn, OUTPUT_VOCAB
-    several = torch.cat([drawn[:, None], drawn[:, None] // torch.arange(2, TOP_K + 2, device=options.device)], 1)
+    several = torch.cat(
+        [drawn[:, None], drawn[:, None] // torch.arange(2, TOP_K + 2, device=options.device)], 1
+    )
 
     def scored(targets: torch.Tensor) -> torch.Tensor:
         return logprobs.token_logprobs(states, weight, targets, OUTPUT_VOCAB, 1.0, group)[0]
@@ -193,7 +235,9 @@ def of_likeliest(options: argparse.Namespace) -> Iterator[Figure]:
             *layer, OUTPUT_VOCAB, TOP_K, 1.0, group
         ),
         "student's output layer: the drawn tokens": lambda: scored(drawn).sum().backward(),
-        f"student's output layer: and the {TOP_K} likeliest": lambda: scored(several).sum().backward(),
+        f"student's output layer: and the {TOP_K} likeliest": lambda: (
+            scored(several).sum().backward()
+        ),
     }
     spent = alternated(ways, options)
     for name, rounds in spent.items():
@@ -201,18 +245,29 @@ def of_likeliest(options: argparse.Namespace) -> Iterator[Figure]:
     bare, whole, alone, both = spent.values()
     for who, more, less in (("teacher", whole, bare), ("student", both, alone)):
         ratios = [a / b for a, b in zip(more, less, strict=True)]
-        yield Figure(f"{who}'s with the likeliest against without", statistics.median(ratios), "x", rounds=ratios)
+        yield Figure(
+            f"{who}'s with the likeliest against without",
+            statistics.median(ratios),
+            "x",
+            rounds=ratios,
+        )
 
 
 def policy(kind: type[PolicyModel], directory: Path, options: argparse.Namespace) -> PolicyModel:
-    model = kind(read_config(directory), ModelConfig(device=options.device), ParallelConfig(), ActorConfig())
+    model = kind(
+        read_config(directory), ModelConfig(device=options.device), ParallelConfig(), ActorConfig()
+    )
     model.load_hf(directory)
     return model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face directory; a small one is made without it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face directory; a small one is made without it"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
@@ -228,7 +283,9 @@ def main() -> None:
         directory = options.model or Path(folder) / "model"
         if not options.model:
             make_tiny_model(directory, SHAPE, seed=0)
-        figures = itertools.chain(shares(directory, options), of_critic(directory, options), of_likeliest(options))
+        figures = itertools.chain(
+            shares(directory, options), of_critic(directory, options), of_likeliest(options)
+        )
         print_figures(figures, {"device": options.device, "rounds": options.rounds}, options.json)
     parallel.destroy()
 

@@ -1,7 +1,9 @@
-"""This version's benchmarks beside an older one's, on the same machine: each runs at both, one after the other.
+"""This version's benchmarks beside an older one's, on the same machine: each runs at both, one
+after the other.
 
-Either checkout measures itself by its own benchmarks, at their short size; what both of them call by one name is
-compared. The older one is any commit, checked out beside this one, that needs no other packages than these.
+Either checkout measures itself by its own benchmarks, at their short size; what both of them call
+by one name is compared. The older one is any commit, checked out beside this one, that needs no
+other packages than these.
 
     git worktree add ../before 27b34ae
     python tools/bench/before_after.py ../before --json
@@ -24,14 +26,53 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 BENCHMARKS: dict[str, Sequence[str]] = {
-    "queue": ("queue", "--rows", "fixed", "--rows", "small", "--rows", "latency", "--rows", "claims", "--rounds", "2"),
-    "overlap": ("overlap.py", "--ratios", "1", "--staleness", "0", "1", "--sigmas", "0", "--steps", "24"),
+    "queue": (
+        "queue",
+        "--rows",
+        "fixed",
+        "--rows",
+        "small",
+        "--rows",
+        "latency",
+        "--rows",
+        "claims",
+        "--rounds",
+        "2",
+    ),
+    "overlap": (
+        "overlap.py",
+        "--ratios",
+        "1",
+        "--staleness",
+        "0",
+        "1",
+        "--sigmas",
+        "0",
+        "--steps",
+        "24",
+    ),
     "hot_way": ("hot_way.py", "--shapes", "128x2", "--steps", "40"),
     "weights": ("weights.py", "--layers", "1", "--rounds", "3", "--readers", "--steps"),
-    "recovery": ("recovery.py", "--layout", "het", "--policy", "toolkit", "--fault", "kill:actor", "--repeat", "2"),
+    "recovery": (
+        "recovery.py",
+        "--layout",
+        "het",
+        "--policy",
+        "toolkit",
+        "--fault",
+        "kill:actor",
+        "--repeat",
+        "2",
+    ),
 }
 """Name -> program in tools/bench and what it is told, about a minute each."""
-FAULT_COLUMNS = {"detect": "s", "working": "s", "caught_up": "s", "lost": "samples", "duplicated": "samples"}
+FAULT_COLUMNS = {
+    "detect": "s",
+    "working": "s",
+    "caught_up": "s",
+    "lost": "samples",
+    "duplicated": "samples",
+}
 """Of a fault that the run recovers from -> their units."""
 _LESS = ("s", "ms", "ms/step", "MB", "MiB", "MB/1e6", "samples")
 """Units of what is better if it is less, where no target says so."""
@@ -49,12 +90,16 @@ class Measured:
 
     @property
     def text(self) -> str:
-        spread = f" ({min(self.values):.3g} to {max(self.values):.3g})" if len(self.values) > 1 else ""
+        spread = (
+            f" ({min(self.values):.3g} to {max(self.values):.3g})" if len(self.values) > 1 else ""
+        )
         return f"{median(self.values):.3g} {self.unit}".strip() + spread
 
     def with_(self, other: Measured | None) -> Measured:
         """Of both."""
-        return Measured(self.unit, [*(other.values if other else ()), *self.values], self.less_is_better)
+        return Measured(
+            self.unit, [*(other.values if other else ()), *self.values], self.less_is_better
+        )
 
     def times_as_good_as(self, other: Measured) -> str:
         now, before = median(self.values), median(other.values)
@@ -71,23 +116,36 @@ def measure(root: Path, name: str) -> Found:
     program, *words = BENCHMARKS[name]
     command = [sys.executable, f"tools/bench/{program}", *words, "--json"]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=_RUN_S)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=_RUN_S
+    )
     try:
         return found_in(json.loads(done.stdout.strip().rpartition("\n")[2]))
     except ValueError:
         end = (done.stdout + done.stderr)[-500:]
-        raise RuntimeError(f"{name} of {root}: exit code {done.returncode}, no figures; it ends with {end}") from None
+        raise RuntimeError(
+            f"{name} of {root}: exit code {done.returncode}, no figures; it ends with {end}"
+        ) from None
 
 
 def found_in(said: Any) -> Found:
     """Of the last line of a benchmark of any kind."""
     if isinstance(said, list):
         name = "G/T {ratio:g}, sigma {sigma:g}, staleness {staleness}: ideal / step"
-        return {name.format(**one["case"]): Measured("", [one["efficiency"]], False) for one in said}
+        return {
+            name.format(**one["case"]): Measured("", [one["efficiency"]], False) for one in said
+        }
     if "lines" in said:
-        return {one["what"]: _measured(one, one["ours"], "most" in one["targets"]) for one in said["lines"]}
+        return {
+            one["what"]: _measured(one, one["ours"], "most" in one["targets"])
+            for one in said["lines"]
+        }
     if "records" in said:
-        faults = [(record["fault"], column, record[column]) for record in said["records"] for column in FAULT_COLUMNS]
+        faults = [
+            (record["fault"], column, record[column])
+            for record in said["records"]
+            for column in FAULT_COLUMNS
+        ]
         found: Found = {}
         for fault, column, value in faults:
             if value is not None:
@@ -97,7 +155,10 @@ def found_in(said: Any) -> Found:
     figures = said["figures"]
     # The machine's load is in some names.
     names = [re.sub(r", load [\d.]+", "", figure["name"]) for figure in figures]
-    values = [_measured(figure, figure["value"], (figure["target"] or "").startswith("<")) for figure in figures]
+    values = [
+        _measured(figure, figure["value"], (figure["target"] or "").startswith("<"))
+        for figure in figures
+    ]
     return dict(zip(names, values, strict=True))
 
 
@@ -123,12 +184,16 @@ def compare(before: Path, name: str, turns: int) -> list[list[str]]:
 
 
 def commit_of(root: Path) -> str:
-    return subprocess.check_output(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], text=True).strip()
+    return subprocess.check_output(
+        ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], text=True
+    ).strip()
 
 
 def main() -> int:
     """Measure and print; 1 if a benchmark did not come to an end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path, help="another checkout of this repository")
     parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
     parser.add_argument("--turns", type=int, default=1, help="of both, for each benchmark")
@@ -137,7 +202,10 @@ def main() -> int:
     before, load, failed = options.before.resolve(), round(os.getloadavg()[0], 2), 0
     columns = ["what", f"before, {commit_of(before)}", f"now, {commit_of(HERE)}", "times as good"]
     table: list[list[str]] = []
-    print("  ".join(name.ljust(width) for name, width in zip(columns, _WIDTHS, strict=True)), flush=True)
+    print(
+        "  ".join(name.ljust(width) for name, width in zip(columns, _WIDTHS, strict=True)),
+        flush=True,
+    )
     for name in options.only:
         try:
             found = compare(before, name, options.turns)
@@ -145,10 +213,16 @@ def main() -> int:
             print(error, file=sys.stderr, flush=True)
             failed, found = 1, []
         for row in found:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, _WIDTHS, strict=True)), flush=True)
+            print(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, _WIDTHS, strict=True)),
+                flush=True,
+            )
         table += found
     if options.json:
-        print(json.dumps({"columns": columns, "rows": table, "settings": {"load_before": load}}), flush=True)
+        print(
+            json.dumps({"columns": columns, "rows": table, "settings": {"load_before": load}}),
+            flush=True,
+        )
     return failed
 
 

@@ -1,9 +1,9 @@
 """What a checkpoint costs: the trainer, and the disk.
 
-A real policy of megatron-core with its Adam is saved again and again, by the same code as in a run. The trainer is kept
-while its state is copied; a memcpy of as many bytes is done in turns with it. What goes on beside, until the checkpoint
-has its name, is measured against a file of as many bytes that is written and synced to the same file system, with
-nothing trained meanwhile.
+A real policy of megatron-core with its Adam is saved again and again, by the same code as in a run.
+The trainer is kept while its state is copied; a memcpy of as many bytes is done in turns with it.
+What goes on beside, until the checkpoint has its name, is measured against a file of as many bytes
+that is written and synced to the same file system, with nothing trained meanwhile.
 
     python tools/bench/checkpoint.py --layers 8 --folder /scratch/me --json
 """
@@ -83,7 +83,10 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
         Figure("checkpoint", size / 2**20, "MiB"),
         Figure("trainer kept", kept * 1e3, "ms", rounds=[1e3 * one for one in times["kept"]]),
         Figure(
-            "memcpy of as many bytes", size / copied / 1e9, "GB/s", rounds=[size / t / 1e9 for t in times["copied"]]
+            "memcpy of as many bytes",
+            size / copied / 1e9,
+            "GB/s",
+            rounds=[size / t / 1e9 for t in times["copied"]],
         ),
         Figure("trainer kept: of one memcpy", stall, "x", f"<= {STALL}", stall <= STALL, stalls),
         Figure("written beside training", size / written / 1e9, "GB/s", rounds=writes),
@@ -108,18 +111,24 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints are written (default: the temporary folder)"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="relax-bench-", dir=args.folder) as name:
         folder = Path(name) / "checkpoints"
         folder.mkdir()
         figures = measure(trainer_of(Path(name), args.layers, args.hidden), folder, args.rounds)
-    print_figures(figures, {"layers": args.layers, "hidden": args.hidden, "rounds": args.rounds}, args.json)
+    print_figures(
+        figures, {"layers": args.layers, "hidden": args.hidden, "rounds": args.rounds}, args.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
-"""Does every algorithm learn, and does staleness cost anything? The quickstart in many ways, several seeds each.
+"""Does every algorithm learn, and does staleness cost anything? The quickstart in many ways,
+several seeds each.
 
     python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4
     python tools/bench/convergence.py --keep runs/convergence --seeds 0 --algorithms
     python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4 --report
     python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4 5 6 7 --claim --json
 
-One run after the other; those that are there already are not made again, one that was cut off goes on, and `--report`
-makes none. Modes are compared with staleness 0 seed by seed, as a seed fixes prompts, first weights and some of the
-luck, by the area between two curves: a final score sits near its ceiling and is one draw of 400 answers. The curve that
-decides is of rewards, by the version that drew the samples, for it is of 256 samples a step; greedy held-out answers,
-which turn all at once, spread by twice as much, and are printed beside it. The interval is Student's, of 95 %; the
-power is that of finding a true loss of `--loss`. A comparison that could not fail says nothing, so the last mode is one
-that must lose: samples 16 versions old, of which the loss knows nothing.
+One run after the other; those that are there already are not made again, one that was cut off goes
+on, and `--report` makes none. Modes are compared with staleness 0 seed by seed, as a seed fixes
+prompts, first weights and some of the luck, by the area between two curves: a final score sits near
+its ceiling and is one draw of 400 answers. The curve that decides is of rewards, by the version
+that drew the samples, for it is of 256 samples a step; greedy held-out answers, which turn all at
+once, spread by twice as much, and are printed beside it. The interval is Student's, of 95 %; the
+power is that of finding a true loss of `--loss`. A comparison that could not fail says nothing, so
+the last mode is one that must lose: samples 16 versions old, of which the loss knows nothing.
 
 `--claim` tests what the documentation claims (`CLAIM`): at staleness 1 and at a true staleness of 4
 the reward area is at most 0.03 below that of staleness 0, measured with at least 8 seeds and an
 interval whose half-width is at most 0.015.
 
-An algorithm has to end higher than both controls by `--margin`: GRPO with permuted rewards, which shows what is learned
-of anything but the rewards, though it may end lower than it began; and its own first weights, which is what a learning
-rate of 0 would leave, whatever else is broken.
+An algorithm has to end higher than both controls by `--margin`: GRPO with permuted rewards, which
+shows what is learned of anything but the rewards, though it may end lower than it began; and its
+own first weights, which is what a learning rate of 0 would leave, whatever else is broken.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ class Claim:
             return f"not decided: found {len(differences)} seeds, needs {self.least_seeds}", False
         difference = paired(differences)
         if difference.half_width > self.widest:
-            return f"not decided: half-width {difference.half_width:.3f}, needs {self.widest:g}", False
+            return (
+                f"not decided: half-width {difference.half_width:.3f}, needs {self.widest:g}",
+                False,
+            )
         is_met = difference.mean >= -self.most_lost
         return f"at most {self.most_lost:g} below: {'met' if is_met else 'MISSED'}", is_met
 
@@ -91,19 +96,39 @@ CLAIM = Claim(modes=("1", "true-4"), most_lost=0.03, least_seeds=8, widest=0.015
 
 def main() -> int:
     """Make the runs that are not there, and print what all have reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=MODES, help="see tools/bench/quickstart_runs.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=MODES, help="see tools/bench/quickstart_runs.py"
+    )
     names = [name for name in FITTING if name != DEFAULT]
-    parser.add_argument("--algorithms", nargs="*", choices=names, help="compare these, or all, with the controls")
+    parser.add_argument(
+        "--algorithms", nargs="*", choices=names, help="compare these, or all, with the controls"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--loss", type=float, default=0.05, help="of area, that should be found in 80 %% of cases")
-    parser.add_argument("--margin", type=float, default=0.1, help="by which an algorithm ends above its controls")
-    parser.add_argument("--level", type=float, default=0.8, help="held-out score to which steps are counted")
-    parser.add_argument("--keep", type=Path, required=True, help="folder of the run directories and the picture")
-    parser.add_argument("--claim", action="store_true", help="exit with 1 unless the claim of the documentation holds")
+    parser.add_argument(
+        "--loss", type=float, default=0.05, help="of area, that should be found in 80 %% of cases"
+    )
+    parser.add_argument(
+        "--margin", type=float, default=0.1, help="by which an algorithm ends above its controls"
+    )
+    parser.add_argument(
+        "--level", type=float, default=0.8, help="held-out score to which steps are counted"
+    )
+    parser.add_argument(
+        "--keep", type=Path, required=True, help="folder of the run directories and the picture"
+    )
+    parser.add_argument(
+        "--claim",
+        action="store_true",
+        help="exit with 1 unless the claim of the documentation holds",
+    )
     parser.add_argument("--report", action="store_true", help="make no runs")
-    parser.add_argument("--json", action="store_true", help="end with the table as one line of JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="end with the table as one line of JSON"
+    )
     args = parser.parse_args()
     load_before = round(os.getloadavg()[0], 1)
     by_algorithm = args.algorithms is not None
@@ -119,7 +144,8 @@ def main() -> int:
 
 
 def gathered(args: argparse.Namespace, modes: Sequence[str]) -> Runs:
-    """Finished runs, made where they are not there. Seed by seed: what slows the machine then slows all modes."""
+    """Finished runs, made where they are not there. Seed by seed: what slows the machine then slows
+    all modes."""
     found: Runs = {mode: {} for mode in modes}
     for seed in args.seeds:
         for mode in modes:
@@ -146,7 +172,12 @@ def mode_table(found: Runs, args: argparse.Namespace) -> Table:
         *reached_columns(args.level),
         "reward area to staleness 0, paired, 95 %",
     ]
-    columns += ["spread", f"power for {args.loss:g}", "seeds for 80 %", "held-out area to staleness 0"]
+    columns += [
+        "spread",
+        f"power for {args.loss:g}",
+        "seeds for 80 %",
+        "held-out area to staleness 0",
+    ]
     columns += ["verdict", "claim"]
     rows, verdicts, claims = [], [], {}
     for mode, by_seed in found.items():
@@ -167,12 +198,14 @@ def area_differences(mode: str, runs: Runs) -> list[float]:
     mode_runs, base_runs = runs[mode], runs.get(BASE, {})
     shared_seeds = sorted(mode_runs.keys() & base_runs.keys())
     return [
-        area_between(rewards_by_version(mode_runs[seed]), rewards_by_version(base_runs[seed])) for seed in shared_seeds
+        area_between(rewards_by_version(mode_runs[seed]), rewards_by_version(base_runs[seed]))
+        for seed in shared_seeds
     ]
 
 
 def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:
-    """Cells of a mode's paired difference to staleness 0, and whether it is as it should be, and power suffices."""
+    """Cells of a mode's paired difference to staleness 0, and whether it is as it should be, and
+    power suffices."""
     shared = sorted(set(found[mode]) & set(found.get(BASE, {})))
     pairs = [(found[mode][seed], found[BASE][seed]) for seed in shared]
     if len(pairs) < 2:
@@ -188,9 +221,13 @@ def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:
 
 
 def judged(seen: Paired, loss: float) -> tuple[str, bool]:
-    """What a difference says of a true ``loss``, in words, and whether there is none, with power enough to say so."""
+    """What a difference says of a true ``loss``, in words, and whether there is none, with power
+    enough to say so."""
     if seen.low > -loss:
-        return f"loses less than {loss:g}" if seen.lost else f"a loss of {loss:g} is ruled out", True
+        return (
+            f"loses less than {loss:g}" if seen.lost else f"a loss of {loss:g} is ruled out",
+            True,
+        )
     if seen.lost:
         return "LOSES", False
     enough = seen.power(loss) >= POWER
@@ -203,13 +240,20 @@ def _interval(seen: Paired) -> str:
 
 def algorithm_table(found: Runs, args: argparse.Namespace) -> Table:
     """Algorithms against permuted rewards and against the weights that they began with."""
-    columns = ["algorithm", *reached_columns(args.level), "held-out of the first weights", "verdict"]
+    columns = [
+        "algorithm",
+        *reached_columns(args.level),
+        "held-out of the first weights",
+        "verdict",
+    ]
     rows, verdicts = [], []
     for mode, by_seed in found.items():
         gained = min(gains(mode, found, args.steps))
         ok = (gained >= args.margin) is (mode != CONTROL)
         verdict = (
-            f"over both by {gained:.3f} or more" if mode != CONTROL else f"control, over its first by {gained:.3f}"
+            f"over both by {gained:.3f} or more"
+            if mode != CONTROL
+            else f"control, over its first by {gained:.3f}"
         )
         name = {BASE: DEFAULT, CONTROL: f"{DEFAULT}, rewards permuted"}.get(mode, mode)
         cells = reached(by_seed, args.steps, args.level)
@@ -220,8 +264,8 @@ def algorithm_table(found: Runs, args: argparse.Namespace) -> Table:
 
 
 def gains(mode: str, found: Runs, steps: int) -> Iterator[float]:
-    """Last score of each seed, above the higher one of its first and that of the control, which has the first alone; a
-    seed without a control has the best of the others'."""
+    """Last score of each seed, above the higher one of its first and that of the control, which has
+    the first alone; a seed without a control has the best of the others'."""
     ends = {one: scores(directory)[steps] for one, directory in found.get(CONTROL, {}).items()}
     for seed, directory in found[mode].items():
         curve = scores(directory)
@@ -241,8 +285,15 @@ def reached(by_seed: dict[int, Path], steps: int, level: float) -> list[str]:
     there = [one for one in to if math.isfinite(one)]
     words = f"{median(there):.0f}" if there else "never"
     words += f" ({len(there)} of {len(to)})" if 0 < len(there) < len(to) else ""
-    areas = [[area(one) for one in each] for each in (curves, map(rewards_by_version, by_seed.values()))]
-    return [str(len(curves)), _spread([curve[steps] for curve in curves]), words, *map(_spread, areas)]
+    areas = [
+        [area(one) for one in each] for each in (curves, map(rewards_by_version, by_seed.values()))
+    ]
+    return [
+        str(len(curves)),
+        _spread([curve[steps] for curve in curves]),
+        words,
+        *map(_spread, areas),
+    ]
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -254,7 +305,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [columns, *rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def plot(found: Runs, path: Path) -> Path:
@@ -271,10 +324,16 @@ def plot(found: Runs, path: Path) -> Path:
         versions = sorted(set.intersection(*map(set, curves)))
         values = np.array([[curve[version] for version in versions] for curve in curves])
         by_version.plot(versions, values.mean(0), dash, color=colour, label=mode)
-        by_version.fill_between(versions, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        by_version.fill_between(
+            versions, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0
+        )
         for seconds, reward in map(rewards, by_seed.values()):
             by_time.plot(seconds / 60, _smooth(reward), dash, color=colour, alpha=0.7)
-    by_version.set(xlabel="version", ylabel="held-out score", title="Mean over seeds; shaded: lowest and highest")
+    by_version.set(
+        xlabel="version",
+        ylabel="held-out score",
+        title="Mean over seeds; shaded: lowest and highest",
+    )
     by_time.set(xlabel="minutes since the first step", ylabel="reward", title="Each seed")
     by_version.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)

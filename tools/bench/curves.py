@@ -1,4 +1,5 @@
-"""What is read off learning curves, and how sure it is: areas, steps to a level, paired differences, power.
+"""What is read off learning curves, and how sure it is: areas, steps to a level, paired
+differences, power.
 
 A curve is a held-out score by version. Nothing here reads files or starts runs.
 """
@@ -23,20 +24,22 @@ _MOST_SEEDS = 1000
 
 
 def area(curve: Curve) -> float:
-    """Mean height of a curve over its versions, by the trapezoidal rule: the area under it, as a score."""
+    """Mean height of a curve over its versions, by the trapezoidal rule: the area under it, as a
+    score."""
     versions, found = _points(curve)
     return float(np.trapezoid(found, versions) / (versions[-1] - versions[0]))
 
 
 def area_between(one: Curve, base: Curve) -> float:
-    """Mean height of ``one`` over ``base`` at the versions of ``one``, between which both are taken as straight: that
-    one was evaluated at fewer versions makes no difference then."""
+    """Mean height of ``one`` over ``base`` at the versions of ``one``, between which both are taken
+    as straight: that one was evaluated at fewer versions makes no difference then."""
     versions, found = _points(one)
     return area(dict(zip(one, found - np.interp(versions, *_points(base)), strict=True)))
 
 
 def steps_to(curve: Curve, level: float) -> float:
-    """First version at which a curve, straight between its points, is at ``level``; infinite: at none."""
+    """First version at which a curve, straight between its points, is at ``level``; infinite: at
+    none."""
     versions, found = _points(curve)
     above = np.flatnonzero(found >= level)
     if not len(above):
@@ -45,7 +48,10 @@ def steps_to(curve: Curve, level: float) -> float:
     if place == 0:
         return float(versions[0])
     before, after = found[place - 1], found[place]
-    return float(versions[place - 1] + (level - before) / (after - before) * (versions[place] - versions[place - 1]))
+    return float(
+        versions[place - 1]
+        + (level - before) / (after - before) * (versions[place] - versions[place - 1])
+    )
 
 
 def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +69,8 @@ class Paired:
     """Standard deviation over seeds; nan: of one seed."""
     low: float
     high: float
-    """Edges of the interval of Student's t, of confidence `CONFIDENCE`, in which the mean over all seeds lies."""
+    """Edges of the interval of Student's t, of confidence `CONFIDENCE`, in which the mean over all
+    seeds lies."""
 
     @property
     def half_width(self) -> float:
@@ -76,15 +83,18 @@ class Paired:
         return self.high < 0
 
     def power(self, loss: float) -> float:
-        """Share of such comparisons, of as many seeds, that find a true ``loss``, were the spread as measured."""
+        """Share of such comparisons, of as many seeds, that find a true ``loss``, were the spread
+        as measured."""
         return power(loss, self.spread, self.seeds)
 
     def needed(self, loss: float) -> int:
-        """Seeds of which `POWER` of all comparisons find a true ``loss``, were the spread as measured; 0: not known."""
+        """Seeds of which `POWER` of all comparisons find a true ``loss``, were the spread as
+        measured; 0: not known."""
         return seeds_for(loss, self.spread)
 
     def surely_needed(self, loss: float) -> int:
-        """The same, were the spread the largest that it may be with confidence `PILOT`; 0: not known."""
+        """The same, were the spread the largest that it may be with confidence `PILOT`; 0: not
+        known."""
         return seeds_for(loss, upper_spread(self.spread, self.seeds))
 
 
@@ -99,11 +109,11 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def power(loss: float, spread: float, seeds: int) -> float:
-    """Probability that the interval of `paired` is below 0 if differences are normal around -``loss`` with standard
-    deviation ``spread``; nan: of fewer than two seeds.
+    """Probability that the interval of `paired` is below 0 if differences are normal around
+    -``loss`` with standard deviation ``spread``; nan: of fewer than two seeds.
 
-    The statistic has the noncentral t distribution with noncentrality -loss sqrt(seeds) / spread: J. Cohen, Statistical
-    Power Analysis for the Behavioral Sciences, 1988, section 2.
+    The statistic has the noncentral t distribution with noncentrality -loss sqrt(seeds) / spread:
+    J. Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, section 2.
     """
     if seeds < 2 or math.isnan(spread):
         return math.nan
@@ -114,14 +124,17 @@ def power(loss: float, spread: float, seeds: int) -> float:
 
 
 def seeds_for(loss: float, spread: float) -> int:
-    """Fewest seeds with which a true ``loss`` is found in `POWER` of all cases; 0: not known, or beyond reason."""
-    return next((seeds for seeds in range(2, _MOST_SEEDS) if power(loss, spread, seeds) >= POWER), 0)
+    """Fewest seeds with which a true ``loss`` is found in `POWER` of all cases; 0: not known, or
+    beyond reason."""
+    return next(
+        (seeds for seeds in range(2, _MOST_SEEDS) if power(loss, spread, seeds) >= POWER), 0
+    )
 
 
 def upper_spread(spread: float, seeds: int) -> float:
-    """Standard deviation that all seeds there could be do not exceed with confidence `PILOT`, normal differences given:
-    of few seeds the one measured says little. R. Browne, On the use of a pilot sample for sample size determination,
-    Statistics in Medicine 14, 1995."""
+    """Standard deviation that all seeds there could be do not exceed with confidence `PILOT`,
+    normal differences given: of few seeds the one measured says little. R. Browne, On the use of a
+    pilot sample for sample size determination, Statistics in Medicine 14, 1995."""
     if seeds < 2:
         return math.nan
     return spread * math.sqrt((seeds - 1) / float(stats.chi2.ppf(1 - PILOT, seeds - 1)))

@@ -1,7 +1,8 @@
-"""Tokens trained a second by two ranks that share the experts of each layer, against the same two with all of them.
+"""Tokens trained a second by two ranks that share the experts of each layer, against the same two
+with all of them.
 
-Whole steps of the same rows: forward and backward passes, gradients summed, the optimizer. Both take turns, a
-step each.
+Whole steps of the same rows: forward and backward passes, gradients summed, the optimizer. Both
+take turns, a step each.
 
     python tools/bench/experts.py --json
 """
@@ -33,7 +34,9 @@ from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-SHAPE = TinyModelConfig(hidden_size=512, num_layers=2, num_experts=16, moe_intermediate_size=512, **ATTENTION)
+SHAPE = TinyModelConfig(
+    hidden_size=512, num_layers=2, num_experts=16, moe_intermediate_size=512, **ATTENTION
+)
 RANKS = 2
 LAYOUTS = {"DP=2": ParallelConfig(data=RANKS), "EP=2": ParallelConfig(data=RANKS, expert=RANKS)}
 HIDDEN = ("json", "layout", "rank", "meeting")
@@ -56,13 +59,24 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face directory; a small one is made without it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face directory; a small one is made without it"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--experts", default="sequential", choices=("sequential", "grouped"), help="as actor.experts")
+    parser.add_argument(
+        "--experts",
+        default="sequential",
+        choices=("sequential", "grouped"),
+        help="as actor.experts",
+    )
     parser.add_argument("--rows", type=int, default=32, help="of a step")
-    parser.add_argument("--length", type=int, default=192, help="tokens of the longest row, the shortest has half")
+    parser.add_argument(
+        "--length", type=int, default=192, help="tokens of the longest row, the shortest has half"
+    )
     parser.add_argument("--budget", type=int, default=1024, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=20, help="steps of each")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -82,10 +96,13 @@ def figures(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Tokens a second of each round by layout. The ranks of one wait while those of the other make a step."""
+    """Tokens a second of each round by layout. The ranks of one wait while those of the other make
+    a step."""
     tokens = sum(len(row["token_ids"]) for row in rows_of(options))
     speeds: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    groups = {name: [started(options, name, rank, folder) for rank in range(RANKS)] for name in LAYOUTS}
+    groups = {
+        name: [started(options, name, rank, folder) for rank in range(RANKS)] for name in LAYOUTS
+    }
     try:
         for number in range(options.rounds + WARM_UP):
             for name, ranks in groups.items():
@@ -98,7 +115,9 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, list[float]
     return speeds
 
 
-def started(options: argparse.Namespace, layout: str, rank: int, folder: Path) -> subprocess.Popen[str]:
+def started(
+    options: argparse.Namespace, layout: str, rank: int, folder: Path
+) -> subprocess.Popen[str]:
     words = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--model", str(options.model)]
     words += ["--layout", layout, "--rank", str(rank), "--meeting", str(folder / layout)]
     environment = clean_environment() | {"OMP_NUM_THREADS": "1"}
@@ -120,7 +139,9 @@ def run_rank(options: argparse.Namespace) -> None:
     """A step for every line of the input, and a line for every step."""
     torch.set_num_threads(1)
     layout, meeting = LAYOUTS[options.layout], dist.FileStore(str(options.meeting), RANKS)
-    parallel.initialize(layout, options.rank, RANKS, options.rank, meeting, options.device, 0, TIMEOUT_S)
+    parallel.initialize(
+        layout, options.rank, RANKS, options.rank, meeting, options.device, 0, TIMEOUT_S
+    )
     actor = ActorConfig(parallel=layout, experts=options.experts)
     settings = ModelConfig(device=options.device, dtype=options.dtype)
     model = PolicyModel(read_config(options.model), settings, layout, actor)
@@ -138,19 +159,27 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def rows_of(options: argparse.Namespace) -> list[Row]:
     """Of lengths between half of the longest and the longest."""
-    return [row_of(options.length - number * options.length // (2 * options.rows)) for number in range(options.rows)]
+    return [
+        row_of(options.length - number * options.length // (2 * options.rows))
+        for number in range(options.rows)
+    ]
 
 
 def row_of(length: int) -> Row:
     """Trained on after its first token."""
-    return {"token_ids": [3 + n * length % 50 for n in range(length)], "loss_mask": [n > 0 for n in range(length)]}
+    return {
+        "token_ids": [3 + n * length % 50 for n in range(length)],
+        "loss_mask": [n > 0 for n in range(length)],
+    }
 
 
 def micro_batches(rows: list[Row], options: argparse.Namespace, model: PolicyModel) -> list[Batch]:
     """Of this data rank, as many as of the other."""
     parts = [split_rows(rows[rank::RANKS], options.budget) for rank in range(RANKS)]
     mine = [collate(part, PAD, model.device) for part in parts[model.layout.data_rank]]
-    return mine + [idle(rows[0], str(model.device)) for _ in range(max(map(len, parts)) - len(mine))]
+    return mine + [
+        idle(rows[0], str(model.device)) for _ in range(max(map(len, parts)) - len(mine))
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What benchmarks report: named figures against their targets, as a table and as one line of JSON."""
+"""What benchmarks report: named figures against their targets, as a table and as one line of
+JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _WIDTHS = (46, 10, 22, 10, 10, 6)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number; `target` in words ("<= 0.05"), `ok` whether it was met, None where there is none."""
+    """One measured number; `target` in words ("<= 0.05"), `ok` whether it was met, None where there
+    is none."""
 
     name: str
     value: float
@@ -25,11 +27,14 @@ class Figure:
     """What every round gave, in the same unit; `value` is their median."""
 
 
-def print_figures(figures: Iterable[Figure], settings: Mapping[str, object], as_json: bool) -> list[Figure]:
-    """Print a table for people, each figure as soon as ``figures`` gives it, with the load of the machine before.
+def print_figures(
+    figures: Iterable[Figure], settings: Mapping[str, object], as_json: bool
+) -> list[Figure]:
+    """Print a table for people, each figure as soon as ``figures`` gives it, with the load of the
+    machine before.
 
-    Returns them all. With ``as_json`` also {"figures": [...], "settings": {...}} as the last line: of all that were
-    measured, whatever ended the rest.
+    Returns them all. With ``as_json`` also {"figures": [...], "settings": {...}} as the last line:
+    of all that were measured, whatever ended the rest.
     """
     found: list[Figure] = []
     about = {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)} | dict(settings)
@@ -38,19 +43,30 @@ def print_figures(figures: Iterable[Figure], settings: Mapping[str, object], as_
         for figure in figures:
             found.append(figure)
             verdict = {True: "ok", False: "MISSED", None: ""}[figure.ok]
-            cells = (_short(figure.value), _spread(figure.rounds), figure.unit, figure.target or "", verdict)
+            cells = (
+                _short(figure.value),
+                _spread(figure.rounds),
+                figure.unit,
+                figure.target or "",
+                verdict,
+            )
             print(_line(figure.name, *cells), flush=True)
     finally:
         print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
         if as_json:
             lines = [asdict(one) | {"value": _finite(one.value)} for one in found]
-            print(json.dumps({"figures": lines, "settings": about}, allow_nan=False, default=str), flush=True)
+            print(
+                json.dumps({"figures": lines, "settings": about}, allow_nan=False, default=str),
+                flush=True,
+            )
     return found
 
 
 def _line(name: str, value: str, *rest: str) -> str:
     words = [name.ljust(_WIDTHS[0]), value.rjust(_WIDTHS[1])]
-    return "  ".join(words + [word.ljust(width) for word, width in zip(rest, _WIDTHS[2:], strict=True)]).rstrip()
+    return "  ".join(
+        words + [word.ljust(width) for word, width in zip(rest, _WIDTHS[2:], strict=True)]
+    ).rstrip()
 
 
 def _spread(rounds: Sequence[float]) -> str:

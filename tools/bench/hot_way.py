@@ -1,9 +1,10 @@
 """What a step costs the toolkit itself: groups from the engine to the actor, and nothing else.
 
-Every row is a run of real processes: controller with its journal on disk, rollouts, advantages, actor with its
-publisher. What the engine and the trainer compute takes `--generate_s` and `--train_s`, at max_staleness 0 one after
-the other, so all that a step takes beyond their sum is the toolkit's own. CPU seconds of each role say where it goes,
-also where other work keeps the cores busy.
+Every row is a run of real processes: controller with its journal on disk, rollouts, advantages,
+actor with its publisher. What the engine and the trainer compute takes `--generate_s` and
+`--train_s`, at max_staleness 0 one after the other, so all that a step takes beyond their sum is
+the toolkit's own. CPU seconds of each role say where it goes, also where other work keeps the cores
+busy.
 
     python tools/bench/hot_way.py --shapes 128x2 1024x16 --json
 """
@@ -64,8 +65,19 @@ class Shape:
             "prompts_per_step": self.groups,
             "samples_per_prompt": SAMPLES,
             "max_staleness": 0,
-            "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-            "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 4, "max_prompt_tokens": 32},
+            "model": {
+                "tiny": {
+                    "hidden_size": 32,
+                    "num_layers": 1,
+                    "head_dim": 16,
+                    "intermediate_size": 64,
+                }
+            },
+            "data": {
+                "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+                "digits": 4,
+                "max_prompt_tokens": 32,
+            },
             "rollout": {
                 "replicas": options.processes,
                 "processes": options.processes,
@@ -119,7 +131,9 @@ class CpuTimes(threading.Thread):
         self.join()
 
 
-def measure(shape: Shape, options: argparse.Namespace, folder: Path) -> tuple[list[float], dict[str, float]]:
+def measure(
+    shape: Shape, options: argparse.Namespace, folder: Path
+) -> tuple[list[float], dict[str, float]]:
     """Run it; seconds of each step but the first ones, and CPU seconds of a step by role."""
     run, file = folder / "run", folder / "run.yaml"
     file.write_text(yaml.safe_dump(shape.settings(options)))
@@ -130,7 +144,9 @@ def measure(shape: Shape, options: argparse.Namespace, folder: Path) -> tuple[li
     cpu.end()
     if done.returncode:
         raise RuntimeError(f"{shape}: exit code {done.returncode}: {done.stderr[-500:]}")
-    ends = [row["time"] for row in read_metrics(run) if "reward/mean" in row][min(_WARM_UP_STEPS, options.steps // 4) :]
+    ends = [row["time"] for row in read_metrics(run) if "reward/mean" in row][
+        min(_WARM_UP_STEPS, options.steps // 4) :
+    ]
     steps = [after - before for before, after in pairwise(ends)]
     mean = (ends[-1] - ends[0]) / len(steps)
     return steps, {role: share * mean for role, share in cpu.between(ends[0], ends[-1]).items()}
@@ -144,23 +160,46 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
             steps, cpu = measure(shape, options, Path(folder))
         least = options.generate_s + options.train_s
         own = [1e3 * (seconds - least) for seconds in steps]
-        title, limit = f"{name}, load {load:.1f}", TARGETS_MS.get(name) if options.processes == 2 else None
+        title, limit = (
+            f"{name}, load {load:.1f}",
+            TARGETS_MS.get(name) if options.processes == 2 else None,
+        )
         value = statistics.median(own)
         target = f"<= {limit:g}" if limit else None
-        yield Figure(f"{title}: own time of a step", value, "ms", target, value <= limit if limit else None, own)
-        yield Figure(f"{title}: samples", shape.groups * SAMPLES / statistics.median(steps), "samples/s")
+        yield Figure(
+            f"{title}: own time of a step",
+            value,
+            "ms",
+            target,
+            value <= limit if limit else None,
+            own,
+        )
+        yield Figure(
+            f"{title}: samples", shape.groups * SAMPLES / statistics.median(steps), "samples/s"
+        )
         for role, seconds in cpu.items():
             yield Figure(f"{title}: CPU of {role}", 1e3 * seconds, "ms/step")
         yield Figure(f"{title}: CPU of all", 1e3 * sum(cpu.values()), "ms/step")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(TARGETS_MS), help="prompt groups of 8 x groups a request")
-    parser.add_argument("--processes", type=int, default=2, help="of the rollout role, each with an engine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(TARGETS_MS),
+        help="prompt groups of 8 x groups a request",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, help="of the rollout role, each with an engine"
+    )
     parser.add_argument("--generate_s", type=float, default=0.02, help="of all responses of a step")
     parser.add_argument("--train_s", type=float, default=0.02)
-    parser.add_argument("--steps", type=int, default=60, help=f"the first {_WARM_UP_STEPS} are left out")
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"the first {_WARM_UP_STEPS} are left out"
+    )
     parser.add_argument("--durability", default="commit", choices=["commit", "flush", "none"])
     parser.add_argument("--folder", type=Path, help="where runs are made: its disk matters")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

@@ -1,4 +1,5 @@
-"""What a rank takes to compare kernels with plain layers at start, and how far from float32 both are.
+"""What a rank takes to compare kernels with plain layers at start, and how far from float32 both
+are.
 
     TRITON_INTERPRET=1 python tools/bench/kernels_at_start.py configs/models/Qwen3-0.6B --device cpu
 
@@ -23,13 +24,16 @@ START_TIMEOUT_S = 60.0
 
 
 def compare(model: Path, device: str, dtype: str) -> list[Figure]:
-    """Seconds, and the distances of the values of which the kernels' are furthest from the plain layers'."""
+    """Seconds, and the distances of the values of which the kernels' are furthest from the plain
+    layers'."""
     parallel.initialize_alone(device, 0, START_TIMEOUT_S)
     prepare("fused", device)
     from relax_hpc.training.parity import Slice, distances
     from relax_hpc.training.triton_logprobs import TritonKernels
 
-    of = Slice.of(spec_of(read_config(model)), ModelConfig(dtype=dtype, device=device), ParallelConfig(), {})
+    of = Slice.of(
+        spec_of(read_config(model)), ModelConfig(dtype=dtype, device=device), ParallelConfig(), {}
+    )
     began, at_work = time.monotonic(), time.process_time()
     found = distances(of, "fused", TritonKernels())
     taken, worked = time.monotonic() - began, time.process_time() - at_work
@@ -44,13 +48,19 @@ def compare(model: Path, device: str, dtype: str) -> list[Figure]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a directory with config.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    print_figures(compare(args.model, args.device, args.dtype), {"model": args.model, "dtype": args.dtype}, args.json)
+    print_figures(
+        compare(args.model, args.device, args.dtype),
+        {"model": args.model, "dtype": args.dtype},
+        args.json,
+    )
 
 
 if __name__ == "__main__":

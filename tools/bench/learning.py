@@ -27,16 +27,26 @@ EDGE = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all seeds one after the other and print what they reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--no-control", dest="control", action="store_false", help="leave the permuted rewards out")
-    parser.add_argument("--keep", type=Path, help="folder for the run directories and the picture; default: none stays")
+    parser.add_argument(
+        "--no-control", dest="control", action="store_false", help="leave the permuted rewards out"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder for the run directories and the picture; default: none stays",
+    )
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).absolute()
-        figures = print_figures(measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json)
+        figures = print_figures(
+            measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json
+        )
     return 0 if all(figure.ok for figure in figures) else 1
 
 
@@ -53,7 +63,16 @@ def measure(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
 
 def run(directory: Path, seed: int, steps: int, control: bool) -> tuple[Path, float]:
     """The quickstart with a seed; its run directory and its wall time in seconds."""
-    words = ["--config", str(CONFIG), "--run_dir", str(directory), "--seed", str(seed), "--steps", str(steps)]
+    words = [
+        "--config",
+        str(CONFIG),
+        "--run_dir",
+        str(directory),
+        "--seed",
+        str(seed),
+        "--steps",
+        str(steps),
+    ]
     words += ["--algorithm.shuffle_rewards", "true"] if control else []
     started = time.monotonic()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -64,10 +83,15 @@ def run(directory: Path, seed: int, steps: int, control: bool) -> tuple[Path, fl
 
 
 def ends(directory: Path) -> tuple[float, float, float, float]:
-    """Mean reward of the first and last steps, mean held-out exact match of the first and last evaluation."""
+    """Mean reward of the first and last steps, mean held-out exact match of the first and last
+    evaluation."""
     rows = read_metrics(directory)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    scores = [mean(v for tag, v in row.items() if tag.startswith("eval/")) for row in rows if evaluated(row)]
+    scores = [
+        mean(v for tag, v in row.items() if tag.startswith("eval/"))
+        for row in rows
+        if evaluated(row)
+    ]
     return mean(rewards[:EDGE]), mean(rewards[-EDGE:]), scores[0], scores[-1]
 
 

@@ -1,8 +1,9 @@
-"""What preparing media costs beside their decoders alone, as ratios of throughput, the two by turns in one run.
+"""What preparing media costs beside their decoders alone, as ratios of throughput, the two by turns
+in one run.
 
-Ours is all that a worker does: checks of the file, decoding, resizing, and the blob that is stored. Times are of the
-processor, so that other work on the machine counts little. Videos of Motion JPEG are resized. Those of
-H.264 and HEVC have a size that the model takes.
+Ours is all that a worker does: checks of the file, decoding, resizing, and the blob that is stored.
+Times are of the processor, so that other work on the machine counts little. Videos of Motion JPEG
+are resized. Those of H.264 and HEVC have a size that the model takes.
 
     python tools/bench/media.py --json
 """
@@ -48,7 +49,9 @@ def seconds(work: Callable[[], object], clock: Callable[[], float] = time.proces
     return clock() - begun
 
 
-def ratio(name: str, target: float, rounds: int, alone: Callable[[], object], ours: Callable[[], object]) -> Figure:
+def ratio(
+    name: str, target: float, rounds: int, alone: Callable[[], object], ours: Callable[[], object]
+) -> Figure:
     """Throughput of ours as a share of that of the decoder alone."""
     alone(), ours()
     found = [seconds(alone) / seconds(ours) for _ in range(rounds)]
@@ -64,11 +67,15 @@ def pictures(rounds: int) -> Iterator[Figure]:
             if image.size != size:
                 image.resize(size, Image.Resampling.BICUBIC)
 
-    for name, target, (height, width) in (("unresized", 0.6, (1024, 1024)), ("resized", 0.8, (1100, 1500))):
+    for name, target, (height, width) in (
+        ("unresized", 0.6, (1024, 1024)),
+        ("resized", 0.8, (1100, 1500)),
+    ):
         content = encoded(picture(height, width), "JPEG", quality=90)
         size = RULES.image_size((height, width))[::-1]
         yield ratio(
-            f"JPEG {width} x {height}, {name}: of decoding{' and resizing' if name == 'resized' else ''}",
+            f"JPEG {width} x {height}, {name}: of "
+            f"decoding{' and resizing' if name == 'resized' else ''}",
             target,
             rounds * 5,
             lambda content=content, size=size: decoded(content, size),
@@ -127,7 +134,9 @@ def compressed_video(path: Path, codec: str, frames: Sequence[Image.Image]) -> P
     import av
 
     with av.open(path, "w") as container:
-        stream = container.add_stream(codec, FPS, options={"preset": "veryfast", "x265-params": "log-level=none"})
+        stream = container.add_stream(
+            codec, FPS, options={"preset": "veryfast", "x265-params": "log-level=none"}
+        )
         stream.width, stream.height, stream.pix_fmt = *frames[0].size, "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
@@ -166,7 +175,9 @@ def sounds(folder: Path, rounds: int) -> Iterator[Figure]:
 
     def aac_alone() -> None:
         with av.open(path) as container:
-            channels = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+            channels = np.concatenate(
+                [frame.to_ndarray() for frame in container.decode(audio=0)], axis=1
+            )
         resampled(channels.mean(axis=0), 44100, RULES.rate)
         mel(medium, RULES)
 
@@ -177,14 +188,18 @@ def sounds(folder: Path, rounds: int) -> Iterator[Figure]:
             stored.to_bytes()
             mel(stored, RULES)
 
-        yield ratio(f"{name}, {SECONDS} s: of decoding, resampling and mel", 0.8, rounds * 3, alone, ours)
+        yield ratio(
+            f"{name}, {SECONDS} s: of decoding, resampling and mel", 0.8, rounds * 3, alone, ours
+        )
     yield size_of(f"{SECONDS} s of sound", Kind.AUDIO, content, 1.921)
 
 
 def size_of(name: str, kind: Kind, source: Source, target: float) -> Figure:
     """Megabytes that a prompt group has in the queue's store for one medium."""
     found = len(load(kind, source, RULES).to_bytes()) / 1e6
-    return Figure(f"{name}: stored once a prompt group", found, "MB", f"<= {target}", found <= target)
+    return Figure(
+        f"{name}: stored once a prompt group", found, "MB", f"<= {target}", found <= target
+    )
 
 
 ALONE = """
@@ -204,7 +219,8 @@ for _ in range(count):
     work()
 print(time.process_time() - begun, flush=True)
 """
-"""Program that prepares an image again and again once it is told to, and says what that took of the processor."""
+"""Program that prepares an image again and again once it is told to, and says what that took of the
+processor."""
 Times = tuple[float, float]
 """Seconds by the clock, and of the processor."""
 
@@ -212,7 +228,10 @@ Times = tuple[float, float]
 def independent(path: Path, count: int) -> Times:
     """Times of two processes that know nothing of each other."""
     command = [sys.executable, "-c", ALONE, path, str(count)]
-    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     for one in both:
         one.stdout.readline()
     begun = time.perf_counter()
@@ -245,14 +264,17 @@ def processor_time() -> float:
 
 
 def two_workers(folder: Path, rounds: int, count: int) -> Iterator[Figure]:
-    """Throughput of a pool of two beside that of two processes; by the clock for a quiet machine alone."""
+    """Throughput of a pool of two beside that of two processes; by the clock for a quiet machine
+    alone."""
     path = folder / "picture.jpg"
     path.write_bytes(encoded(picture(1100, 1500), "JPEG", quality=90))
     both = [(independent(path, count), asyncio.run(pooled(path, count))) for _ in range(rounds)]
     for number, clock in enumerate(("by the clock", "of the processor")):
         found = [theirs[number] / ours[number] for theirs, ours in both]
         middle = median(found)
-        yield Figure(f"two workers: of two processes, {clock}", middle, "x", ">= 0.95", middle >= 0.95, found)
+        yield Figure(
+            f"two workers: of two processes, {clock}", middle, "x", ">= 0.95", middle >= 0.95, found
+        )
 
 
 def figures(rounds: int, count: int) -> Iterator[Figure]:
@@ -265,12 +287,22 @@ def figures(rounds: int, count: int) -> Iterator[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side of a ratio")
-    parser.add_argument("--images", type=int, default=100, help="images that each of two workers prepares")
-    parser.add_argument("--json", action="store_true", help="print all figures as one line of JSON at the end")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measurements of each side of a ratio"
+    )
+    parser.add_argument(
+        "--images", type=int, default=100, help="images that each of two workers prepares"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures as one line of JSON at the end"
+    )
     args = parser.parse_args()
-    print_figures(figures(args.rounds, args.images), {"rounds": args.rounds, "images": args.images}, args.json)
+    print_figures(
+        figures(args.rounds, args.images), {"rounds": args.rounds, "images": args.images}, args.json
+    )
 
 
 if __name__ == "__main__":

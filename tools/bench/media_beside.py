@@ -1,9 +1,11 @@
-"""What media cost a run whose generation takes longer than preparing them: steps of two runs, which differ in nothing
-but that prompts of one have an image each, and those of the other as many tokens of text.
+"""What media cost a run whose generation takes longer than preparing them: steps of two runs, which
+differ in nothing but that prompts of one have an image each, and those of the other as many tokens
+of text.
 
-Every process is a real one; what engine and trainer compute is replaced by waiting. Told are how much longer rollout
-is at a step, from its tickets to its rows, because files are read and decoded (the target), and how much longer the
-whole step takes, because trainers read media and lay them out for towers, too.
+Every process is a real one; what engine and trainer compute is replaced by waiting. Told are how
+much longer rollout is at a step, from its tickets to its rows, because files are read and decoded
+(the target), and how much longer the whole step takes, because trainers read media and lay them out
+for towers, too.
 
     python tools/bench/media_beside.py --json
 """
@@ -90,27 +92,47 @@ def write_rows(folder: Path, shape: Shape) -> dict[str, Path]:
     """Files of prompts, of which each has an image of its own, or as many tokens of text."""
     count = shape.groups * (shape.steps + shape.staleness + 1)
     for number in range(count):
-        (folder / f"{number}.jpg").write_bytes(encoded(picture(shape.side, shape.side, number), "JPEG", quality=90))
-    seen = [{"token_ids": [START, IMAGE, END, TEXT_TOKEN], "images": [f"{number}.jpg"]} for number in range(count)]
+        (folder / f"{number}.jpg").write_bytes(
+            encoded(picture(shape.side, shape.side, number), "JPEG", quality=90)
+        )
+    seen = [
+        {"token_ids": [START, IMAGE, END, TEXT_TOKEN], "images": [f"{number}.jpg"]}
+        for number in range(count)
+    ]
     read = [{"token_ids": [TEXT_TOKEN] * (shape.tokens + AROUND)}] * count
     files = {"images": folder / "images.jsonl", "text": folder / "text.jsonl"}
     for name, rows in (("images", seen), ("text", read)):
-        lines = (json.dumps({"id": str(number), "answer": "", **row}) for number, row in enumerate(rows))
+        lines = (
+            json.dumps({"id": str(number), "answer": "", **row}) for number, row in enumerate(rows)
+        )
         files[name].write_text("\n".join(lines) + "\n")
     return files
 
 
 def measured(shape: Shape, rows: Path, folder: Path) -> tuple[float, float]:
-    """Mean seconds for which rollout was at a step of a run over ``rows``, and of the whole step."""
+    """Mean seconds for which rollout was at a step of a run over ``rows``, and of the whole
+    step."""
     folder.mkdir()
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(shape.settings(rows.with_name("model"), rows)))
-    words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(file), "--run_dir", str(folder / "run")]
+    words = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(file),
+        "--run_dir",
+        str(folder / "run"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_RUN_S)
     if done.returncode:
         raise RuntimeError(f"{rows.name}: exit code {done.returncode}: {done.stderr[-500:]}")
     steps = [row for row in read_metrics(folder / "run") if "reward/mean" in row][WARM_UP_STEPS:]
-    busy = [sum(row.get(f"perf/rollout_{kind}_s", 0.0) for kind in ("generate", "queue")) for row in steps]
+    busy = [
+        sum(row.get(f"perf/rollout_{kind}_s", 0.0) for kind in ("generate", "queue"))
+        for row in steps
+    ]
     return mean(busy), (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)
 
 
@@ -122,24 +144,43 @@ def figures(shapes: list[Shape], rounds: int) -> Iterator[Figure]:
             files = write_rows(folder, shape)
             seeing_model(folder / "model")
             for number in range(rounds):
-                text, seen = (measured(shape, files[kind], folder / f"{kind}-{number}") for kind in ("text", "images"))
-                found.append([media / without - 1 for media, without in zip(seen, text, strict=True)])
+                text, seen = (
+                    measured(shape, files[kind], folder / f"{kind}-{number}")
+                    for kind in ("text", "images")
+                )
+                found.append(
+                    [media / without - 1 for media, without in zip(seen, text, strict=True)]
+                )
         busy, step = zip(*found, strict=True)
         about = f"staleness {shape.staleness}, {shape.groups} images a step"
-        yield Figure(f"{about}: added to rollout", median(busy), "", "<= 0.02", median(busy) <= 0.02, busy)
+        yield Figure(
+            f"{about}: added to rollout", median(busy), "", "<= 0.02", median(busy) <= 0.02, busy
+        )
         yield Figure(f"{about}: added to the whole step", median(step), "", rounds=step)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs")
-    parser.add_argument("--steps", type=int, default=15, help=f"of each run; the first {WARM_UP_STEPS} are left out")
-    parser.add_argument("--groups", type=int, default=32, help="prompts of a step, each with an image")
+    parser.add_argument(
+        "--steps", type=int, default=15, help=f"of each run; the first {WARM_UP_STEPS} are left out"
+    )
+    parser.add_argument(
+        "--groups", type=int, default=32, help="prompts of a step, each with an image"
+    )
     parser.add_argument("--side", type=int, default=1024, help="pixels of a side of an image")
-    parser.add_argument("--generate_s", type=float, default=4.0, help="seconds in which a step is generated")
-    parser.add_argument("--train_s", type=float, default=1.0, help="seconds in which it is trained on")
-    parser.add_argument("--json", action="store_true", help="print all figures as one line of JSON at the end")
+    parser.add_argument(
+        "--generate_s", type=float, default=4.0, help="seconds in which a step is generated"
+    )
+    parser.add_argument(
+        "--train_s", type=float, default=1.0, help="seconds in which it is trained on"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures as one line of JSON at the end"
+    )
     args = parser.parse_args()
     about = (args.steps, args.groups, args.side, args.generate_s, args.train_s)
     shapes = [Shape(staleness, *about) for staleness in args.staleness]

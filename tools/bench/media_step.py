@@ -1,8 +1,9 @@
-"""Forward and backward passes over a batch of texts, images, videos and sounds at once, beside the same rows by kinds.
+"""Forward and backward passes over a batch of texts, images, videos and sounds at once, beside the
+same rows by kinds.
 
-A tiny Qwen3-Omni on the CPU, all of it trained, by the trainer of runs; the two sides take turns, and times are of the
-processor. What is measured is what mixing costs: micro-batches in which some rows have no media, or those of another
-tower.
+A tiny Qwen3-Omni on the CPU, all of it trained, by the trainer of runs; the two sides take turns,
+and times are of the processor. What is measured is what mixing costs: micro-batches in which some
+rows have no media, or those of another tower.
 
     python tools/bench/media_step.py --json
 """
@@ -56,8 +57,12 @@ class Passes:
         self.media, self.rules, self.max_tokens = media, Rules.of(model), max_tokens
 
     def seconds(self, rows: Rows) -> float:
-        """Seconds of the passes over ``rows``; what comes before, and the step of the optimizer, are not in them."""
-        batches = [collate(part, 0, "cpu", media=self._media(part)) for part in split_rows(rows, self.max_tokens)]
+        """Seconds of the passes over ``rows``; what comes before, and the step of the optimizer,
+        are not in them."""
+        batches = [
+            collate(part, 0, "cpu", media=self._media(part))
+            for part in split_rows(rows, self.max_tokens)
+        ]
         begun = time.process_time()
         self.trainer.accumulate(batches)
         took = time.process_time() - begun
@@ -66,12 +71,20 @@ class Passes:
 
     def _media(self, rows: Rows) -> RowMedia | None:
         names = {span["media_id"] for row in rows for span in row["spans"]}
-        return RowMedia.of({name: self.media[name] for name in names}, self.rules) if names else None
+        return (
+            RowMedia.of({name: self.media[name] for name in names}, self.rules) if names else None
+        )
 
 
-def rows_of(folder: Path, model: Path, count: int) -> tuple[dict[str, list[Row]], dict[str, Medium]]:
+def rows_of(
+    folder: Path, model: Path, count: int
+) -> tuple[dict[str, list[Row]], dict[str, Medium]]:
     """Rows of each kind, each with a medium of its own, and all media."""
-    store, media, rows = MediaStore(folder / "media", durable=False), dict[str, Medium](), dict[str, list[Row]]()
+    store, media, rows = (
+        MediaStore(folder / "media", durable=False),
+        dict[str, Medium](),
+        dict[str, list[Row]](),
+    )
     text = load_tokenizer(model).encode("a" * 300)
     for number in range(count):
         contents = {
@@ -89,7 +102,11 @@ def rows_of(folder: Path, model: Path, count: int) -> tuple[dict[str, list[Row]]
 
 def _row(prompt: Sequence[int], spans: list[dict]) -> Row:
     tokens = np.array([*prompt, *[5] * ANSWER], np.int32)
-    return {"token_ids": tokens, "loss_mask": (np.arange(len(tokens)) >= len(prompt)).astype(np.uint8), "spans": spans}
+    return {
+        "token_ids": tokens,
+        "loss_mask": (np.arange(len(tokens)) >= len(prompt)).astype(np.uint8),
+        "spans": spans,
+    }
 
 
 def figures(rounds: int, count: int, max_tokens: int) -> Iterator[Figure]:
@@ -101,7 +118,9 @@ def figures(rounds: int, count: int, max_tokens: int) -> Iterator[Figure]:
             model = hearing_model(Path(name) / "model")
             rows, media = rows_of(Path(name), model, count)
             passes = Passes(model, media, max_tokens)
-            mixed = [row for number in range(count) for row in (some[number] for some in rows.values())]
+            mixed = [
+                row for number in range(count) for row in (some[number] for some in rows.values())
+            ]
             alone: dict[str, list[float]] = {kind: [] for kind in rows}
             together = list[float]()
             for number in range(rounds + 1):
@@ -113,18 +132,31 @@ def figures(rounds: int, count: int, max_tokens: int) -> Iterator[Figure]:
                         alone[kind].append(seconds)
             for kind, seconds in alone.items():
                 yield Figure(f"{count} rows: {kind}", median(seconds), "s", rounds=seconds)
-            ratios = [whole / sum(parts) for whole, *parts in zip(together, *alone.values(), strict=True)]
-            yield Figure("mixed: of the sum of its parts", median(ratios), "x", "<= 1.1", median(ratios) <= 1.1, ratios)
+            ratios = [
+                whole / sum(parts) for whole, *parts in zip(together, *alone.values(), strict=True)
+            ]
+            yield Figure(
+                "mixed: of the sum of its parts",
+                median(ratios),
+                "x",
+                "<= 1.1",
+                median(ratios) <= 1.1,
+                ratios,
+            )
     finally:
         parallel.destroy()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=8, help="of each kind")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch")
-    parser.add_argument("--json", action="store_true", help="print all figures as one line of JSON at the end")
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures as one line of JSON at the end"
+    )
     args = parser.parse_args()
     print_figures(figures(args.rounds, args.rows, args.max_tokens), vars(args), args.json)
 

@@ -1,8 +1,10 @@
-"""What a step of the quickstart takes in each mode, with the real engine and the real actor, one thread each.
+"""What a step of the quickstart takes in each mode, with the real engine and the real actor, one
+thread each.
 
-G is how long the engine is at work for a step, T how long the actor is, both as measured in that run. While they take
-turns a step cannot take less than G + T, nor much less at staleness 0, where what is drawn last is trained last. From
-staleness 1 on it cannot take less than the longer of the two.
+G is how long the engine is at work for a step, T how long the actor is, both as measured in that
+run. While they take turns a step cannot take less than G + T, nor much less at staleness 0, where
+what is drawn last is trained last. From staleness 1 on it cannot take less than the longer of the
+two.
 
     python tools/bench/modes.py --modes colocate 0 1 4 --steps 60
 """
@@ -34,9 +36,15 @@ def measured(mode: str, pace: Mapping[str, float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=["colocate", "0", "1", "4"], help="as in convergence.py")
-    parser.add_argument("--steps", type=int, default=60, help=f"of each run; the first {WARM_UP_STEPS} are left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=["colocate", "0", "1", "4"], help="as in convergence.py"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"of each run; the first {WARM_UP_STEPS} are left out"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     print(f"{'mode':10s}    G, s    T, s  ideal, s  step, s  ideal/step  load", flush=True)
@@ -45,9 +53,12 @@ def main() -> None:
         for mode in args.modes:
             load_before = os.getloadavg()[0]
             path = run(Path(folder) / mode, mode, 0, args.steps)
-            line = measured(mode, report(RunDir(path), WARM_UP_STEPS)["pace"]) | {"load_before": load_before}
+            line = measured(mode, report(RunDir(path), WARM_UP_STEPS)["pace"]) | {
+                "load_before": load_before
+            }
             print(
-                f"{line['mode']:10s} {line['generate_s']:7.3f} {line['train_s']:7.3f} {line['ideal_s']:9.3f} "
+                f"{line['mode']:10s} {line['generate_s']:7.3f} {line['train_s']:7.3f} "
+                f"{line['ideal_s']:9.3f} "
                 f"{line['step_s']:8.3f} {line['ideal_share']:11.2f}  {load_before:4.1f}",
                 flush=True,
             )

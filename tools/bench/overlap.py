@@ -1,10 +1,11 @@
 """How close generation and training come to going on at the same time, by max_staleness.
 
-Every row is a run of real processes: controller with its journal on disk, rollout, actor with its publisher. Only what
-the engine and the trainer compute is replaced by waiting, so that the ideal is known: a step cannot take less than
-max(G, T), G being the seconds of all responses of a step over the engine's concurrency, and T those of training; at
-staleness 0, without streaming, not less than G + T. A long response that its step has to wait for can make that
-impossible: `possible` is a step of these very responses if nothing but generating and training took any time.
+Every row is a run of real processes: controller with its journal on disk, rollout, actor with its
+publisher. Only what the engine and the trainer compute is replaced by waiting, so that the ideal is
+known: a step cannot take less than max(G, T), G being the seconds of all responses of a step over
+the engine's concurrency, and T those of training; at staleness 0, without streaming, not less than
+G + T. A long response that its step has to wait for can make that impossible: `possible` is a step
+of these very responses if nothing but generating and training took any time.
 
     python tools/bench/overlap.py --ratios 0.5 1 2 --staleness 0 1 2 4 --sigmas 0 1 --json
 """
@@ -41,12 +42,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from overlap_bound import Bound
 
 WARM_UP_STEPS = 8
-"""First steps that are left out: the pipeline fills. As many last ones are as are ahead when all tickets are out."""
+"""First steps that are left out: the pipeline fills. As many last ones are as are ahead when all
+tickets are out."""
 CONCURRENCY = 64
 GROUPS_PER_REQUEST = 2
 REQUESTS = 20
-"""In flight: as many as keep the engine's places full while some wait for their longest response. What waits in the
-engine's own line is promised to an earlier step than it comes to be made for."""
+"""In flight: as many as keep the engine's places full while some wait for their longest response.
+What waits in the engine's own line is promised to an earlier step than it comes to be made for."""
 _WINDOWS = 4
 _LONGEST = 7
 """Tokens of a prompt and its response: all have as many."""
@@ -81,11 +83,24 @@ class Case:
             "prompts_per_step": groups,
             "samples_per_prompt": samples,
             "max_staleness": self.staleness,
-            "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-            "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 4, "max_prompt_tokens": 32},
+            "model": {
+                "tiny": {
+                    "hidden_size": 32,
+                    "num_layers": 1,
+                    "head_dim": 16,
+                    "intermediate_size": 64,
+                }
+            },
+            "data": {
+                "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+                "digits": 4,
+                "max_prompt_tokens": 32,
+            },
             "rollout": {
                 "groups_per_request": GROUPS_PER_REQUEST,
-                "requests_in_flight": min(REQUESTS, groups // GROUPS_PER_REQUEST * (self.staleness + 1)),
+                "requests_in_flight": min(
+                    REQUESTS, groups // GROUPS_PER_REQUEST * (self.staleness + 1)
+                ),
                 "max_new_tokens": tokens,
                 "engine": {"kind": "simulated", "simulated": simulated},
             },
@@ -129,7 +144,16 @@ def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
     folder.mkdir(parents=True)
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(case.settings(step_s, steps)))
-    words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(file), "--run_dir", str(folder / "run")]
+    words = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(file),
+        "--run_dir",
+        str(folder / "run"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_RUN_S)
     if done.returncode:
         raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-500:]}")
@@ -169,29 +193,43 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
 
 
 def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bool) -> list[float]:
-    """When each step would be trained if all but generating and training took no time, the queue's rules kept."""
+    """When each step would be trained if all but generating and training took no time, the queue's
+    rules kept."""
     return Bound(responses, config, _WINDOWS if streaming else 1).trained()
 
 
-HEAD = "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  ideal/step  possible/step"
+HEAD = (
+    "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  "
+    "ideal/step  possible/step"
+)
 
 
 def line_of(found: Result) -> str:
     case = found.case
     return (
-        f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} {'yes' if case.streaming else 'no':>10s} "
-        f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.possible_s:12.3f} "
+        f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} "
+        f"{'yes' if case.streaming else 'no':>10s} "
+        f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} "
+        f"{found.possible_s:12.3f} "
         f"{found.step_s:8.3f} {found.efficiency:11.3f} {found.possible_s / found.step_s:14.3f}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="G / T")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 1.0], help="of the times of responses")
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness"
+    )
+    parser.add_argument(
+        "--sigmas", type=float, nargs="+", default=[0.0, 1.0], help="of the times of responses"
+    )
     parser.add_argument("--step_s", type=float, default=1.0, help="G + T, seconds")
-    parser.add_argument("--steps", type=int, default=40, help=f"of each run; the first {WARM_UP_STEPS} are left out")
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"of each run; the first {WARM_UP_STEPS} are left out"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     cases = [
@@ -207,7 +245,9 @@ def main() -> None:
             load_before = os.getloadavg()[0]
             found = measure(case, args.step_s, args.steps, Path(folder) / str(number))
             print(f"{line_of(found)}  {load_before:4.1f}", flush=True)
-            results.append(asdict(found) | {"efficiency": found.efficiency, "load_before": load_before})
+            results.append(
+                asdict(found) | {"efficiency": found.efficiency, "load_before": load_before}
+            )
     if args.json:
         print(json.dumps(results), flush=True)
 

@@ -1,9 +1,11 @@
-"""What the queue's rules allow: a run in which nothing but generating and training takes time, on a clock of its own.
+"""What the queue's rules allow: a run in which nothing but generating and training takes time, on a
+clock of its own.
 
-A place of the engine takes the next response, in the order of tickets. A ticket is admitted when its step is at most
-max_staleness ahead and the rollout has room for one, of which it has groups_per_request x requests_in_flight; its rows
-come together, with its last response. The trainer takes a window as soon as the rule of the step's set (Contract 1)
-has one, at staleness 0 in the order of tickets.
+A place of the engine takes the next response, in the order of tickets. A ticket is admitted when
+its step is at most max_staleness ahead and the rollout has room for one, of which it has
+groups_per_request x requests_in_flight; its rows come together, with its last response. The trainer
+takes a window as soon as the rule of the step's set (Contract 1) has one, at staleness 0 in the
+order of tickets.
 """
 
 from __future__ import annotations
@@ -27,12 +29,22 @@ class Bound:
     """
 
     def __init__(self, responses: Sequence[Sequence[float]], config: Config, windows: int) -> None:
-        self.steps, self.staleness, samples = len(responses), config.max_staleness, config.samples_per_prompt
+        self.steps, self.staleness, samples = (
+            len(responses),
+            config.max_staleness,
+            config.samples_per_prompt,
+        )
         flat = [found for step in responses for found in step]
         self.groups = [flat[start : start + samples] for start in range(0, len(flat), samples)]
-        self.prompts, self.idle = len(responses[0]) // samples, config.rollout.engine.simulated.concurrency
+        self.prompts, self.idle = (
+            len(responses[0]) // samples,
+            config.rollout.engine.simulated.concurrency,
+        )
         self.in_flight = config.rollout.groups_per_request * config.rollout.requests_in_flight
-        self.window, self.window_s = self.prompts // windows, config.actor.simulated_step_s / windows
+        self.window, self.window_s = (
+            self.prompts // windows,
+            config.actor.simulated_step_s / windows,
+        )
         self.events: list[tuple[float, int, str, int]] = []
         self.numbers = itertools.count()
         self.now, self.next = 0.0, 0
@@ -74,7 +86,8 @@ class Bound:
             self.later(seconds, "responded", ticket)
 
     def responded(self, ticket: int) -> None:
-        """A place is free; a response is of one token, which is of the version that is served when it comes."""
+        """A place is free; a response is of one token, which is of the version that is served when
+        it comes."""
         self.idle += 1
         oldest = self.oldest.setdefault(ticket, len(self.ends))
         self.missing[ticket] -= 1
@@ -93,10 +106,15 @@ class Bound:
             self.later(self.window_s, "window_trained")
 
     def next_window(self) -> list[int]:
-        """What is ready, nearest last steps first, if all others find places in time; else nothing."""
+        """What is ready, nearest last steps first, if all others find places in time; else
+        nothing."""
         step, free = len(self.ends), self.prompts - self.taken
         if self.staleness == 0:
-            window = list(range(step * self.prompts + self.taken, step * self.prompts + self.taken + self.window))
+            window = list(
+                range(
+                    step * self.prompts + self.taken, step * self.prompts + self.taken + self.window
+                )
+            )
             return window if self.ready.issuperset(window) else []
         window = sorted(self.ready, key=lambda ticket: (self.left[ticket], ticket))[: self.window]
         if len(window) < self.window:
@@ -104,7 +122,11 @@ class Bound:
         late = Counter(self.left.values()) - Counter(self.left[ticket] for ticket in window)
         counts = itertools.accumulate(late[step + ahead] for ahead in range(self.staleness + 2))
         places = itertools.count(free - len(window), self.prompts)
-        return window if all(count <= room for count, room in zip(counts, places, strict=False)) else []
+        return (
+            window
+            if all(count <= room for count, room in zip(counts, places, strict=False))
+            else []
+        )
 
     def window_trained(self, _: int) -> None:
         self.trains = False

@@ -1,7 +1,8 @@
-"""Tokens trained a second, rows of lognormal lengths packed against padded to the longest of their micro-batch.
+"""Tokens trained a second, rows of lognormal lengths packed against padded to the longest of their
+micro-batch.
 
-Both take the same way through the same model: what is padded are rows filled up with tokens that are not trained on,
-those of similar length together, as many as fit. Rounds of both alternate.
+Both take the same way through the same model: what is padded are rows filled up with tokens that
+are not trained on, those of similar length together, as many as fit. Rounds of both alternate.
 
     python tools/bench/packs.py --budget 4096 --json
 """
@@ -29,20 +30,27 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 
-SHAPE = TinyModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+SHAPE = TinyModelConfig(
+    hidden_size=128, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32
+)
 START_TIMEOUT_S = 60.0
 
 
 def lognormal(options: argparse.Namespace) -> list[Row]:
     """Rows that are trained on after their first token."""
     rng = random.Random(0)
-    sizes = [int(options.median * rng.lognormvariate(0.0, options.sigma)) for _ in range(options.rows)]
+    sizes = [
+        int(options.median * rng.lognormvariate(0.0, options.sigma)) for _ in range(options.rows)
+    ]
     return [row_of(min(max(size, 8), options.longest)) for size in sizes]
 
 
 def row_of(size: int, width: int = 0) -> Row:
     width = width or size
-    return {"token_ids": [3 + n % 50 for n in range(width)], "loss_mask": [0 < n < size for n in range(width)]}
+    return {
+        "token_ids": [3 + n % 50 for n in range(width)],
+        "loss_mask": [0 < n < size for n in range(width)],
+    }
 
 
 def padded(rows: list[Row], budget: int) -> Iterator[list[Row]]:
@@ -66,8 +74,13 @@ def seconds(trainer: Trainer, batches: list[Batch]) -> float:
 
 def compare(trainer: Trainer, options: argparse.Namespace) -> Iterator[Figure]:
     rows, device = lognormal(options), trainer.model.device
-    parts = {"padded": list(padded(rows, options.budget)), "packed": split_rows(rows, options.budget)}
-    batches = {way: [collate(part, PAD, device) for part in of_way] for way, of_way in parts.items()}
+    parts = {
+        "padded": list(padded(rows, options.budget)),
+        "packed": split_rows(rows, options.budget),
+    }
+    batches = {
+        way: [collate(part, PAD, device) for part in of_way] for way, of_way in parts.items()
+    }
     real, taken = sum(len(row["token_ids"]) for row in rows), {way: list[float]() for way in parts}
     for number in range(options.rounds + 1):
         for way, of_way in batches.items():
@@ -79,15 +92,21 @@ def compare(trainer: Trainer, options: argparse.Namespace) -> Iterator[Figure]:
         speeds = [real / spent for spent in taken[way]]
         yield Figure(f"{way}: micro-batches", len(of_way), "")
         yield Figure(f"{way}: of their tokens padding", 1 - real / tokens, "share")
-        yield Figure(f"{way}: rows' tokens a second", statistics.median(speeds), "1/s", rounds=speeds)
+        yield Figure(
+            f"{way}: rows' tokens a second", statistics.median(speeds), "1/s", rounds=speeds
+        )
     ratios = [slow / fast for slow, fast in zip(taken["padded"], taken["packed"], strict=True)]
     least = statistics.median(ratios)
     yield Figure("packed against padded", least, "x", ">= 1.2", least >= 1.2, ratios)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face directory; a small one is made without it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face directory; a small one is made without it"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rows", type=int, default=48)
@@ -104,7 +123,9 @@ def main() -> None:
         if not options.model:
             make_tiny_model(path, SHAPE, seed=0)
         model = PolicyModel(
-            read_config(path), ModelConfig(device=options.device, dtype=options.dtype), ParallelConfig()
+            read_config(path),
+            ModelConfig(device=options.device, dtype=options.dtype),
+            ParallelConfig(),
         )
         model.load_hf(path)
         trainer = Trainer(model, Sft(), OptimizerConfig(), 1.0)

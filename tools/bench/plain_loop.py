@@ -1,7 +1,9 @@
-"""The plain loop that a run is measured against: one trainer process, one engine, no queue and no other role.
+"""The plain loop that a run is measured against: one trainer process, one engine, no queue and no
+other role.
 
-The same engine, model, trainer, prompts and settings as the run whose directory is given; a step generates, rewards,
-trains all passes, and hands the weights to the engine through a directory in memory. Its data and model must be there:
+The same engine, model, trainer, prompts and settings as the run whose directory is given; a step
+generates, rewards, trains all passes, and hands the weights to the engine through a directory in
+memory. Its data and model must be there:
 
     python tools/bench/plain_loop.py --run_dir runs/quickstart --steps 40 --forward alternate
 
@@ -69,7 +71,13 @@ class Clock:
 
     def line(self, step: int, forward: bool) -> dict[str, Any]:
         """The step as it is printed."""
-        return {"step": step, "forward": forward, "start": self.start, "end": self._last, "seconds": self.parts}
+        return {
+            "step": step,
+            "forward": forward,
+            "start": self.start,
+            "end": self._last,
+            "seconds": self.parts,
+        }
 
 
 class PlainLoop:
@@ -84,22 +92,34 @@ class PlainLoop:
         stops = tuple(self.tokenizer.eos_ids)
         self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
         self.model, self.reference = (_load(run, config) for _ in range(2))
-        self.trainer = Trainer(self.model, config.algorithm, config.actor.optimizer, shape.temperature)
+        self.trainer = Trainer(
+            self.model, config.algorithm, config.actor.optimizer, shape.temperature
+        )
         for file in run.model.iterdir():
             if file.suffix != ".safetensors":
                 shutil.copy(file, folder / file.name)
 
     async def step(self, engine: Engine, step: int, forward: bool) -> dict[str, Any]:
-        """One step on-policy; with ``forward`` also the passes of the reference and of the policy before the step."""
+        """One step on-policy; with ``forward`` also the passes of the reference and of the policy
+        before the step."""
         clock = Clock()
         size, samples = self.config.prompts_per_step, self.config.samples_per_prompt
-        prompts = {ticket: self.source.prompt(ticket, 0) for ticket in range(step * size, (step + 1) * size)}
+        prompts = {
+            ticket: self.source.prompt(ticket, 0)
+            for ticket in range(step * size, (step + 1) * size)
+        }
         drawn = self.sampling, self.config.rollout.max_new_tokens
-        requests = [r for ticket, prompt in prompts.items() for r in requests_for(prompt, ticket, samples, *drawn)]
+        requests = [
+            r
+            for ticket, prompt in prompts.items()
+            for r in requests_for(prompt, ticket, samples, *drawn)
+        ]
         answers = await asyncio.gather(*map(engine.generate, requests))
         clock.lap("generate")
         groups = zip(prompts.items(), _chunks(answers, samples), strict=True)
-        rows = [row for (ticket, prompt), group in groups for row in self.rows(prompt, ticket, group)]
+        rows = [
+            row for (ticket, prompt), group in groups for row in self.rows(prompt, ticket, group)
+        ]
         advantages = advantages_of(rows, self.config.algorithm, self.config.seed)
         rows = [row | more for row, more in zip(rows, advantages, strict=True)]
         clock.lap("rows")
@@ -107,20 +127,26 @@ class PlainLoop:
         clock.lap("forward")
         self.train(rows, step)
         clock.lap("train")
-        save_file(self.model.export_hf(), self.folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.model.export_hf(), self.folder / "model.safetensors", metadata={"format": "pt"}
+        )
         await engine.update_weights(self.folder, Version(1, step + 1))
         clock.lap("engine_update")
         return clock.line(step, forward)
 
     def rows(self, prompt: Any, ticket: int, answers: list) -> list[Row]:
-        """The rows of one prompt group; RelaxError: it failed, which the plain loop does not survive."""
-        found = scores(self.reward, [reward_input(prompt, answer, self.tokenizer) for answer in answers])
+        """The rows of one prompt group; RelaxError: it failed, which the plain loop does not
+        survive."""
+        found = scores(
+            self.reward, [reward_input(prompt, answer, self.tokenizer) for answer in answers]
+        )
         if isinstance(found, RewardError):
             raise RelaxError(f"prompt group {ticket} failed: {found.detail}")
         return group_rows(prompt, ticket, answers, [score.total for score in found])
 
     def score(self, rows: list[Row], forward: bool) -> None:
-        """Add the clip's denominator, and the reference's log-probabilities; without ``forward`` the engine's do."""
+        """Add the clip's denominator, and the reference's log-probabilities; without ``forward``
+        the engine's do."""
         parts = self.parts(rows)
         rows = [row for part in parts for row in part]
         old, reference = [row["rollout_logprobs"] for row in rows], [None] * len(rows)
@@ -184,11 +210,20 @@ def _memory() -> Path | None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run_dir", type=Path, required=True, help="a run whose model, data and settings are used")
-    parser.add_argument("--steps", type=int, default=40, help=f"steps after {WARM_UP_STEPS} of warm-up")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--forward", choices=("no", "yes", "alternate"), default="no", help="add reference and old log-prob passes"
+        "--run_dir", type=Path, required=True, help="a run whose model, data and settings are used"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"steps after {WARM_UP_STEPS} of warm-up"
+    )
+    parser.add_argument(
+        "--forward",
+        choices=("no", "yes", "alternate"),
+        default="no",
+        help="add reference and old log-prob passes",
     )
     return parser.parse_args(argv)
 
@@ -205,7 +240,10 @@ def main(argv: list[str] | None = None) -> int:
     parallel.destroy()
     for forward in (False, True):
         if seconds := [line["end"] - line["start"] for line in lines if line["forward"] == forward]:
-            print(f"{'with' if forward else 'without'} forward passes: median step {median(seconds):.3f} s")
+            print(
+                f"{'with' if forward else 'without'} forward passes: median step "
+                f"{median(seconds):.3f} s"
+            )
     return 0
 
 

@@ -1,11 +1,14 @@
-"""What a get costs on each plane that is in memory, beside a memcpy of the same bytes in the same process.
+"""What a get costs on each plane that is in memory, beside a memcpy of the same bytes in the same
+process.
 
-Where NIXL is installed there are two rows more: plane `rdma`, here over process_vm_readv, and `nixl`, which is one read
-by NIXL alone into memory that was registered before, with nothing checked.
+Where NIXL is installed there are two rows more: plane `rdma`, here over process_vm_readv, and
+`nixl`, which is one read by NIXL alone into memory that was registered before, with nothing
+checked.
 
-Another process publishes; this one reads, the planes and the memcpy in turn. A get ends when every byte has been copied
-into memory of the reader: by the plane itself, or by a memcpy from what the plane has mapped. What a plane checks it
-checks here too. Bytes are compared once, before the clock runs.
+Another process publishes; this one reads, the planes and the memcpy in turn. A get ends when every
+byte has been copied into memory of the reader: by the plane itself, or by a memcpy from what the
+plane has mapped. What a plane checks it checks here too. Bytes are compared once, before the clock
+runs.
 
     python tools/bench/planes.py --size 64KiB --size 64MiB --json
 """
@@ -37,7 +40,8 @@ from relax_hpc.transport.rdma_agent import Agent, address_of, why_not_installed
 
 
 class RawNixl(Plane):
-    """As little as NIXL can do: the record is in a slab, one peer, one reader, one record at a time, no checks."""
+    """As little as NIXL can do: the record is in a slab, one peer, one reader, one record at a
+    time, no checks."""
 
     name = "nixl"
 
@@ -56,7 +60,12 @@ class RawNixl(Plane):
         number, deadline = self._pool.locate(record)[0], Deadline(READ_S)
         self._agent.register(number, record, deadline)
         metadata = self._agent.metadata([number], deadline)
-        return {"agent": self._agent.name, "metadata": metadata, "address": address_of(record), "size": len(record)}
+        return {
+            "agent": self._agent.name,
+            "metadata": metadata,
+            "address": address_of(record),
+            "size": len(record),
+        }
 
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         deadline, (agent, metadata, theirs, size) = Deadline(timeout_s), descriptor.values()
@@ -65,7 +74,9 @@ class RawNixl(Plane):
         self._agent.meet(agent, metadata, deadline)
         with self._agent.used(deadline) as nixl:
             mine = nixl.get_xfer_descs([(address_of(slab.memory), size, 0)], "DRAM")
-            handle = nixl.initialize_xfer("READ", mine, nixl.get_xfer_descs([(theirs, size, 0)], "DRAM"), agent)
+            handle = nixl.initialize_xfer(
+                "READ", mine, nixl.get_xfer_descs([(theirs, size, 0)], "DRAM"), agent
+            )
             state = nixl.transfer(handle)
             while state == "PROC":
                 state = nixl.check_xfer_state(handle)
@@ -102,7 +113,8 @@ BURST_S, BURST = 0.005, 50
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one plane at one size: seconds of a get, and how many times the speed of a memcpy that is."""
+    """Of one plane at one size: seconds of a get, and how many times the speed of a memcpy that
+    is."""
 
     size: int
     plane: str
@@ -123,7 +135,9 @@ def size_of(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+)([KMG]i)?B", text)
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"found {text!r}, allowed a number and one of {', '.join(UNITS)}: 64KiB")
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, allowed a number and one of {', '.join(UNITS)}: 64KiB"
+        )
     return int(found[1]) * UNITS[f"{found[2] or ''}B"]
 
 
@@ -137,7 +151,7 @@ def pattern(size: int) -> np.ndarray:
     return np.random.default_rng(size).integers(0, 256, size, np.uint8)
 
 
-# -- the process that publishes ----------------------------------------------------------------------------------------
+# -- the process that publishes --------------------------------------------------------------------
 
 
 def serve(pipe: Connection) -> None:
@@ -152,7 +166,9 @@ def serve(pipe: Connection) -> None:
             return
         slab = pool.take(size)
         slab.memory[:size] = pattern(size).data
-        descriptors = {name: plane.publish("record", slab.memory[:size]) for name, plane in planes.items()}
+        descriptors = {
+            name: plane.publish("record", slab.memory[:size]) for name, plane in planes.items()
+        }
         pipe.send_bytes(msgpack.packb(descriptors))
         pipe.recv_bytes()
         for plane in planes.values():
@@ -162,7 +178,8 @@ def serve(pipe: Connection) -> None:
 
 @contextmanager
 def maker(token: bytes, names: list[str]) -> Iterator[Callable[[int], Descriptor]]:
-    """A process with these planes; called with a size, it publishes such a record and retires the one before."""
+    """A process with these planes; called with a size, it publishes such a record and retires the
+    one before."""
     ours, theirs = Pipe()
     words = [sys.executable, __file__, "--serve", str(theirs.fileno())]
     with subprocess.Popen(words, pass_fds=[theirs.fileno()]) as process, ours:
@@ -186,10 +203,12 @@ def maker(token: bytes, names: list[str]) -> Iterator[Callable[[int], Descriptor
             process.kill()
 
 
-# -- the process that reads --------------------------------------------------------------------------------------------
+# -- the process that reads ------------------------------------------------------------------------
 
 
-def getters(planes: dict[str, Plane], descriptors: Descriptor, size: int) -> dict[str, Callable[[], np.ndarray]]:
+def getters(
+    planes: dict[str, Plane], descriptors: Descriptor, size: int
+) -> dict[str, Callable[[], np.ndarray]]:
     """What is timed: each leaves ``size`` bytes in memory of this process, and returns them."""
     source, room = pattern(size), np.zeros(size, np.uint8)
 
@@ -220,14 +239,18 @@ def take_turns(gets: dict[str, Callable[[], np.ndarray]], rounds: int) -> dict[s
     return seconds
 
 
-def measure(planes: dict[str, Plane], descriptors: Descriptor, size: int, rounds: int) -> list[Result]:
+def measure(
+    planes: dict[str, Plane], descriptors: Descriptor, size: int, rounds: int
+) -> list[Result]:
     """All planes at one size. RuntimeError if one of them gives other bytes than were published."""
     gets = getters(planes, descriptors, size)
     for name, get in gets.items():
         if not np.array_equal(get(), pattern(size)):
             raise RuntimeError(f"{name}: other bytes than were published, at {in_words(size)}")
     seconds = take_turns(gets, rounds)
-    median, best = ({name: how(values) for name, values in seconds.items()} for how in (np.median, np.min))
+    median, best = (
+        {name: how(values) for name, values in seconds.items()} for how in (np.median, np.min)
+    )
     return [
         Result(
             size,
@@ -243,28 +266,41 @@ def measure(planes: dict[str, Plane], descriptors: Descriptor, size: int, rounds
     ]
 
 
-HEAD = f"{'size':>8}  {'plane':<7} {'median us':>11} {'p99 us':>11} {'GB/s':>8} {'/ memcpy':>9} {'[best]':>8}"
+HEAD = (
+    f"{'size':>8}  {'plane':<7} {'median us':>11} {'p99 us':>11} {'GB/s':>8} {'/ memcpy':>9} "
+    f"{'[best]':>8}"
+)
 
 
 def line_of(r: Result) -> str:
     times = f"{r.median_s * 1e6:11.1f} {r.p99_s * 1e6:11.1f} {r.bytes_per_s / 1e9:8.3f}"
-    return f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}"
+    return (
+        f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}"
+    )
 
 
 def print_ratios(results: list[Result]) -> None:
     """Of our plane `rdma` to NIXL alone, where both were measured."""
     speeds = {(r.plane, r.size): r.bytes_per_s for r in results}
     if sizes := [size for plane, size in speeds if plane == "nixl" and ("rdma", size) in speeds]:
-        ratios = (f"{in_words(size)}: {speeds['rdma', size] / speeds['nixl', size]:.2f}" for size in sizes)
+        ratios = (
+            f"{in_words(size)}: {speeds['rdma', size] / speeds['nixl', size]:.2f}" for size in sizes
+        )
         print(f"rdma / nixl: {', '.join(ratios)}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what is left out means all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", action="append", type=size_of, help=f"default: {', '.join(SIZES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", action="append", type=size_of, help=f"default: {', '.join(SIZES)}"
+    )
     parser.add_argument("--plane", action="append", choices=PLANES)
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each plane at each size")
+    parser.add_argument(
+        "--rounds", type=int, default=15, metavar="N", help="turns of each plane at each size"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -296,7 +332,12 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"rounds": args.rounds, "cores": os.cpu_count(), "load_before": round(load, 2)}
     print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if args.json:
-        print(json.dumps({"results": [asdict(r) for r in results], "settings": settings}, allow_nan=False), flush=True)
+        print(
+            json.dumps(
+                {"results": [asdict(r) for r in results], "settings": settings}, allow_nan=False
+            ),
+            flush=True,
+        )
     return 0
 
 

@@ -1,16 +1,19 @@
-"""Runs of the quickstart in a mode or by an algorithm, and what is read of them; one that was begun before goes on.
+"""Runs of the quickstart in a mode or by an algorithm, and what is read of them; one that was begun
+before goes on.
 
 A mode is a word:
 - `colocate`: engine and actor take turns on the same devices.
 - `4`: max_staleness. How old samples really are depends on how fast either side is.
-- `true-4`: samples are 4 versions old in the mean, whatever is fast: of 2 * 4 + 1 versions one is published, and a step
+- `true-4`: samples are 4 versions old in the mean, whatever is fast: of 2 * 4 + 1 versions one is
+  published, and a step
   may be as many versions after it, so that staleness goes from 0 to 8 and begins anew.
 - with `-group` behind it: a group actor_fwd makes the old log-probabilities from the published
 weights. In a `true-` mode these are the weights of the engines: the clip is around the policy that
 drew the samples, and old / rollout is 1.
 - with `-uncorrected` behind it: no weight by old / rollout, so the loss ignores staleness.
 - `shuffled`: rewards are permuted over the step's responses.
-- the name of an algorithm, at staleness 0; `distill` is taught by what mode `0` of the same seed has become.
+- the name of an algorithm, at staleness 0; `distill` is taught by what mode `0` of the same seed
+  has become.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ LOSSES = {
 FITTING = sorted(name for name, kind in ALGORITHMS.items() if kind.gives)
 """Algorithms for this task: those that learn from what is drawn, and not from a file."""
 FURTHER = {"ppo": ["--critic.optimizer.lr", "1e-3"]}
-"""Options of an algorithm beside its name: a critic begins without anything learned, and has as many steps to learn."""
+"""Options of an algorithm beside its name: a critic begins without anything learned, and has as
+many steps to learn."""
 _RUN_S = 3600.0
 
 
@@ -57,24 +61,31 @@ def words_of(mode: str) -> list[str]:
 
 
 def directory_of(keep: Path, mode: str, seed: int, steps: int) -> Path:
-    """Where the run of a mode and seed is kept; with other steps it is another one, whose rate falls otherwise."""
+    """Where the run of a mode and seed is kept; with other steps it is another one, whose rate
+    falls otherwise."""
     return (keep / f"{steps}-steps" / f"{mode}-seed-{seed}").absolute()
 
 
 def taught_by(keep: Path, seed: int, steps: int) -> list[str]:
-    """Options by which `distill` has the last weights of mode `0` for a teacher. FileNotFoundError: there are none."""
+    """Options by which `distill` has the last weights of mode `0` for a teacher. FileNotFoundError:
+    there are none."""
     base = directory_of(keep, BASE, seed, steps)
     found = sorted((base / "weights").glob(f"*-v{steps:06d}/model"))
     if not found:
-        raise FileNotFoundError(f"{base}: no weights of version {steps}; distill needs mode {BASE} of its seed first")
+        raise FileNotFoundError(
+            f"{base}: no weights of version {steps}; distill needs mode {BASE} of its seed first"
+        )
     return ["--model.teacher_path", str(found[-1])]
 
 
-def run(directory: Path, mode: str, seed: int, steps: int, *over: str, evaluate_every: int = 0) -> Path:
+def run(
+    directory: Path, mode: str, seed: int, steps: int, *over: str, evaluate_every: int = 0
+) -> Path:
     """The quickstart in a mode, with options ``over`` it; its run directory.
 
-    One that was begun before goes on, one that is finished stays as it is. ``evaluate_every``: versions between
-    evaluations; 0: the first and the last one alone. CalledProcessError: the run failed; what it said is beside it.
+    One that was begun before goes on, one that is finished stays as it is. ``evaluate_every``:
+    versions between evaluations; 0: the first and the last one alone. CalledProcessError: the run
+    failed; what it said is beside it.
     """
     words = ["--run_dir", str(directory)]
     if (directory / "config.yaml").exists():
@@ -115,18 +126,22 @@ def rewards(directory: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rewards_by_version(directory: Path) -> dict[int, float]:
-    """Mean reward of what each version of the weights drew, to the nearest version where a step has samples of several.
+    """Mean reward of what each version of the weights drew, to the nearest version where a step has
+    samples of several.
 
     By step, a mode with older samples would seem to learn later than it does.
     """
     found: dict[int, list[float]] = {}
     for row in read_metrics(directory):
         if "reward/mean" in row:
-            found.setdefault(row["step"] - round(row["staleness/mean"]), []).append(row["reward/mean"])
+            found.setdefault(row["step"] - round(row["staleness/mean"]), []).append(
+                row["reward/mean"]
+            )
     return {version: mean(values) for version, values in found.items()}
 
 
 def staleness(directory: Path) -> tuple[float, float]:
-    """Mean over the steps, and the most, of how many versions older the weights were that drew the samples."""
+    """Mean over the steps, and the most, of how many versions older the weights were that drew the
+    samples."""
     rows = [row for row in read_metrics(directory) if "staleness/mean" in row]
     return mean(row["staleness/mean"] for row in rows), max(row["staleness/max"] for row in rows)

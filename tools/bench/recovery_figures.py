@@ -1,4 +1,5 @@
-"""The arithmetic of the recovery benchmark: from what was seen of one fault to its figures, and from those to a table.
+"""The arithmetic of the recovery benchmark: from what was seen of one fault to its figures, and
+from those to a table.
 
 All times are seconds; moments are seconds since 1970.
 """
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 EXIT_S, STEP_S, JOB_S = 1.0, 2.0, 5.0
-"""Targets: detection of an exit, restart as a step, restart as a job without its wait in the queue."""
+"""Targets: detection of an exit, restart as a step, restart as a job without its wait in the
+queue."""
 NEVER = math.inf
 
 
@@ -47,7 +49,8 @@ class Record:
     steps: list[tuple[float, int]] = field(default_factory=list)
     """(moment, step) of every step that was trained, from the last one before the fault on."""
     gaps: dict[str, float] = field(default_factory=dict)
-    """Longest gap between two beats of each process of the other groups; of a restart: how long each group was gone."""
+    """Longest gap between two beats of each process of the other groups; of a restart: how long
+    each group was gone."""
     lost: float = math.nan
     """Known once the run has ended in good order, as `duplicated`."""
     duplicated: float = math.nan
@@ -70,10 +73,13 @@ class Result:
 
 COLUMNS = {
     "detect": "until the supervisor, or Slurm, says that the group is gone",
-    "restart": "from there until it is started again; * in another job, without its wait in the queue (known to 1 s)",
+    "restart": "from there until it is started again; * in another job, without its wait in the "
+    "queue (known to 1 s)",
     "working": "until the new incarnation has beaten and a sample was accepted, or a step trained",
-    "caught_up": "until a step beyond all that were trained before is trained with the new incarnation",
-    "others": "longest gap between two beats of a process of the other groups; of a restart: how long they were gone",
+    "caught_up": "until a step beyond all that were trained before is trained with the new "
+    "incarnation",
+    "others": "longest gap between two beats of a process of the other groups; of a restart: how "
+    "long they were gone",
     "training": "longest gap between two trained steps, where the actor is not the victim",
     "again": "steps that were trained a second time",
     "lost": "samples that no surviving step trained",
@@ -87,11 +93,15 @@ def result(record: Record) -> Result:
     after = [(moment, step) for moment, step in record.steps if moment > record.at]
     return Result(
         detect=record.detected - record.at,
-        restart=max(0.0, record.launched - record.detected - record.queued_s) if record.launched < NEVER else NEVER,
+        restart=max(0.0, record.launched - record.detected - record.queued_s)
+        if record.launched < NEVER
+        else NEVER,
         working=_first(_signs(record, after), record.beaten) - record.at,
         caught_up=_caught_up(record, after) - record.at,
         others=max(record.gaps.values(), default=math.nan),
-        training=math.nan if record.victim == "actor" else longest_gap(moment for moment, _ in record.steps),
+        training=math.nan
+        if record.victim == "actor"
+        else longest_gap(moment for moment, _ in record.steps),
         again=_repeated(record.step, [step for _, step in after]),
         lost=record.lost,
         duplicated=record.duplicated,
@@ -99,19 +109,23 @@ def result(record: Record) -> Result:
 
 
 def _signs(record: Record, after: Sequence[tuple[float, int]]) -> list[float]:
-    """Moments that show the victim at work: only engines accept samples, and all groups are needed for a step."""
+    """Moments that show the victim at work: only engines accept samples, and all groups are needed
+    for a step."""
     return record.accepted if record.victim == "rollout" else [moment for moment, _ in after]
 
 
 def _caught_up(record: Record, after: Sequence[tuple[float, int]]) -> float:
-    """When training passed the step that it had reached; what was under way at the fault was still trained."""
+    """When training passed the step that it had reached; what was under way at the fault was still
+    trained."""
     reached = max([record.step, *(step for moment, step in after if moment <= record.beaten)])
     return _first((moment for moment, step in after if step > reached), record.beaten)
 
 
 def _repeated(step: int, later: Sequence[int]) -> int:
     """How many of ``later`` are no higher than one before them, beginning with ``step``."""
-    return sum(number <= top for number, top in zip(later, accumulate([step, *later], max), strict=False))
+    return sum(
+        number <= top for number, top in zip(later, accumulate([step, *later], max), strict=False)
+    )
 
 
 def _first(moments: Iterable[float], since: float) -> float:
@@ -143,22 +157,28 @@ def missed(record: Record) -> list[str]:
 def targets(beat_s: float, lease_s: float) -> str:
     """The targets in words."""
     return (
-        f"targets: detect < {EXIT_S:g} s of an exit, < {lease_s + 2 * beat_s:g} s (lease + two beats) of a power loss; "
-        f"restart < {STEP_S:g} s as a step, < {JOB_S:g} s as a job (marked *) beside its wait in the queue; "
+        f"targets: detect < {EXIT_S:g} s of an exit, < {lease_s + 2 * beat_s:g} s (lease + two "
+        "beats) of a power loss; "
+        f"restart < {STEP_S:g} s as a step, < {JOB_S:g} s as a job (marked *) beside its wait in "
+        "the queue; "
         f"others <= {2 * beat_s:g} s (twice the beat); lost 0, duplicated 0"
     )
 
 
 def share(ids: Iterable[str], records: Sequence[Record], prompts_per_step: int) -> list[int]:
-    """How many of the samples ``ids`` each of a run's faults has on its account: the last that reached their step.
+    """How many of the samples ``ids`` each of a run's faults has on its account: the last that
+    reached their step.
 
     A fault reaches from the first step that was trained after it, be it a second time.
     """
-    reach = [min((s for moment, s in r.steps if moment > r.at), default=r.step + 1) for r in records]
+    reach = [
+        min((s for moment, s in r.steps if moment > r.at), default=r.step + 1) for r in records
+    ]
     counts = [0] * len(records)
     for name in ids:
         step = int(name.partition(".")[0]) // prompts_per_step
-        # What was there before the first fault is on its account too: somebody has to answer for it.
+        # What was there before the first fault is on its account too: somebody has to answer for
+        # it.
         counts[max((place for place, low in enumerate(reach) if low <= step), default=0)] += 1
     return counts
 
@@ -170,7 +190,8 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def table(records: Sequence[Record]) -> list[str]:
-    """Lines of text: one a layout, fault and policy, in the order of ``records``; p50/p95 where there are several."""
+    """Lines of text: one a layout, fault and policy, in the order of ``records``; p50/p95 where
+    there are several."""
     head = ("layout", "fault", "policy", *(name.replace("_", " ") for name in COLUMNS), "")
     rows = [head]
     for key in dict.fromkeys((r.layout, r.fault, r.policy) for r in records):
@@ -191,7 +212,10 @@ def _cell(column: str, same: Sequence[Record]) -> str:
         return "-"
     ends = [quantile(values, 0.5), quantile(values, 0.95)] if len(values) > 1 else values
     counted = column in ("again", "lost", "duplicated")
-    texts = ["never" if value == NEVER else f"{value:.0f}" if counted else f"{value:.2f}" for value in ends]
+    texts = [
+        "never" if value == NEVER else f"{value:.0f}" if counted else f"{value:.2f}"
+        for value in ends
+    ]
     return "/".join(texts) + ("*" if column == "restart" and same[0].new_job else "")
 
 

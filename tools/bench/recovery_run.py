@@ -1,4 +1,5 @@
-"""A run on a sandbox's Slurm for the recovery benchmark: submit it, break it, and see from its files what happened."""
+"""A run on a sandbox's Slurm for the recovery benchmark: submit it, break it, and see from its
+files what happened."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Tail:
 
 
 class Follower:
-    """Notes when the supervisors say something and when samples are accepted, which their files do not say."""
+    """Notes when the supervisors say something and when samples are accepted, which their files do
+    not say."""
 
     def __init__(self, run: RunDir) -> None:
         self.said: list[tuple[float, str]] = []
@@ -70,10 +72,14 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._end.wait(_LOOK_S):
-            self.said += [(time.time(), line.decode(errors="replace")) for line in self._log.lines()[1]]
+            self.said += [
+                (time.time(), line.decode(errors="replace")) for line in self._log.lines()[1]
+            ]
             # A new controller writes the file anew, with all that was in it before.
             new, lines = self._events.lines()
-            self._count = sum(b'"what": "accepted"' in line for line in lines) + (0 if new else self._count)
+            self._count = sum(b'"what": "accepted"' in line for line in lines) + (
+                0 if new else self._count
+            )
             if self._count > self._most:
                 self._most = self._count
                 self.accepted.append(time.time())
@@ -82,7 +88,9 @@ class Follower:
 class Run:
     """One run; its jobs and processes are ended by `close`."""
 
-    def __init__(self, sandbox: Sandbox, folder: Path, layout: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, sandbox: Sandbox, folder: Path, layout: str, settings: dict[str, Any]
+    ) -> None:
         self.sandbox, self.layout = sandbox, layout
         self.run = RunDir(folder / "run")
         self.config_file = folder / "run.yaml"
@@ -92,7 +100,7 @@ class Run:
         self.config = load_resolved(self.run.root)
         self.follower = Follower(self.run)
 
-    # -- commands ----------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def relax_hpc(self, *words: str) -> str:
         """Standard output of a command; RuntimeError, with what it said, if it fails."""
@@ -106,12 +114,16 @@ class Run:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(f"relax-hpc {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}")
+            raise RuntimeError(
+                f"relax-hpc {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()}"
+            )
         return done.stdout
 
     def submit(self, *words: str) -> None:
         files = ["--config", str(self.config_file), "--config", str(self.sandbox.site)]
-        self.relax_hpc("submit", *files, "--run_dir", str(self.run.root), "--layout", self.layout, *words)
+        self.relax_hpc(
+            "submit", *files, "--run_dir", str(self.run.root), "--layout", self.layout, *words
+        )
 
     def close(self) -> None:
         """End what is left of it."""
@@ -119,12 +131,16 @@ class Run:
         for job in self.sandbox.client("squeue", "--noheader", "--format=%A").split():
             self.sandbox.client("scancel", job, check=False)
         with contextlib.suppress(TimeoutError):
-            self.wait(lambda: not self.sandbox.client("squeue", "--noheader"), "its jobs have ended", _QUEUE_S)
+            self.wait(
+                lambda: not self.sandbox.client("squeue", "--noheader"),
+                "its jobs have ended",
+                _QUEUE_S,
+            )
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    # -- looking -----------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
         """The first true value of ``condition``; TimeoutError at the deadline."""
@@ -136,7 +152,8 @@ class Run:
         return value
 
     def trained(self) -> list[tuple[float, int]]:
-        """(moment, step) of every step in the order of training, also of those that were rolled back."""
+        """(moment, step) of every step in the order of training, also of those that were rolled
+        back."""
         if not self.run.metrics.exists():
             return []
         found = []
@@ -152,7 +169,8 @@ class Run:
         return (self.trained() or [(0.0, -1)])[-1][1]
 
     def first(self, name: str, pattern: str, since: float) -> tuple[float, int]:
-        """When the first file of a group's rendezvous that fits ``pattern`` was written, and its incarnation.
+        """When the first file of a group's rendezvous that fits ``pattern`` was written, and its
+        incarnation.
 
         (inf, 0) if none was since.
         """
@@ -164,7 +182,11 @@ class Run:
 
     def said(self, name: str, since: float) -> float:
         """When a supervisor first said something of a group; inf: not yet."""
-        found = (moment for moment, text in list(self.follower.said) if moment > since and f"] {name}: " in text)
+        found = (
+            moment
+            for moment, text in list(self.follower.said)
+            if moment > since and f"] {name}: " in text
+        )
         return min(found, default=float("inf"))
 
     def job(self, group: str) -> str:
@@ -173,13 +195,18 @@ class Run:
 
     def runs(self, job: str) -> bool:
         """Whether Slurm shows a job as running; true if it does not answer."""
-        state = self.sandbox.client("squeue", "--noheader", f"--jobs={job}", "--format=%T", check=False).strip()
+        state = self.sandbox.client(
+            "squeue", "--noheader", f"--jobs={job}", "--format=%T", check=False
+        ).strip()
         return state in ("", "RUNNING")
 
     def job_times(self, job: str) -> tuple[float, float]:
-        """When a job was first queued, and when it was last started; whole seconds, 0 is unknown."""
+        """When a job was first queued, and when it was last started; whole seconds, 0 is
+        unknown."""
         words = self.sandbox.client("scontrol", "show", "job", job, check=False).split()
-        found = dict(word.split("=", 1) for word in words if word.startswith(("SubmitTime=", "StartTime=")))
+        found = dict(
+            word.split("=", 1) for word in words if word.startswith(("SubmitTime=", "StartTime="))
+        )
         return moment(found.get("SubmitTime", "")), moment(found.get("StartTime", ""))
 
     def story(self) -> str:
@@ -196,15 +223,22 @@ class Run:
 
     def standbys(self) -> list[psutil.Process]:
         """Of the hub's supervisor, but not the processes that watch them."""
-        return [p for p in self._processes() if "--standby" in p.cmdline() and "srun" not in p.cmdline() and _works(p)]
+        return [
+            p
+            for p in self._processes()
+            if "--standby" in p.cmdline() and "srun" not in p.cmdline() and _works(p)
+        ]
 
     def waits_ahead(self, group: str) -> bool:
         """Whether a next incarnation of it has been started, and has imported what it needs."""
         return bool(started_ahead(self.run, group, latest_incarnation(self.run, group)))
 
     def workers(self, role: str) -> list[psutil.Process]:
-        """Processes that do a role's work, by rank, but not those that wait to be the next incarnation."""
-        group = next(name for name, group in self.config.groups.items() if role in [*group.roles, name])
+        """Processes that do a role's work, by rank, but not those that wait to be the next
+        incarnation."""
+        group = next(
+            name for name, group in self.config.groups.items() if role in [*group.roles, name]
+        )
         words = f"--role {role} --incarnation {latest_incarnation(self.run, group)} "
         found = [p for p in self._processes() if words in " ".join(p.cmdline()) + " " and _works(p)]
         found = [p for p in found if p.cmdline()[0] != "srun"]
@@ -214,11 +248,14 @@ class Run:
         found = []
         for process in all_processes():
             with contextlib.suppress(psutil.Error):
-                if str(self.run.root) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    str(self.run.root) in process.cmdline()
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
-    # -- breaking ----------------------------------------------------------------------------------------------
+    # -- breaking ----------------------------------------------------------------------------------
 
     def inflict(self, kind: str, what: str) -> str:
         """Do what a fault is named after; the node that was lost, or empty."""
@@ -228,7 +265,11 @@ class Run:
         elif kind == "scancel":
             self.sandbox.client("scancel", self._printed(self.job(what)))
         else:
-            node = self.lease()["node"] if what == "hub" else self.workers(what)[-1].environ()["SLURMD_NODENAME"]
+            node = (
+                self.lease()["node"]
+                if what == "hub"
+                else self.workers(what)[-1].environ()["SLURMD_NODENAME"]
+            )
             self.sandbox.kill_node(node, down=kind == "down")
             return node
         return ""

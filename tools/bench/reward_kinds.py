@@ -1,7 +1,8 @@
 """Rewards that are built in, each beside what it is made of, called without anything around it.
 
-A figure is rewards a second of a core's time: of the role and of all processes that compute for it, their start left
-out. What is around `remote` and `code` is the service's and the interpreter's start, which are in both columns.
+A figure is rewards a second of a core's time: of the role and of all processes that compute for it,
+their start left out. What is around `remote` and `code` is the service's and the interpreter's
+start, which are in both columns.
 
     python tools/bench/reward_kinds.py --groups 64 --json
 """
@@ -49,13 +50,22 @@ def kinds(url: str) -> dict[str, Kind]:
     """By name."""
     from math_verify import parse, verify
 
-    text, pattern = THOUGHT + r"So it is \boxed{\frac{3}{4}}.", re.compile(r".*\\boxed\{.*\}.*", re.DOTALL)
+    text, pattern = (
+        THOUGHT + r"So it is \boxed{\frac{3}{4}}.",
+        re.compile(r".*\\boxed\{.*\}.*", re.DOTALL),
+    )
     said = RewardInput("?", "3/4", text, "stop")
     thought = {n: THOUGHT + rf"So it is \boxed{{\frac{{3}}{{{n}}}}}." for n in range(1 << 14)}
     letter = RewardInput("?", "B", THOUGHT + "The answer is (B).", "stop")
     formed = f"<think>{THOUGHT}</think><answer>3/4</answer>"
     form = re.compile(r"<think>.+?</think>\s*<answer>.+?</answer>", re.DOTALL)
-    program = RewardInput("?", "", f"```python\n{PROGRAM}\n```", "stop", {"tests": [{"input": "1 2 3", "output": "6"}]})
+    program = RewardInput(
+        "?",
+        "",
+        f"```python\n{PROGRAM}\n```",
+        "stop",
+        {"tests": [{"input": "1 2 3", "output": "6"}]},
+    )
     words = [sys.executable, "-I", "-c", PROGRAM]
     body = json.dumps({"samples": [{"response_text": text}] * EPISODES}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -64,19 +74,42 @@ def kinds(url: str) -> dict[str, Kind]:
         "answer_exact": (said, lambda: text == "3/4", "=="),
         "exact": (said, lambda: lower().split() == ["34"], "lower, split"),
         "f1": (said, lambda: {*lower().split()} & {"34"}, "lower, split"),
-        "multiple_choice": (letter, lambda: re.search(r"answer is \((\w)\)", letter.response_text), "re.search"),
+        "multiple_choice": (
+            letter,
+            lambda: re.search(r"answer is \((\w)\)", letter.response_text),
+            "re.search",
+        ),
         "math_answer": (said, lambda: pattern.search(text), "re.search"),
-        "dapo": (letter, lambda: re.search(r"(?i)answer\s*:\s*([^\n]+)", letter.response_text[-300:]), "re.search"),
-        "format": (RewardInput("?", "", formed, "stop"), lambda: form.fullmatch(formed), "re.fullmatch"),
-        "code": (program, lambda: subprocess.run(words, input=b"1 2 3", capture_output=True), "subprocess"),
+        "dapo": (
+            letter,
+            lambda: re.search(r"(?i)answer\s*:\s*([^\n]+)", letter.response_text[-300:]),
+            "re.search",
+        ),
+        "format": (
+            RewardInput("?", "", formed, "stop"),
+            lambda: form.fullmatch(formed),
+            "re.fullmatch",
+        ),
+        "code": (
+            program,
+            lambda: subprocess.run(words, input=b"1 2 3", capture_output=True),
+            "subprocess",
+        ),
         "remote": (said, lambda: urllib.request.urlopen(request).read(), "urllib, of a group"),
     }
     found = {
-        name: Kind(lambda *_, sample=sample: sample, lambda *_, bare=bare: bare(), what, SHARES.get(name, 1.0))
+        name: Kind(
+            lambda *_, sample=sample: sample,
+            lambda *_, bare=bare: bare(),
+            what,
+            SHARES.get(name, 1.0),
+        )
         for name, (sample, bare, what) in fixed.items()
     }
     found["math"] = Kind(
-        lambda group, episode: RewardInput("?", f"3/{EPISODES * group}", thought[EPISODES * group + episode], "stop"),
+        lambda group, episode: RewardInput(
+            "?", f"3/{EPISODES * group}", thought[EPISODES * group + episode], "stop"
+        ),
         lambda group, episode: verify(
             parse(f"\\boxed{{3/{EPISODES * group}}}"), parse(thought[EPISODES * group + episode])
         ),
@@ -153,14 +186,22 @@ def measured(groups: int, names: list[str]) -> Iterator[Figure]:
         quick = callable(REWARDS[name])
         count = max(2, round(groups * (20 if quick else kind.share)))
         ours, bare = through(name, kind, count, settings), alone(name, kind, count)
-        yield Figure(f"{name}: {'at once' if quick else 'in a worker'}", 1 / max(ours, 1e-9), "rewards/s and core")
+        yield Figure(
+            f"{name}: {'at once' if quick else 'in a worker'}",
+            1 / max(ours, 1e-9),
+            "rewards/s and core",
+        )
         yield Figure(f"{name}: bare, {kind.what}", 1 / bare, "rewards/s and core")
     server.shutdown()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=256, help=f"prompt groups of {EPISODES} episodes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--groups", type=int, default=256, help=f"prompt groups of {EPISODES} episodes"
+    )
     parser.add_argument("--names", nargs="+", default=[], help="of rewards; none: all")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()

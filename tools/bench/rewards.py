@@ -1,4 +1,5 @@
-"""What rewards cost a rollout process, by where they are computed, and what prompts cost it by their index.
+"""What rewards cost a rollout process, by where they are computed, and what prompts cost it by
+their index.
 
 The reward itself is a comparison of two texts: all else is the way to it. A group has 8 samples.
 
@@ -36,7 +37,8 @@ _WARM_UP = 20
 
 
 async def cost(rewards: Rewards, groups: int) -> tuple[float, float]:
-    """Microseconds of a group, with many under way: of the clock, and of the role's processor time."""
+    """Microseconds of a group, with many under way: of the clock, and of the role's processor
+    time."""
     try:
         for _ in range(_WARM_UP):
             await rewards.of(SAMPLES)
@@ -44,7 +46,9 @@ async def cost(rewards: Rewards, groups: int) -> tuple[float, float]:
         for _ in range(groups // AT_ONCE):
             await asyncio.gather(*(rewards.of(SAMPLES) for _ in range(AT_ONCE)))
         count = groups // AT_ONCE * AT_ONCE
-        return 1e6 * (time.perf_counter() - begun) / count, 1e6 * (time.process_time() - spent) / count
+        return 1e6 * (time.perf_counter() - begun) / count, 1e6 * (
+            time.process_time() - spent
+        ) / count
     finally:
         await rewards.close()
 
@@ -53,7 +57,10 @@ def rewards(folder: Path, groups: int) -> Iterator[Figure]:
     """Of one that is built in, and of one's own in this process and in others."""
     (folder / "own_reward.py").write_text(OWN)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    ways = [("built in", "answer_partial", 0), ("own, in a thread", "relax_hpc.rewards.answers:answer_exact", 0)]
+    ways = [
+        ("built in", "answer_partial", 0),
+        ("own, in a thread", "relax_hpc.rewards.answers:answer_exact", 0),
+    ]
     ways += [(f"own, {count} workers", "own_reward:exact", count) for count in (1, 2, 4)]
     for title, name, count in ways:
         wall, cpu = asyncio.run(cost(make_rewards(name, count, LIMIT_S), groups))
@@ -62,7 +69,8 @@ def rewards(folder: Path, groups: int) -> Iterator[Figure]:
 
 
 def prompts(folder: Path, count: int) -> Iterator[Figure]:
-    """Of a file with so many prompts of 1 kB: the index made once a run, its opening, and a prompt."""
+    """Of a file with so many prompts of 1 kB: the index made once a run, its opening, and a
+    prompt."""
     path, where = folder / "prompts.jsonl", folder / "prompts.index"
     write_tokenizer(folder)
     with path.open("w") as file:
@@ -78,20 +86,32 @@ def prompts(folder: Path, count: int) -> Iterator[Figure]:
     tickets = range(min(count, 10_000))
     for ticket in tickets:
         source.prompt(ticket, 0)
-    yield Figure(f"{count} prompts: one of them, CPU", 1e6 * (time.process_time() - begun) / len(tickets), "us")
+    yield Figure(
+        f"{count} prompts: one of them, CPU",
+        1e6 * (time.process_time() - begun) / len(tickets),
+        "us",
+    )
     yield Figure(f"{count} prompts: index", where.stat().st_size / 1e6, "MB")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=2560, help="prompt groups that are given rewards")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--groups", type=int, default=2560, help="prompt groups that are given rewards"
+    )
     parser.add_argument("--prompts", type=int, default=100_000, help="of the file, 1 kB each")
     parser.add_argument("--folder", type=Path, help="where the file of prompts is made")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         parts = rewards(Path(folder), options.groups), prompts(Path(folder), options.prompts)
-        print_figures(itertools.chain(*parts), {"groups": options.groups, "prompts": options.prompts}, options.json)
+        print_figures(
+            itertools.chain(*parts),
+            {"groups": options.groups, "prompts": options.prompts},
+            options.json,
+        )
 
 
 if __name__ == "__main__":

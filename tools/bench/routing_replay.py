@@ -4,9 +4,10 @@
     python tools/bench/routing_replay.py cost --json
     python tools/bench/routing_replay.py learning --seeds 0 1 2 3 4 --steps 150 --keep runs/replay
 
-`mismatch`: an SGLang server in bfloat16 draws from random models, a trainer in float32 scores the tokens with its own
-routes and with the engine's. `cost`: CPU time and bytes of what is done for routes alone. `learning`: the quickstart
-with experts, its engine in bfloat16, with and without replay.
+`mismatch`: an SGLang server in bfloat16 draws from random models, a trainer in float32 scores the
+tokens with its own routes and with the engine's. `cost`: CPU time and bytes of what is done for
+routes alone. `learning`: the quickstart with experts, its engine in bfloat16, with and without
+replay.
 """
 
 from __future__ import annotations
@@ -59,28 +60,35 @@ RUN_S = 1800.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures of one command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("mismatch", "cost", "learning"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=20_000, help="drawn with each seed")
     parser.add_argument("--rounds", type=int, default=5, help="of a step whose cost is measured")
     parser.add_argument("--steps", type=int, default=150, help="of a run that learns")
-    parser.add_argument("--keep", type=Path, help="folder for the run directories; default: none stays")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the run directories; default: none stays"
+    )
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     args = parser.parse_args(argv)
     declare("model.routing_replay", (ROUTES,))
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).absolute()
         measure = {"mismatch": mismatch, "cost": cost, "learning": learning}[args.what]
-        figures = print_figures(measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json)
+        figures = print_figures(
+            measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json
+        )
     return 0 if all(figure.ok is not False for figure in figures) else 1
 
 
-# -- mismatch ----------------------------------------------------------------------------------------------------------
+# -- mismatch --------------------------------------------------------------------------------------
 
 
 def mismatch(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
-    """Differences of the trainer's log-probabilities to the engine's, and ratios, without and with the routes."""
+    """Differences of the trainer's log-probabilities to the engine's, and ratios, without and with
+    the routes."""
     from relax_hpc.training import parallel
 
     parallel.initialize_alone("cpu", 0, 600.0)
@@ -95,7 +103,10 @@ def mismatch(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
         equal.append(share)
     off, on = ([float(one.mean()) for one in found[routed]] for routed in (False, True))
     less = [1.0 - after / before for before, after in zip(off, on, strict=True)]
-    tails = {routed: [float(np.exp(np.quantile(one, 0.999))) for one in found[routed]] for routed in found}
+    tails = {
+        routed: [float(np.exp(np.quantile(one, 0.999))) for one in found[routed]]
+        for routed in found
+    }
     tokens = sum(len(one) for one in found[True])
     yield Figure("tokens", tokens, "", ">= 50,000", tokens >= 50_000)
     yield Figure("routes that are equal, replayed", median(equal), "", rounds=equal)
@@ -112,7 +123,9 @@ def random_model(directory: Path, seed: int) -> Path:
     """Four layers of 16 experts, four of them for each token."""
     from safetensors.torch import load_file, save_file
 
-    shape = TinyModelConfig(num_layers=4, num_experts=16, num_experts_per_tok=4, tie_word_embeddings=False)
+    shape = TinyModelConfig(
+        num_layers=4, num_experts=16, num_experts_per_tok=4, tie_word_embeddings=False
+    )
     make_tiny_model(directory, shape, seed)
     weights = load_file(directory / "model.safetensors")
     wide = {name: value * (SCALE if value.ndim > 1 else 1.0) for name, value in weights.items()}
@@ -124,7 +137,11 @@ async def drawn(model: Path, logs: Path, tokens: int, seed: int) -> list[dict[st
     """Rows of responses with at least so many tokens."""
     config = Config(seed=seed)
     config.model.routing_replay, config.rollout.engine.dtype = "on", "bfloat16"
-    config.rollout.engine.flags = {"max_total_tokens": 32_768, "max_running_requests": AT_ONCE, "log_level": "error"}
+    config.rollout.engine.flags = {
+        "max_total_tokens": 32_768,
+        "max_running_requests": AT_ONCE,
+        "log_level": "error",
+    }
     engine = make_engine(config, 0, model, SERVED, logs)
     draw, rows = np.random.default_rng(seed), list[dict[str, Any]]()
     await engine.start()
@@ -132,9 +149,14 @@ async def drawn(model: Path, logs: Path, tokens: int, seed: int) -> list[dict[st
         while sum(len(row["drawn"]) for row in rows) < tokens:
             prompts = [tuple(draw.integers(3, VOCAB_SIZE, PROMPT).tolist()) for _ in range(AT_ONCE)]
             sampling = Sampling(1.0, 1.0, (), seed)
-            requests = [GenerateRequest(prompt, "", k, sampling, RESPONSE) for k, prompt in enumerate(prompts)]
+            requests = [
+                GenerateRequest(prompt, "", k, sampling, RESPONSE)
+                for k, prompt in enumerate(prompts)
+            ]
             answers = await asyncio.gather(*map(engine.generate, requests))
-            rows += [row_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+            rows += [
+                row_of(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)
+            ]
     finally:
         await engine.close()
     return rows
@@ -148,7 +170,8 @@ def row_of(prompt: tuple[int, ...], answer: Generation) -> dict[str, Any]:
 
 
 def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple[np.ndarray, float]:
-    """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the same."""
+    """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the
+    same."""
     from relax_hpc.training.agreement import Agreement
     from relax_hpc.training.batches import collate
 
@@ -160,7 +183,9 @@ def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple
         (values,) = policy.batch_logprobs([batch], 1.0, routed)
         for line, row in zip(values.numpy(), part, strict=True):
             drawn = row["drawn"]
-            found.append(np.abs(line[len(row["token_ids"]) - len(drawn) : len(row["token_ids"])] - drawn))
+            found.append(
+                np.abs(line[len(row["token_ids"]) - len(drawn) : len(row["token_ids"])] - drawn)
+            )
         agreement = Agreement([len(row["token_ids"]) for row in part])
         agreement.add(batch, range(len(part)), policy.pack_split, policy.router_tokens(batch))
         same += agreement.table.sum(1).numpy()
@@ -172,12 +197,14 @@ def policy_of(model: Path, actor: ActorConfig, replay: str = "on") -> Any:
     from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.model import PolicyModel
 
-    policy = PolicyModel(read_config(model), ModelConfig(routing_replay=replay), actor.parallel, actor)
+    policy = PolicyModel(
+        read_config(model), ModelConfig(routing_replay=replay), actor.parallel, actor
+    )
     policy.load_hf(model)
     return policy
 
 
-# -- cost --------------------------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 
 def cost(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
@@ -186,7 +213,12 @@ def cost(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
 
     parallel.initialize_alone("cpu", 0, 600.0)
     shape = TinyModelConfig(
-        hidden_size=512, num_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64, num_experts=32
+        hidden_size=512,
+        num_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=32,
     )
     shape.num_experts_per_tok, shape.moe_intermediate_size = 4, 256
     make_tiny_model(root / "model", shape, 0)
@@ -206,7 +238,9 @@ def cost(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
                 whole[replay].append(spent)
     yield Figure("step, on", median(whole["on"]), "CPU s", rounds=whole["on"])
     yield Figure("step, off", median(whole["off"]), "CPU s", rounds=whole["off"])
-    yield Figure("R3's own CPU time of a step", median(shares), "", "< 0.01", median(shares) < 0.01, shares)
+    yield Figure(
+        "R3's own CPU time of a step", median(shares), "", "< 0.01", median(shares) < 0.01, shares
+    )
     yield from sizes(args)
 
 
@@ -215,15 +249,21 @@ def answer_of(shape: RouteShape, seed: int) -> dict[str, Any]:
     import base64
 
     draw = np.random.default_rng(seed)
-    chosen = draw.random((PROMPT + RESPONSE - 1, shape.layers, shape.experts)).argsort(-1)[..., : shape.chosen]
+    chosen = draw.random((PROMPT + RESPONSE - 1, shape.layers, shape.experts)).argsort(-1)[
+        ..., : shape.chosen
+    ]
     routes = base64.b64encode(chosen.astype("<i4").tobytes()).decode()
     ids = draw.integers(3, VOCAB_SIZE, RESPONSE).tolist()
     meta = {"finish_reason": {"type": "length"}, "weight_version": str(SERVED), NAME: routes}
-    return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": [[-0.5, 5, None]] * RESPONSE}}
+    return {
+        "output_ids": ids,
+        "meta_info": meta | {"output_token_logprobs": [[-0.5, 5, None]] * RESPONSE},
+    }
 
 
 def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str, Any]]], None]:
-    """What is done with responses from the engine's answer to the optimizer's step, scored once and trained once."""
+    """What is done with responses from the engine's answer to the optimizer's step, scored once and
+    trained once."""
     from relax_hpc.algorithms import Grpo
     from relax_hpc.data.prompts import Prompt
     from relax_hpc.engines.sglang.stream import Response
@@ -284,7 +324,9 @@ def own_time(on: bool) -> Iterator[list[float]]:
         finally:
             spent[0] += time.process_time() - begun - (inner[0] - before)
 
-    def choosing(function: Callable[..., Any], layer: Any, scores: Any, topk: int, *about: Any) -> Any:
+    def choosing(
+        function: Callable[..., Any], layer: Any, scores: Any, topk: int, *about: Any
+    ) -> Any:
         """Without the choice that the router would make in any case."""
         *groups, compute = about
 
@@ -296,9 +338,21 @@ def own_time(on: bool) -> Iterator[list[float]]:
 
         return timed(function, layer, scores, topk, *groups, counted)
 
-    places = [(stream.Routes, "add"), (stream.Response, "_with_routes"), (samples, "_extras"), (RouteShape, "fault")]
-    places += [(PolicyModel, "_routes_of"), (agreement.Agreement, "add"), (agreement.Agreement, "shares")]
-    real = [(place, name, getattr(place, name)) for place, name in [*places, (RoutedLayer, "get_replay_topk")]]
+    places = [
+        (stream.Routes, "add"),
+        (stream.Response, "_with_routes"),
+        (samples, "_extras"),
+        (RouteShape, "fault"),
+    ]
+    places += [
+        (PolicyModel, "_routes_of"),
+        (agreement.Agreement, "add"),
+        (agreement.Agreement, "shares"),
+    ]
+    real = [
+        (place, name, getattr(place, name))
+        for place, name in [*places, (RoutedLayer, "get_replay_topk")]
+    ]
     for place, name, function in real if on else ():
         how = choosing if name == "get_replay_topk" else timed
         setattr(place, name, _bound(how, function))
@@ -321,25 +375,35 @@ def sizes(args: argparse.Namespace) -> Iterator[Figure]:
     row = {
         "row_id": "000000000.00.00",
         "prompt_id": "p",
-        **{"ticket": 0, "episode": 0, "row": 0, "prompt_len": 200, "spans": [], "finish_reason": "stop"},
+        **{
+            "ticket": 0,
+            "episode": 0,
+            "row": 0,
+            "prompt_len": 200,
+            "spans": [],
+            "finish_reason": "stop",
+        },
         "token_ids": np.zeros(2000, np.int32),
         "loss_mask": np.ones(2000, np.uint8),
         "rollout_logprobs": np.zeros(2000, np.float32),
         "token_versions": np.ones(2000, np.int32),
         NAME: QWEN3_30B.none(2000),
     }
-    with_routes, without = (len(pack([row], fields, {})) for fields in ((*UNSCORED, NAME), UNSCORED))
+    with_routes, without = (
+        len(pack([row], fields, {})) for fields in ((*UNSCORED, NAME), UNSCORED)
+    )
     token, wide = row[NAME][0].nbytes, 4 * QWEN3_30B.layers * QWEN3_30B.chosen
     yield Figure("bytes of a token's routes, 48 layers of 8 experts", token, "B")
     yield Figure("the same, against int32", token / wide, "", "0.25", token * 4 == wide)
     yield Figure("routes' share of the queue's bytes", 1 - without / with_routes, "")
 
 
-# -- learning ----------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------
 
 
 def learning(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
-    """Final held-out scores of the quickstart with experts, and the largest tail of ratios, by `routing_replay`."""
+    """Final held-out scores of the quickstart with experts, and the largest tail of ratios, by
+    `routing_replay`."""
     from relax_hpc.metrics.read import read_metrics
 
     finals: dict[str, list[float]] = {"on": [], "off": []}
@@ -348,11 +412,15 @@ def learning(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
         for replay, found in finals.items():
             run = learned(root / f"{replay}-seed-{seed}", replay, seed, args.steps)
             found.append(scores(run)[args.steps])
-            ratios = [row["parity/ratio_p999"] for row in read_metrics(run) if "parity/ratio_p999" in row]
+            ratios = [
+                row["parity/ratio_p999"] for row in read_metrics(run) if "parity/ratio_p999" in row
+            ]
             tails[replay].append(median(ratios))
     for replay in finals:
         yield Figure(f"held-out, {replay}", mean(finals[replay]), "", rounds=finals[replay])
-        yield Figure(f"99.9 % quantile of the ratio, {replay}", mean(tails[replay]), "", rounds=tails[replay])
+        yield Figure(
+            f"99.9 % quantile of the ratio, {replay}", mean(tails[replay]), "", rounds=tails[replay]
+        )
     apart, low, high = difference(finals["on"], finals["off"])
     yield Figure("held-out, on - off", apart, "")
     yield Figure("95 % interval, from", low, "")
@@ -361,14 +429,30 @@ def learning(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
 
 def learned(directory: Path, replay: str, seed: int, steps: int) -> Path:
     """A run directory; one that is there and finished is not made again."""
-    options = {"run_dir": directory, "seed": seed, "steps": steps, "checkpoint.every": steps, "eval.every": steps}
+    options = {
+        "run_dir": directory,
+        "seed": seed,
+        "steps": steps,
+        "checkpoint.every": steps,
+        "eval.every": steps,
+    }
     options |= {"model.routing_replay": replay, **LEARNS}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     if not finished(directory, steps):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with (directory.parent / f"{directory.name}.txt").open("a") as output:
-            command = [sys.executable, "-m", "relax_hpc", "run", "--config", str(QUICKSTART), *words]
-            partial(subprocess.run, check=True, timeout=RUN_S)(command, stdout=output, stderr=output)
+            command = [
+                sys.executable,
+                "-m",
+                "relax_hpc",
+                "run",
+                "--config",
+                str(QUICKSTART),
+                *words,
+            ]
+            partial(subprocess.run, check=True, timeout=RUN_S)(
+                command, stdout=output, stderr=output
+            )
     return directory
 
 

@@ -65,18 +65,26 @@ def measure(folder: Path, steps: int, tokens: int) -> Iterator[Figure]:
     kept = sum(1 for _ in read_samples(path.parent))
     yield Figure("CPU time a step, in a thread", median(spent), "ms", rounds=spent)
     tracemalloc.start()
-    SampleKeeper(SampleLog(folder / "again", config.samples, steps), config, tokenizer).put(rows, "shard")
+    SampleKeeper(SampleLog(folder / "again", config.samples, steps), config, tokenizer).put(
+        rows, "shard"
+    )
     yield Figure("memory beyond the rows, at most", tracemalloc.get_traced_memory()[1] / 1e6, "MB")
     tracemalloc.stop()
     yield Figure("bytes on disk a step", path.stat().st_size / steps / 1e3, "kB")
-    yield Figure("episodes kept a step", kept / steps, "", f"{config.samples.per_step}", kept == 16 * steps)
+    yield Figure(
+        "episodes kept a step", kept / steps, "", f"{config.samples.per_step}", kept == 16 * steps
+    )
     started = time.perf_counter()
     sum(1 for _ in read_samples(path.parent))
-    yield Figure("reading them all again, an episode", 1e3 * (time.perf_counter() - started) / kept, "ms")
+    yield Figure(
+        "reading them all again, an episode", 1e3 * (time.perf_counter() - started) / kept, "ms"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=2048, help="of each row")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

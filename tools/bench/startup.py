@@ -1,9 +1,11 @@
-"""What a start costs: wall and CPU seconds of each role, from the start of its process until it begins to work.
+"""What a start costs: wall and CPU seconds of each role, from the start of its process until it
+begins to work.
 
-Starts a small run with simulated engines, kills one role after the other, each of them several times, and reads of
-every incarnation when it was at work. At the first start all roles load at once, and share the processors; one that is
-started again has them nearly to itself, as the others soon wait for it. "back" is from its death, which includes that
-it is noticed. Then what commands cost that only look.
+Starts a small run with simulated engines, kills one role after the other, each of them several
+times, and reads of every incarnation when it was at work. At the first start all roles load at
+once, and share the processors; one that is started again has them nearly to itself, as the others
+soon wait for it. "back" is from its death, which includes that it is noticed. Then what commands
+cost that only look.
 
     python tools/bench/startup.py --rounds 5 --json
 """
@@ -38,8 +40,14 @@ SETTINGS = {
     "prompts_per_step": 4,
     "samples_per_prompt": 4,
     "max_staleness": 1,
-    "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
-    "data": {"task": "relax_hpc.examples.tasks.sort_digits:SortDigits", "digits": 3, "max_prompt_tokens": 32},
+    "model": {
+        "tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}
+    },
+    "data": {
+        "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+        "digits": 3,
+        "max_prompt_tokens": 32,
+    },
     # Steps are slow, so that those who wait leave the processors to who starts.
     "rollout": {
         "max_new_tokens": 5,
@@ -59,7 +67,8 @@ STEPS_BETWEEN, WITHIN_S, LOOK_S, LIST_S = 2, 120.0, 0.01, 0.25
 
 
 class Watch:
-    """The CPU seconds that the roles below process ``root`` had spent, again and again; a role has one process."""
+    """The CPU seconds that the roles below process ``root`` had spent, again and again; a role has
+    one process."""
 
     def __init__(self, root: int) -> None:
         self.root = psutil.Process(root)
@@ -83,7 +92,10 @@ class Watch:
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if "--role" in words:
-                    name = words[words.index("--role") + 1], int(words[words.index("--incarnation") + 1])
+                    name = (
+                        words[words.index("--role") + 1],
+                        int(words[words.index("--incarnation") + 1]),
+                    )
                     self.processes[name] = process
 
     def spent(self, name: tuple[str, int], at: float) -> float:
@@ -97,8 +109,20 @@ def running(folder: Path) -> Iterator[tuple[RunDir, Watch]]:
     """A run that goes on until the block ends."""
     config, run = folder / "run.yaml", RunDir(folder / "run")
     config.write_text(yaml.safe_dump(SETTINGS))
-    words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(run.root)]
-    with (folder / "output.txt").open("wb") as output, subprocess.Popen(words, stdout=output, stderr=output) as process:
+    words = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(run.root),
+    ]
+    with (
+        (folder / "output.txt").open("wb") as output,
+        subprocess.Popen(words, stdout=output, stderr=output) as process,
+    ):
         try:
             yield run, Watch(process.pid)
         finally:
@@ -124,7 +148,9 @@ def steps_of(run: RunDir) -> int:
 def newest(run: RunDir, role: str) -> Process | None:
     """The newest incarnation of ``role``, if it is at work."""
     found = [one for one in read_processes(run.root) if one.role == role]
-    incarnation = max((int(path.stem[-6:]) for path in run.rendezvous(role).glob("inc-*.claim")), default=0)
+    incarnation = max(
+        (int(path.stem[-6:]) for path in run.rendezvous(role).glob("inc-*.claim")), default=0
+    )
     working = [one for one in found if any(span.what == "start" for span in one.spans)]
     return next((one for one in working if one.incarnation == incarnation), None)
 
@@ -136,7 +162,11 @@ def kill(run: RunDir, watch: Watch, role: str) -> tuple[float, Process]:
     assert before
     at = time.time()
     watch.processes[role, before.incarnation].kill()
-    wait_for(watch, f"{role} is back", lambda: (now := newest(run, role)) and now.incarnation > before.incarnation)
+    wait_for(
+        watch,
+        f"{role} is back",
+        lambda: (now := newest(run, role)) and now.incarnation > before.incarnation,
+    )
     after = newest(run, role)
     assert after
     return at, after
@@ -147,7 +177,9 @@ def at_work(process: Process) -> float:
     return next(span.end for span in process.spans if span.what == "start")
 
 
-def starts(name: str, watch: Watch, found: Sequence[Process], target: bool = False) -> Iterator[Figure]:
+def starts(
+    name: str, watch: Watch, found: Sequence[Process], target: bool = False
+) -> Iterator[Figure]:
     """Wall and CPU seconds from the start of these processes until they were at work."""
     wall = [at_work(one) - one.began for one in found]
     cpu = [watch.spent((one.role, one.incarnation), at_work(one)) for one in found]
@@ -159,12 +191,18 @@ def starts(name: str, watch: Watch, found: Sequence[Process], target: bool = Fal
 def measure(folder: Path, rounds: int) -> Iterator[Figure]:
     """First starts, starts in place, and commands, in one run."""
     with running(folder) as (run, watch):
-        wait_for(watch, "the first step", lambda: steps_of(run) and all(newest(run, role) for role in KILLED))
+        wait_for(
+            watch,
+            "the first step",
+            lambda: steps_of(run) and all(newest(run, role) for role in KILLED),
+        )
         for role in KILLED:
             yield from starts(f"{role}: first start", watch, [newest(run, role)])
         for role in KILLED:
             found = [kill(run, watch, role) for _ in range(rounds)]
-            yield from starts(f"{role}: in place", watch, [one for _, one in found], target=role != "rollout")
+            yield from starts(
+                f"{role}: in place", watch, [one for _, one in found], target=role != "rollout"
+            )
             back = [at_work(one) - at for at, one in found]
             yield Figure(f"{role}: back", median(back), "s", None, None, back)
         for words in COMMANDS:
@@ -176,10 +214,14 @@ def command(words: Sequence[str], rounds: int) -> Iterator[Figure]:
     wall, cpu = [], []
     for _ in range(rounds):
         began, before = time.monotonic(), os.times()
-        subprocess.run([sys.executable, "-m", "relax_hpc", *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "relax_hpc", *words], check=True, stdout=subprocess.DEVNULL
+        )
         now = os.times()
         wall.append(time.monotonic() - began)
-        cpu.append(now.children_user + now.children_system - before.children_user - before.children_system)
+        cpu.append(
+            now.children_user + now.children_system - before.children_user - before.children_system
+        )
     name = " ".join(word for word in words if "/" not in word)
     yield Figure(f"relax-hpc {name}, wall", median(wall), "s", None, None, wall)
     yield Figure(f"relax-hpc {name}, CPU", median(cpu), "s", None, None, cpu)
@@ -187,7 +229,9 @@ def command(words: Sequence[str], rounds: int) -> Iterator[Figure]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; 0 even when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="deaths of each role")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)

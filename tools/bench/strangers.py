@@ -1,9 +1,11 @@
-"""What strangers who reach the controller's port, and do not hold the run's token, cost a living run.
+"""What strangers who reach the controller's port, and do not hold the run's token, cost a living
+run.
 
-Starts a run, and beside it, for a while at a time, two processes of strangers at nice 19: one with many connections
-that say nothing, one whose senders send empty frames. Both connect again when they are turned away. Steps among them
-are compared with those of the quiet time just before, round by round in the same run, as what else the machine does is
-in both; the result is the median of the rounds' ratios.
+Starts a run, and beside it, for a while at a time, two processes of strangers at nice 19: one with
+many connections that say nothing, one whose senders send empty frames. Both connect again when they
+are turned away. Steps among them are compared with those of the quiet time just before, round by
+round in the same run, as what else the machine does is in both; the result is the median of the
+rounds' ratios.
 
     python tools/bench/strangers.py --rounds 9 --json
 """
@@ -44,7 +46,7 @@ WARM_UP_STEPS = 5
 LIMIT = 1.2
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- strangers -------------------------------------------------------------------------------------
 
 
 def connected(endpoint: str) -> socket.socket | None:
@@ -81,7 +83,8 @@ def stay(endpoint: str, count: int) -> None:
 
 
 def send(endpoint: str, count: int, bytes_per_s: float) -> None:
-    """From ``count`` connections in turn, so many bytes in all; who was turned away connects again for its turn."""
+    """From ``count`` connections in turn, so many bytes in all; who was turned away connects again
+    for its turn."""
     held: list[socket.socket | None] = [connected(endpoint) for _ in range(count)]
     due, pause = time.monotonic(), len(CHUNK) / bytes_per_s
     while True:
@@ -108,16 +111,30 @@ def strangers(endpoint: str) -> Iterator[None]:
         yield
 
 
-# -- the run -----------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 @contextmanager
-def running(folder: Path, engine: str, overrides: Sequence[str]) -> Iterator[tuple[subprocess.Popen, RunDir]]:
+def running(
+    folder: Path, engine: str, overrides: Sequence[str]
+) -> Iterator[tuple[subprocess.Popen, RunDir]]:
     """A quickstart that goes on until the block ends; what it prints is in ``folder``."""
     config, root = ROOT / "configs" / "runs" / "quickstart.yaml", folder / "run"
-    words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(root)]
+    words = [
+        sys.executable,
+        "-m",
+        "relax_hpc",
+        "run",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(root),
+    ]
     words += ["--steps", "100000", "--rollout.engine.kind", engine, *overrides]
-    with (folder / "output.txt").open("wb") as output, subprocess.Popen(words, stdout=output, stderr=output) as process:
+    with (
+        (folder / "output.txt").open("wb") as output,
+        subprocess.Popen(words, stdout=output, stderr=output) as process,
+    ):
         try:
             yield process, RunDir(root)
         finally:
@@ -131,7 +148,9 @@ def wait_for_steps(process: subprocess.Popen, run: RunDir, count: int, seconds: 
     end = time.monotonic() + seconds
     while len(times_of(run)) < count:
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"{run.root}: step {count} was not trained; see {run.root.parent / 'output.txt'}")
+            raise RuntimeError(
+                f"{run.root}: step {count} was not trained; see {run.root.parent / 'output.txt'}"
+            )
         time.sleep(0.1)
 
 
@@ -142,7 +161,9 @@ def times_of(run: RunDir) -> list[float]:
 
 def seconds_within(times: Sequence[float], start: float, end: float) -> list[float]:
     """Of the steps that began and ended in that time."""
-    return [later - earlier for earlier, later in pairwise(times) if start <= earlier and later <= end]
+    return [
+        later - earlier for earlier, later in pairwise(times) if start <= earlier and later <= end
+    ]
 
 
 def measured(process: subprocess.Popen, run: RunDir, steps: int) -> list[float]:
@@ -182,20 +203,28 @@ def figures(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
                     steps[when] = measured(process, run, options.steps)
                     ended, files = used_by(hub), hub.num_fds()
                 shares[when].append((ended[0] - began[0]) / (ended[1] - began[1]))
-                yield Figure(f"round {number}: step, {when}", median(steps[when]), "s", rounds=steps[when])
+                yield Figure(
+                    f"round {number}: step, {when}", median(steps[when]), "s", rounds=steps[when]
+                )
             ratios.append(median(steps["among strangers"]) / median(steps["quiet"]))
         for when, found in shares.items():
             yield Figure(f"controller's share of a core, {when}", median(found), "", rounds=found)
         yield Figure("files open in the controller among strangers", files, "")
         ratio = median(ratios)
-        yield Figure("step among strangers / quiet", ratio, "times", f"<= {LIMIT}", ratio <= LIMIT, ratios)
+        yield Figure(
+            "step among strangers / quiet", ratio, "times", f"<= {LIMIT}", ratio <= LIMIT, ratios
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=6, help="of each part of a round")
-    parser.add_argument("--engine", default="sglang", choices=["sglang", "transformers", "simulated"])
+    parser.add_argument(
+        "--engine", default="sglang", choices=["sglang", "transformers", "simulated"]
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--stay", default="", metavar="ENDPOINT", help=argparse.SUPPRESS)
     parser.add_argument("--send", default="", metavar="ENDPOINT", help=argparse.SUPPRESS)
@@ -205,7 +234,12 @@ def main() -> None:
         connection_limit()
         stay(endpoint, IDLE) if options.stay else send(endpoint, SENDERS, BYTES_PER_S)
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"engine": options.engine, "idle": IDLE, "senders": SENDERS, "MB_per_s": BYTES_PER_S / 1e6}
+        settings = {
+            "engine": options.engine,
+            "idle": IDLE,
+            "senders": SENDERS,
+            "MB_per_s": BYTES_PER_S / 1e6,
+        }
         print_figures(figures(options, Path(folder)), settings, options.json)
 
 

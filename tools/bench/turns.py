@@ -1,4 +1,5 @@
-"""Programs that are compared take turns on the machine: what else runs there slows all of them alike.
+"""Programs that are compared take turns on the machine: what else runs there slows all of them
+alike.
 
 Only one runs at a time; the others, with all their processes, are stopped by SIGSTOP.
 """
@@ -22,16 +23,21 @@ _SAMPLE_S = 5.0
 
 
 class Program:
-    """A process tree that prints a line a step. Use it as a context manager: nothing of it outlives the block.
+    """A process tree that prints a line a step. Use it as a context manager: nothing of it outlives
+    the block.
 
     >>> with Program(["plain_loop", ...], step_of) as program:                   # doctest: +SKIP
     ...     program.turn(until=10, timeout_s=600)
     """
 
     def __init__(
-        self, words: Sequence[str], step_of: Callable[[str], int | None], environment: Mapping[str, str]
+        self,
+        words: Sequence[str],
+        step_of: Callable[[str], int | None],
+        environment: Mapping[str, str],
     ) -> None:
-        """Start ``words``; ``step_of`` finds the number of a finished step in a line of output, or None."""
+        """Start ``words``; ``step_of`` finds the number of a finished step in a line of output, or
+        None."""
         self._step_of = step_of
         self.started = time.time()
         self._process = subprocess.Popen(
@@ -58,9 +64,13 @@ class Program:
         start = time.time()
         while self.last_step < until and not self.ended:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"step {until} did not end in {timeout_s} s; the output ends: {self.lines[-3:]}")
+                raise TimeoutError(
+                    f"step {until} did not end in {timeout_s} s; the output ends: {self.lines[-3:]}"
+                )
             self._read()
-            if not self.windows:  # Later it is enough to look while it stands still, which costs it nothing.
+            if (
+                not self.windows
+            ):  # Later it is enough to look while it stands still, which costs it nothing.
                 self._sample_memory()
         self.windows.append((start, time.time()))
         self._signal(signal.SIGSTOP)

@@ -1,8 +1,9 @@
 """What publishing weights costs: the trainer, the readers, and until everybody serves them.
 
-A real policy of megatron-core is published again and again, by the same code as in a run, with a queue's controller
-beside. Readers are processes with staging folders of their own, as if each were on its own node; they have two cores
-to share with the actor here, which bounds what is end to end. Every figure stands beside its yardstick of the same run.
+A real policy of megatron-core is published again and again, by the same code as in a run, with a
+queue's controller beside. Readers are processes with staging folders of their own, as if each were
+on its own node; they have two cores to share with the actor here, which bounds what is end to end.
+Every figure stands beside its yardstick of the same run.
 
     python tools/bench/weights.py --layers 4 --readers 1 2 4 --engine --json
 """
@@ -30,7 +31,13 @@ import torch
 import torch.distributed as dist
 from figures import Figure, print_figures
 
-from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.config.schema import (
+    Config,
+    GroupConfig,
+    ModelConfig,
+    ParallelConfig,
+    TinyModelConfig,
+)
 from relax_hpc.engines.sglang.slab_loader import copying
 from relax_hpc.models.hf_files import SafetensorFiles, read_config
 from relax_hpc.models.hf_mapping import fuse
@@ -60,11 +67,11 @@ from relax_hpc.weights.version_files import TENSORS
 WAIT_S = 120.0
 LEARNING_RATE = 1e-6
 STALL, PULL, DELTA, LOAD = 1.2, 0.8, 0.1, 0.5
-"""Targets: stall of one memcpy, pull of the plane's raw read, bytes of a difference of the whole, a reader's load of a
-memcpy."""
+"""Targets: stall of one memcpy, pull of the plane's raw read, bytes of a difference of the whole, a
+reader's load of a memcpy."""
 
 
-# -- the actor ---------------------------------------------------------------------------------------------------------
+# -- the actor -------------------------------------------------------------------------------------
 
 
 class Actor:
@@ -78,7 +85,9 @@ class Actor:
         make_tiny_model(self.run.model, shape, 0)
         torch.set_num_threads(1)
         parallel.initialize_alone("cpu", 0, WAIT_S)
-        self.model = PolicyModel(read_config(self.run.model), ModelConfig(dtype="bfloat16"), ParallelConfig())
+        self.model = PolicyModel(
+            read_config(self.run.model), ModelConfig(dtype="bfloat16"), ParallelConfig()
+        )
         self.model.load_hf(self.run.model)
 
     @contextmanager
@@ -127,15 +136,20 @@ class Actor:
     def await_served(self, readers: int) -> None:
         """Until so many readers say that they serve what was published last."""
         deadline, newest = time.monotonic() + WAIT_S, Version(1, self.number)
-        while sum(found == newest for _, found in self.controller.state.weights.readers.values()) < readers:
+        while (
+            sum(found == newest for _, found in self.controller.state.weights.readers.values())
+            < readers
+        ):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"version {self.number} is not served by {readers} readers in {WAIT_S:g} s")
+                raise TimeoutError(
+                    f"version {self.number} is not served by {readers} readers in {WAIT_S:g} s"
+                )
             time.sleep(0.001)
 
 
 def stall(actor: Actor, rounds: int) -> list[Figure]:
-    """What a publish keeps the trainer, and what a memcpy of its bytes in one piece takes, in turns, from memory like
-    the parameters' to memory like the slabs'."""
+    """What a publish keeps the trainer, and what a memcpy of its bytes in one piece takes, in
+    turns, from memory like the parameters' to memory like the slabs'."""
     ring = actor.publisher.ring
     source = torch.ones(ring.bytes, dtype=torch.uint8).numpy()
     room = np.frombuffer(actor.client.store.pool.take(ring.bytes).memory, np.uint8)[: ring.bytes]
@@ -159,17 +173,26 @@ def quotients(times: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def differences(actor: Actor, steps: Sequence[int]) -> Iterator[Figure]:
-    """Bytes of a difference after so many steps of Adam with gradients of random signs, at LEARNING_RATE."""
+    """Bytes of a difference after so many steps of Adam with gradients of random signs, at
+    LEARNING_RATE."""
     published = [one.view().contiguous() for one in actor.model.slices()]
     exact = [tensor.float().requires_grad_() for tensor in published]
-    optimizer, generator = torch.optim.Adam(exact, lr=LEARNING_RATE), torch.Generator().manual_seed(0)
+    optimizer, generator = (
+        torch.optim.Adam(exact, lr=LEARNING_RATE),
+        torch.Generator().manual_seed(0),
+    )
     for step in range(1, max(steps) + 1):
         for tensor in exact:
             tensor.grad = torch.randn(tensor.shape, generator=generator)
         optimizer.step()
         if step in steps:
-            pairs = [(flat(old), flat(new.detach().bfloat16())) for old, new in zip(published, exact, strict=True)]
-            share = sum(len(delta.encode(*pair, 2)) for pair in pairs) / sum(len(old) for old, _ in pairs)
+            pairs = [
+                (flat(old), flat(new.detach().bfloat16()))
+                for old, new in zip(published, exact, strict=True)
+            ]
+            share = sum(len(delta.encode(*pair, 2)) for pair in pairs) / sum(
+                len(old) for old, _ in pairs
+            )
             name = f"difference after {step} steps at {LEARNING_RATE:g}"
             yield Figure(name, share, "of full", f"<= {DELTA}", share <= DELTA)
 
@@ -184,17 +207,19 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-# -- readers -----------------------------------------------------------------------------------------------------------
+# -- readers ---------------------------------------------------------------------------------------
 
 
 def reader(folder: Path, number: int, plane: str, rounds: int, relays: bool) -> None:
-    """A process that follows the weights; with ``rounds`` it first measures its reads, and prints them. ``relays``: it
-    reads from others like it, and they from it."""
+    """A process that follows the weights; with ``rounds`` it first measures its reads, and prints
+    them. ``relays``: it reads from others like it, and they from it."""
     run, config = RunDir(folder / "run"), Config(prompts_per_step=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
     with QueueClient(run, config, "rollout", 1) as client:
         planes = [one for one in client.store.planes if one.name == plane]
-        subscriber = Subscriber(run, client, f"rollout/{number}", planes, config.weights, relays=relays)
+        subscriber = Subscriber(
+            run, client, f"rollout/{number}", planes, config.weights, relays=relays
+        )
         subscriber.fetcher.staging = Staging(folder / f"node-{number}")
         announced = subscriber.newer().result(WAIT_S)
         if rounds:
@@ -228,7 +253,10 @@ def reads(subscriber: Subscriber, news: News, rounds: int) -> dict[str, list[flo
     path.parent.mkdir(parents=True)
     for turn in range(rounds + 1):
         with SafetensorsFile(path, manifest.tensors) as file:
-            times = {"raw": timed(raw), "pull": timed(lambda: fetcher.puller.pull(manifest, manifest.chunks, file))}
+            times = {
+                "raw": timed(raw),
+                "pull": timed(lambda: fetcher.puller.pull(manifest, manifest.chunks, file)),
+            }
         # The first brings connections and pages.
         found = {name: [*found[name], *([times[name]] if turn else [])] for name in found}
     return found
@@ -241,7 +269,11 @@ def processes(kind: str, *arguments: Sequence[object]) -> Iterator[list[subproce
     try:
         for words in arguments:
             command = [sys.executable, "-W", "ignore", __file__, f"--{kind}", *map(str, words)]
-            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent))
+            started.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+                )
+            )
         yield started
     finally:
         for process in started:
@@ -255,34 +287,59 @@ def pulls(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
         with processes("reader", (folder, number, plane, rounds, 0)) as [process]:
             found = json.loads(process.stdout.readline())
         speeds = [actor.publisher.ring.bytes / seconds / 1e9 for seconds in found["pull"]]
-        ratios, ratio = quotients(found["raw"], found["pull"]), median(found["raw"]) / median(found["pull"])
+        ratios, ratio = (
+            quotients(found["raw"], found["pull"]),
+            median(found["raw"]) / median(found["pull"]),
+        )
         yield Figure(f"pull by {plane}", median(speeds), "GB/s", rounds=speeds)
-        yield Figure(f"pull by {plane}: of its raw read", ratio, "x", f">= {PULL}", ratio >= PULL, ratios)
+        yield Figure(
+            f"pull by {plane}: of its raw read", ratio, "x", f">= {PULL}", ratio >= PULL, ratios
+        )
 
 
-def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int) -> Iterator[Figure]:
-    """From the end of a step to the last reader: from reader to reader, by the actor alone, and a broadcast of the
-    same tensors to as many beside."""
+def until_served(
+    actor: Actor, folder: Path, counts: Sequence[int], rounds: int
+) -> Iterator[Figure]:
+    """From the end of a step to the last reader: from reader to reader, by the actor alone, and a
+    broadcast of the same tensors to as many beside."""
     for count in counts:
         served, kept, sent = followed(actor, folder, count, rounds, relays=True)
         alone, _, sent_alone = followed(actor, folder, count, rounds, relays=False)
-        with processes("broadcast", *((folder, rank, count + 1, rounds) for rank in range(count + 1))) as ranks:
+        with processes(
+            "broadcast", *((folder, rank, count + 1, rounds) for rank in range(count + 1))
+        ) as ranks:
             together = json.loads(ranks[0].stdout.readline())
         who = f"{count} reader{'s' * (count > 1)}"
         most = min(count, FAN_OUT)
-        yield Figure(f"{who}: sent by the actor", median(sent), "versions", f"<= {most}", median(sent) <= most, sent)
-        yield Figure(f"{who}: sent by it where nobody passes on", median(sent_alone), "versions", rounds=sent_alone)
+        yield Figure(
+            f"{who}: sent by the actor",
+            median(sent),
+            "versions",
+            f"<= {most}",
+            median(sent) <= most,
+            sent,
+        )
+        yield Figure(
+            f"{who}: sent by it where nobody passes on",
+            median(sent_alone),
+            "versions",
+            rounds=sent_alone,
+        )
         yield Figure(f"{who} served after", median(served), "s", rounds=served)
-        yield Figure(f"{who} served after, where nobody passes on", median(alone), "s", rounds=alone)
+        yield Figure(
+            f"{who} served after, where nobody passes on", median(alone), "s", rounds=alone
+        )
         yield Figure(f"broadcast to {who} (gloo)", median(together), "s", rounds=together)
-        yield Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / median(together), "x")
+        yield Figure(
+            f"{who}: trainer kept, of the broadcast's", median(kept) / median(together), "x"
+        )
 
 
 def followed(
     actor: Actor, folder: Path, count: int, rounds: int, relays: bool
 ) -> tuple[list[float], list[float], list[float]]:
-    """Of ``count`` readers on nodes of their own: seconds until all serve a version, seconds that the trainer is kept
-    by one, and how often the actor has sent it."""
+    """Of ``count`` readers on nodes of their own: seconds until all serve a version, seconds that
+    the trainer is kept by one, and how often the actor has sent it."""
     [plane] = [plane for plane in actor.client.store.planes if isinstance(plane, TcpPlane)]
     served, kept, sent = [], [], []
     with processes("reader", *((folder, number, "tcp", 0, int(relays)) for number in range(count))):
@@ -300,10 +357,13 @@ def followed(
 
 
 def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
-    """A rank of a group in which rank 0 sends every tensor to all others; it prints the seconds of each round."""
+    """A rank of a group in which rank 0 sends every tensor to all others; it prints the seconds of
+    each round."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting-{world}", rank=rank, world_size=world
+    )
     with (folder / "shapes.json").open() as file:
         tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in json.load(file)]
     times = []
@@ -318,8 +378,9 @@ def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
 
 
 def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
-    """From a node's memory into a reader's live parameters, whole models of actor_fwd's kind and of SGLang's slices, in
-    turns with a memcpy of as many bytes in one piece; and the way it was: each parameter fused of copies first."""
+    """From a node's memory into a reader's live parameters, whole models of actor_fwd's kind and of
+    SGLang's slices, in turns with a memcpy of as many bytes in one piece; and the way it was: each
+    parameter fused of copies first."""
     tensors = actor.model.tensors()
     slabs = [slab_of(tensors, folder / f"slab-{number}") for number in range(2)]
     # As on a node, which has each version in the memory of the one before the last.
@@ -355,7 +416,9 @@ def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]
     for name, seconds in found.items():
         ratio = median(copied) / median(seconds)
         target = (None, None) if name.endswith("was") else (f">= {LOAD}", ratio >= LOAD)
-        yield Figure(f"slab to {name}: of a memcpy", ratio, "x", *target, quotients(copied, seconds))
+        yield Figure(
+            f"slab to {name}: of a memcpy", ratio, "x", *target, quotients(copied, seconds)
+        )
 
 
 def slab_of(tensors: Mapping[str, Tensor], folder: Path) -> Path:
@@ -364,23 +427,31 @@ def slab_of(tensors: Mapping[str, Tensor], folder: Path) -> Path:
     with SafetensorsFile(folder / TENSORS, tensors):
         pass
     ends = itertools.accumulate((one.bytes for one in tensors.values()), initial=0)
-    parts = tuple(Part(name, 0, 0, tensors[name].shape[0], at) for name, at in zip(tensors, ends, strict=False))
+    parts = tuple(
+        Part(name, 0, 0, tensors[name].shape[0], at)
+        for name, at in zip(tensors, ends, strict=False)
+    )
     whole = Chunk("all", sum(one.bytes for one in tensors.values()), "", parts)
     (folder / MARK).write_bytes(Manifest(folder.name, dict(tensors), (whole,)).encode())
     return folder
 
 
-# -- an engine ---------------------------------------------------------------------------------------------------------
+# -- an engine -------------------------------------------------------------------------------------
 
 
 def engine_pause(folder: Path, rounds: int) -> list[Figure]:
-    """How long a real SGLang server that is generating stands still for an update of a small model, and why."""
+    """How long a real SGLang server that is generating stands still for an update of a small model,
+    and why."""
     from relax_hpc.engines.engine import GenerateRequest, Sampling
     from relax_hpc.engines.sglang.engine import SglangEngine
 
     model = make_tiny_model(folder / "served", TinyModelConfig(), 0) or folder / "served"
     config = Config()
-    parts: dict[str, list[float]] = {"pause_generation": [], "update_weights_from_disk": [], "continue_generation": []}
+    parts: dict[str, list[float]] = {
+        "pause_generation": [],
+        "update_weights_from_disk": [],
+        "continue_generation": [],
+    }
 
     async def scene() -> list[float]:
         engine = SglangEngine(config, 0, model, Version(1, 0), folder)
@@ -397,7 +468,9 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
 
             engine._client._call = timed_call
             sampling, pauses = Sampling(1.0, 1.0, (), 0), []
-            work = [GenerateRequest((1, 3, 4), f"p{number}", 0, sampling, 200) for number in range(8)]
+            work = [
+                GenerateRequest((1, 3, 4), f"p{number}", 0, sampling, 200) for number in range(8)
+            ]
 
             async def generate() -> None:
                 while True:
@@ -416,28 +489,46 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
             await engine.close()
 
     pauses = asyncio.run(scene())
-    found = {"engine paused (SGLang, small model)": pauses} | {f"  of it {name}": one for name, one in parts.items()}
+    found = {"engine paused (SGLang, small model)": pauses} | {
+        f"  of it {name}": one for name, one in parts.items()
+    }
     times = {name: [1e3 * seconds for seconds in one] for name, one in found.items()}
     return [Figure(name, median(one), "ms", rounds=one) for name, one in times.items()]
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
+# -- the program -----------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=2048, help="of each layer; 2048: the layers of Qwen3-1.7B")
+    parser.add_argument(
+        "--hidden", type=int, default=2048, help="of each layer; 2048: the layers of Qwen3-1.7B"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--readers", type=int, nargs="*", default=[1, 2, 4, 8])
-    parser.add_argument("--steps", type=int, nargs="*", default=[1, 4, 8], help="after which differences are measured")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="*",
+        default=[1, 4, 8],
+        help="after which differences are measured",
+    )
     parser.add_argument("--engine", action="store_true", help="pause of a real SGLang server too")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--reader", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--broadcast", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reader:
-        reader(Path(args.reader[0]), int(args.reader[1]), args.reader[2], int(args.reader[3]), args.reader[4] == "1")
+        reader(
+            Path(args.reader[0]),
+            int(args.reader[1]),
+            args.reader[2],
+            int(args.reader[3]),
+            args.reader[4] == "1",
+        )
     elif args.broadcast:
         broadcast(Path(args.broadcast[0]), *map(int, args.broadcast[1:]))
     else:
@@ -456,7 +547,9 @@ def measure(args: argparse.Namespace) -> Iterator[Figure]:
         intermediate_size=3 * args.hidden,
     )
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-bench-", dir=memory())))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-bench-", dir=memory()))
+        )
         actor = stack.enter_context(Actor(folder, shape).working())
         shapes = [one.shape for one in actor.model.tensors().values()]
         (folder / "shapes.json").write_text(json.dumps(shapes))

@@ -1,9 +1,11 @@
-"""Write the parts of docs/ that follow from the code and from stored results, or say which are out of date.
+"""Write the parts of docs/ that follow from the code and from stored results, or say which are out
+of date.
 
     python tools/docs           # write them
     python tools/docs --check   # exit code 1 and their names if they would change
 
-Whole pages: configuration.md, metrics.md. Tables between `<!-- table NAME -->` and `<!-- end -->` in any other page.
+Whole pages: configuration.md, metrics.md. Tables between `<!-- table NAME -->` and `<!-- end -->`
+in any other page.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def _same(old: str, new: str, exactly: bool) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check, stale = parser.parse_args().check, []
     for path, text in pages():
@@ -60,7 +64,12 @@ def main() -> int:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)
-    print("\n".join(f"{name}: {'out of date, run: python tools/docs' if check else 'written'}" for name in stale))
+    print(
+        "\n".join(
+            f"{name}: {'out of date, run: python tools/docs' if check else 'written'}"
+            for name in stale
+        )
+    )
     return int(check and bool(stale))
 
 

@@ -1,9 +1,11 @@
-"""Tables of docs/ from stored results: each says what was measured, by which command, of which commit, on what.
+"""Tables of docs/ from stored results: each says what was measured, by which command, of which
+commit, on what.
 
-    python tools/bench/samples.py --json | python tools/docs/benchmarks.py samples python tools/bench/samples.py
+    python tools/bench/samples.py --json | python tools/docs/benchmarks.py samples python
+    tools/bench/samples.py
 
-stores the figures that a benchmark prints as results/samples.json, with the commit that is checked out, this machine
-and its load.
+stores the figures that a benchmark prints as results/samples.json, with the commit that is checked
+out, this machine and its load.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ RESULTS = Path(__file__).with_name("results")
 def table(name: str) -> str:
     """The table of a stored result, and below it how it came about."""
     result = json.loads((RESULTS / f"{name}.json").read_text())
-    lines = [_row(result["columns"]), "|---" * len(result["columns"]) + "|", *map(_row, result["rows"])]
-    about = f"Commit {result['commit']}, {result['date']}, {result['machine']}, load {result['load']}"
+    lines = [
+        _row(result["columns"]),
+        "|---" * len(result["columns"]) + "|",
+        *map(_row, result["rows"]),
+    ]
+    about = (
+        f"Commit {result['commit']}, {result['date']}, {result['machine']}, load {result['load']}"
+    )
     return "\n".join([*lines, "", f"{about}: `{result['command']}`"])
 
 
@@ -33,11 +41,13 @@ def _row(cells: list[Any]) -> str:
 
 
 def stored(output: str, command: str) -> dict[str, Any]:
-    """A result of what a benchmark printed with --json, whose last line has "figures", or "columns" and "rows", and
-    "settings"."""
+    """A result of what a benchmark printed with --json, whose last line has "figures", or "columns"
+    and "rows", and "settings"."""
     found = json.loads(output.strip().splitlines()[-1])
     columns = found.get("columns", ["what", "measured (least to most of the rounds)", "target"])
-    rows = found.get("rows") or [[one["name"], _value(one), _verdict(one)] for one in found["figures"]]
+    rows = found.get("rows") or [
+        [one["name"], _value(one), _verdict(one)] for one in found["figures"]
+    ]
     git = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     return {
@@ -73,4 +83,6 @@ def _verdict(figure: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     result = stored(sys.stdin.read(), " ".join(sys.argv[2:]))
-    (RESULTS / f"{sys.argv[1]}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / f"{sys.argv[1]}.json").write_text(
+        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    )

@@ -49,7 +49,9 @@ def _kind(hint: Any) -> str:
     """In words, as YAML takes it."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return " or ".join(f"`{json.dumps(value)}`".replace('"', "") if value else '`""`' for value in inner)
+        return " or ".join(
+            f"`{json.dumps(value)}`".replace('"', "") if value else '`""`' for value in inner
+        )
     if origin is list:
         return f"list of {_kind(inner[0])}"
     if origin is dict:

@@ -19,9 +19,17 @@ the run's configuration beside its last reward. `relax-hpc samples RUN` shows mo
 
 def page() -> str:
     """The whole page."""
-    lines = [_HEAD.format(first=in_tensorboard("reward/mean"), seconds=in_tensorboard("perf/actor_train_s"))]
+    lines = [
+        _HEAD.format(
+            first=in_tensorboard("reward/mean"), seconds=in_tensorboard("perf/actor_train_s")
+        )
+    ]
     for part in PARTS:
         lines += [f"## {part.name}", f"{part.about}.", "", "| metric | what |", "|---|---|"]
-        lines += [f"| `{tag}` | {about} |" for tag, about in TAGS.items() if tag.startswith(f"{part.name}/")]
+        lines += [
+            f"| `{tag}` | {about} |"
+            for tag, about in TAGS.items()
+            if tag.startswith(f"{part.name}/")
+        ]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

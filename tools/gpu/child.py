@@ -1,4 +1,5 @@
-"""A measurement in a process of its own: how it is started, how it answers, and what is made of one that does not."""
+"""A measurement in a process of its own: how it is started, how it answers, and what is made of one
+that does not."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NO_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError", "Cannot a
 
 
 def answer(measure: Callable[..., Mapping[str, float]]) -> None:
-    """The whole program: `measure` with what it is asked for as JSON, and `device`; its figures are the last line."""
+    """The whole program: `measure` with what it is asked for as JSON, and `device`; its figures are
+    the last line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("about", type=json.loads)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -28,8 +30,17 @@ def answer(measure: Callable[..., Mapping[str, float]]) -> None:
 
 
 def ask(program: str, about: Mapping[str, Any], device: str, limit_s: float) -> dict[str, Any]:
-    """What a program here answers; an `error` where it does not, and whether `memory` was what it lacked."""
-    command = [sys.executable, "-W", "ignore", str(HERE / f"{program}.py"), json.dumps(about), "--device", device]
+    """What a program here answers; an `error` where it does not, and whether `memory` was what it
+    lacked."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(HERE / f"{program}.py"),
+        json.dumps(about),
+        "--device",
+        device,
+    ]
     # A session, so that what it has started ends with it.
     started = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -81,7 +92,9 @@ def timed(act: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
-def in_turns(acts: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
+def in_turns(
+    acts: Mapping[str, Callable[[], object]], rounds: int, device: str
+) -> dict[str, list[float]]:
     """Seconds of each act in every round but the first, which brings pages and kernels."""
     turns = [{name: timed(act, device) for name, act in acts.items()} for _ in range(rounds + 1)]
     return {name: [turn[name] for turn in turns[1:]] for name in acts}

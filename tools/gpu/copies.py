@@ -1,8 +1,9 @@
-"""Copies between the device and the host, each in turns with a raw one of as many bytes in pinned memory, in one piece.
+"""Copies between the device and the host, each in turns with a raw one of as many bytes in pinned
+memory, in one piece.
 
-`slab`: what a publish copies, and whether a step beside it takes longer. `readers`: from a version's file in memory
-into the live parameters of actor_fwd, and by the loader that is in an engine's process. `checkpoint`: how long the
-first one keeps the trainer.
+`slab`: what a publish copies, and whether a step beside it takes longer. `readers`: from a
+version's file in memory into the live parameters of actor_fwd, and by the loader that is in an
+engine's process. `checkpoint`: how long the first one keeps the trainer.
 """
 
 from __future__ import annotations
@@ -35,22 +36,35 @@ PATIENCE_S = 600.0
 
 def raw_copy(size: int, device: str, to_device: bool) -> Callable[[], object]:
     """One of ``size`` bytes in one piece."""
-    there, room = torch.ones(size, dtype=torch.uint8, device=device), host_room(size, device == "cuda", "raw copy")
-    return partial(there.copy_, room, non_blocking=True) if to_device else partial(room.copy_, there, non_blocking=True)
+    there, room = (
+        torch.ones(size, dtype=torch.uint8, device=device),
+        host_room(size, device == "cuda", "raw copy"),
+    )
+    return (
+        partial(there.copy_, room, non_blocking=True)
+        if to_device
+        else partial(room.copy_, there, non_blocking=True)
+    )
 
 
-def slab(device: str, shape: str, actor: dict[str, Any], count: int, length: int, rounds: int) -> dict[str, float]:
+def slab(
+    device: str, shape: str, actor: dict[str, Any], count: int, length: int, rounds: int
+) -> dict[str, float]:
     from relax_hpc.training.batches import collate
 
     ours = trainer(shape, actor, device)
     model = ours.model
-    ring = SlabRing(SlabPool(), (), model.tensors(), model.slices(), 2, RECORD_BYTES, device == "cuda")
+    ring = SlabRing(
+        SlabPool(), (), model.tensors(), model.slices(), 2, RECORD_BYTES, device == "cuda"
+    )
 
     def publish() -> None:
         ring.copy()
         ring.settle()
 
-    found = in_turns({"slab": publish, "raw": raw_copy(ring.bytes, device, to_device=False)}, rounds, device)
+    found = in_turns(
+        {"slab": publish, "raw": raw_copy(ring.bytes, device, to_device=False)}, rounds, device
+    )
     batches = [collate(rows(count, length, model.spec.vocab), 0, device)]
 
     def step(beside: bool) -> None:
@@ -60,7 +74,9 @@ def slab(device: str, shape: str, actor: dict[str, Any], count: int, length: int
         ring.await_copy()
         ours.step(1e-6)
 
-    found |= in_turns({"step": partial(step, False), "step beside": partial(step, True)}, rounds, device)
+    found |= in_turns(
+        {"step": partial(step, False), "step beside": partial(step, True)}, rounds, device
+    )
     ring.settle()
     ring.close()
     taken = {name: middle(times) for name, times in found.items()}
@@ -76,7 +92,10 @@ def slab(device: str, shape: str, actor: dict[str, Any], count: int, length: int
 def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict[str, float]:
     model = policy(shape, settings_of(actor, device), device)
     tensors, transfers = model.tensors(), Transfers(torch.device(device))
-    engine = {name: torch.zeros(one.shape, dtype=torch.bfloat16, device=device) for name, one in tensors.items()}
+    engine = {
+        name: torch.zeros(one.shape, dtype=torch.bfloat16, device=device)
+        for name, one in tensors.items()
+    }
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
@@ -97,8 +116,11 @@ def readers(device: str, shape: str, actor: dict[str, Any], rounds: int) -> dict
     return {"bytes": float(size), **of_raw, **{f"{name}_s": taken[name] for name in acts}}
 
 
-def checkpoint(device: str, shape: str, actor: dict[str, Any], count: int, length: int) -> dict[str, float]:
-    """As in a run: memory for copies is made at start, then a step is trained, then the first one is saved."""
+def checkpoint(
+    device: str, shape: str, actor: dict[str, Any], count: int, length: int
+) -> dict[str, float]:
+    """As in a run: memory for copies is made at start, then a step is trained, then the first one
+    is saved."""
     from relax_hpc.checkpoint.saver import Saver
     from relax_hpc.rendezvous.channel import Channel
     from relax_hpc.training.batches import collate
@@ -123,8 +145,18 @@ def checkpoint(device: str, shape: str, actor: dict[str, Any], count: int, lengt
             size = sum(path.stat().st_size for path in target.iterdir())
     times = in_turns({"raw": raw_copy(size, device, to_device=False)}, 5, device)
     raw = middle(times["raw"])
-    found = {"bytes": float(size), "first_s": stalls[0], "second_s": stalls[1], "raw_s": raw, "written_s": written}
-    return found | {"first_of_raw": stalls[0] / raw, "second_of_raw": stalls[1] / raw, "prepared_s": prepared}
+    found = {
+        "bytes": float(size),
+        "first_s": stalls[0],
+        "second_s": stalls[1],
+        "raw_s": raw,
+        "written_s": written,
+    }
+    return found | {
+        "first_of_raw": stalls[0] / raw,
+        "second_of_raw": stalls[1] / raw,
+        "prepared_s": prepared,
+    }
 
 
 def measure(device: str, what: str, **about: Any) -> dict[str, float]:

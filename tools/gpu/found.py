@@ -11,8 +11,16 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-NEEDED = {"torch": "torch", "megatron.core": "megatron-core", "pytest": "pytest", "hypothesis": "hypothesis"}
-NEEDED |= {name: name for name in ("numpy", "psutil", "msgpack", "xxhash", "jsonargparse", "h5py", "safetensors")}
+NEEDED = {
+    "torch": "torch",
+    "megatron.core": "megatron-core",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+}
+NEEDED |= {
+    name: name
+    for name in ("numpy", "psutil", "msgpack", "xxhash", "jsonargparse", "h5py", "safetensors")
+}
 """Module -> package: without these nothing runs."""
 WANTED = {
     "triton": ("triton", "kernels of our own"),
@@ -62,18 +70,29 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args().device
     if missing := [package for module, package in NEEDED.items() if not has(module)]:
-        print(f"found: needed and missing: {', '.join(missing)}; put them beside torch, on this Python's path")
+        print(
+            f"found: needed and missing: {', '.join(missing)}; put them beside torch, on this "
+            "Python's path"
+        )
         return 78
     import torch
 
-    print(f"found: Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores")
+    print(
+        f"found: Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} "
+        "cores"
+    )
     if device == "cuda":
         if not torch.cuda.is_available():
-            print("found: no GPU that torch can use; --device cpu --small goes through everything without one")
+            print(
+                "found: no GPU that torch can use; --device cpu --small goes through everything "
+                "without one"
+            )
             return 78
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         print(f"found: {', '.join(names)}, CUDA {torch.version.cuda}")
-    there = [f"{package} {version(package)}" for module, (package, _) in WANTED.items() if has(module)]
+    there = [
+        f"{package} {version(package)}" for module, (package, _) in WANTED.items() if has(module)
+    ]
     print(f"found: {', '.join(there) or 'no optional package'}")
     for line in lacking(device):
         print(f"missing: {line}")

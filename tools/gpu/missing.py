@@ -1,4 +1,5 @@
-"""pytest, where packages are missing: a test file that cannot be imported for want of one is skipped by its name."""
+"""pytest, where packages are missing: a test file that cannot be imported for want of one is
+skipped by its name."""
 
 from __future__ import annotations
 
@@ -15,5 +16,8 @@ _MISSING = re.compile(r"ModuleNotFoundError: No module named '((?!relax_hpc|test
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
     report = yield
     if report.failed and (found := _MISSING.search(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs package {found[1]}")
+        report.outcome, report.longrepr = (
+            "skipped",
+            (str(collector.path), 0, f"Skipped: needs package {found[1]}"),
+        )
     return report

@@ -1,4 +1,5 @@
-"""A step of data-parallel ranks, one GPU each, whose gradients are summed beside the last backward pass or after it."""
+"""A step of data-parallel ranks, one GPU each, whose gradients are summed beside the last backward
+pass or after it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ def measure(
     actor: dict[str, Any],
     steps: int = 6,
 ) -> dict[str, float]:
-    """What the first of ``ranks`` finds, see `overlap_rank`. RuntimeError: one of them fails, or takes ``limit_s``."""
-    about = {"shape": shape, "count": count, "length": length, "micro": micro, "actor": actor, "steps": steps}
+    """What the first of ``ranks`` finds, see `overlap_rank`. RuntimeError: one of them fails, or
+    takes ``limit_s``."""
+    about = {
+        "shape": shape,
+        "count": count,
+        "length": length,
+        "micro": micro,
+        "actor": actor,
+        "steps": steps,
+    }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as threads:
         about |= {"ranks": ranks, "meeting": str(Path(folder, "meeting"))}
         each = [{**about, "rank": rank} for rank in range(ranks)]

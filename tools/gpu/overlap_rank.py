@@ -36,10 +36,12 @@ def measure(
     meeting: str,
     steps: int = 6,
 ) -> dict[str, float]:
-    """Median seconds of a step of ``count`` rows of ``length`` tokens a rank, in micro-batches of ``micro``, with and
-    without overlap. RuntimeError: they have not the same gradient."""
+    """Median seconds of a step of ``count`` rows of ``length`` tokens a rank, in micro-batches of
+    ``micro``, with and without overlap. RuntimeError: they have not the same gradient."""
     split = ParallelConfig(data=ranks)
-    parallel.initialize(split, rank, ranks, rank, dist.FileStore(meeting, ranks), device, 0, PATIENCE_S)
+    parallel.initialize(
+        split, rank, ranks, rank, dist.FileStore(meeting, ranks), device, 0, PATIENCE_S
+    )
     from relax_hpc.training.batches import collate
 
     samples = rows(count * ranks, length, spec_of(hf_config(shape)).vocab)[rank::ranks]
@@ -55,11 +57,15 @@ def measure(
         seconds[name], norms[name] = _steps(shape, settings, batches, device, steps)
         gc.collect()
     if not math.isclose(*norms.values(), rel_tol=_NEAR):
-        raise RuntimeError(f"gradient norm {norms['beside_s']} with overlap, {norms['after_s']} without")
+        raise RuntimeError(
+            f"gradient norm {norms['beside_s']} with overlap, {norms['after_s']} without"
+        )
     return seconds | {"beside_of_after": seconds["beside_s"] / seconds["after_s"]}
 
 
-def _steps(shape: str, settings: ActorConfig, batches: list[Any], device: str, steps: int) -> tuple[float, float]:
+def _steps(
+    shape: str, settings: ActorConfig, batches: list[Any], device: str, steps: int
+) -> tuple[float, float]:
     """Median seconds of a step, and the gradient's norm in the last."""
     from megatron.core import tensor_parallel
 
@@ -69,7 +75,9 @@ def _steps(shape: str, settings: ActorConfig, batches: list[Any], device: str, s
     # The same weights each time.
     torch.manual_seed(0)
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    model = PolicyModel(hf_config(shape), ModelConfig(dtype="bfloat16", device=device), settings.parallel, settings)
+    model = PolicyModel(
+        hf_config(shape), ModelConfig(dtype="bfloat16", device=device), settings.parallel, settings
+    )
     trainer, norms = Trainer.of(model, Grpo(), settings, 1.0), []
 
     def step() -> None:

@@ -1,4 +1,5 @@
-"""Rows of lognormal lengths, packed against padded, as tools/bench/packs.py has it, on a shape with random weights."""
+"""Rows of lognormal lengths, packed against padded, as tools/bench/packs.py has it, on a shape with
+random weights."""
 
 from __future__ import annotations
 
@@ -19,14 +20,23 @@ from relax_hpc.config.schema import OptimizerConfig
 
 
 def measure(
-    device: str, shape: str, actor: dict[str, Any], rows: int, median: int, longest: int, budget: int, rounds: int = 3
+    device: str,
+    shape: str,
+    actor: dict[str, Any],
+    rows: int,
+    median: int,
+    longest: int,
+    budget: int,
+    rounds: int = 3,
 ) -> dict[str, float]:
     """Rows of ``median`` tokens and ``longest`` at most, in micro-batches of ``budget``."""
     model = policy(shape, settings_of(actor, device), device)
     from relax_hpc.training.trainer import Trainer
 
     trainer = Trainer(model, Sft(), OptimizerConfig(), 1.0)
-    about = Namespace(rows=rows, median=median, sigma=1.0, longest=longest, budget=budget, rounds=rounds)
+    about = Namespace(
+        rows=rows, median=median, sigma=1.0, longest=longest, budget=budget, rounds=rounds
+    )
     found = {figure.name: figure.value for figure in compare(trainer, about)}
     return {
         "of_padded": found["packed against padded"],

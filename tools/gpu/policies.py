@@ -31,7 +31,9 @@ def policy(shape: str, settings: ActorConfig, device: str) -> PolicyModel:
     parallel.initialize_alone(device, 0, PATIENCE_S)
     from relax_hpc.training.model import PolicyModel
 
-    return PolicyModel(hf_config(shape), ModelConfig(dtype="bfloat16", device=device), ParallelConfig(), settings)
+    return PolicyModel(
+        hf_config(shape), ModelConfig(dtype="bfloat16", device=device), ParallelConfig(), settings
+    )
 
 
 def trainer(shape: str, actor: dict[str, Any], device: str) -> Trainer:

@@ -1,4 +1,5 @@
-"""Shapes of models that are measured, with random weights, and the rows that they are trained on."""
+"""Shapes of models that are measured, with random weights, and the rows that they are trained
+on."""
 
 from __future__ import annotations
 
@@ -8,22 +9,51 @@ import numpy as np
 
 QWEN3 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+    }
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
     "0.6B": QWEN3
-    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
     "1.7B": QWEN3
-    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
     "8B": QWEN3
-    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False}
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    }
     | {"num_attention_heads": 32},
 }
 
 
 def hf_config(name: str) -> dict[str, Any]:
     """config.json of Qwen3 in a shape."""
-    about = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    return SHAPES[name] | about | {"hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 40960}
+    about = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
+    return (
+        SHAPES[name]
+        | about
+        | {"hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 40960}
+    )
 
 
 def rows(count: int, length: int, vocab: int) -> list[dict[str, np.ndarray]]:

@@ -1,7 +1,9 @@
-"""What a step takes in a mode, when actor and engine take turns, at staleness 0 or at 1: real engine, real shape.
+"""What a step takes in a mode, when actor and engine take turns, at staleness 0 or at 1: real
+engine, real shape.
 
-The model has random weights; what is drawn means nothing, how long it takes does. The runs are those of the quickstart
-in `tools/bench/modes.py`, with another model. On one GPU all groups share it, and staleness 1 gains what is left over.
+The model has random weights; what is drawn means nothing, how long it takes does. The runs are
+those of the quickstart in `tools/bench/modes.py`, with another model. On one GPU all groups share
+it, and staleness 1 gains what is left over.
 """
 
 from __future__ import annotations
@@ -35,9 +37,15 @@ def make_model(directory: Path, shape: str, device: str) -> None:
     install_transformers_hook()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    about = hf_config(shape) | {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    about = hf_config(shape) | {
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
     torch.manual_seed(0)
-    config = AutoConfig.for_model(about["model_type"], **{k: v for k, v in about.items() if k != "model_type"})
+    config = AutoConfig.for_model(
+        about["model_type"], **{k: v for k, v in about.items() if k != "model_type"}
+    )
     with torch.device(device):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(about | {"torch_dtype": "bfloat16"}))
@@ -45,10 +53,17 @@ def make_model(directory: Path, shape: str, device: str) -> None:
 
 
 def measure(
-    device: str, mode: str, shape: str, steps: int, prompts: int, new_tokens: int, kv_tokens: int, share: float
+    device: str,
+    mode: str,
+    shape: str,
+    steps: int,
+    prompts: int,
+    new_tokens: int,
+    kv_tokens: int,
+    share: float,
 ) -> dict[str, float]:
-    """Medians of the steps after the first three. ``kv_tokens``: that the engine keeps keys and values of; ``share``:
-    of the device's memory that it takes."""
+    """Medians of the steps after the first three. ``kv_tokens``: that the engine keeps keys and
+    values of; ``share``: of the device's memory that it takes."""
     options = {
         "model.device": device,
         "model.dtype": "bfloat16",
@@ -65,12 +80,16 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", shape, device)
-        words = [f"--{key}={value}" for key, value in {"model.path": folder / "model", **options}.items()]
+        words = [
+            f"--{key}={value}" for key, value in {"model.path": folder / "model", **options}.items()
+        ]
         try:
             path = run(folder / "run", mode, 0, steps, *words)
         except subprocess.CalledProcessError as error:
             said = (folder / "run.txt").read_text().splitlines()
-            raise SystemExit(" | ".join([f"exit code {error.returncode}", *said[-LAST_LINES:]])) from None
+            raise SystemExit(
+                " | ".join([f"exit code {error.returncode}", *said[-LAST_LINES:]])
+            ) from None
         line = measured(mode, report(RunDir(path), 3)["pace"])
     return {key: value for key, value in line.items() if key != "mode"}
 

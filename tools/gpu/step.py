@@ -1,7 +1,8 @@
-"""What an optimizer step costs, ours or transformers': random weights and tokens, medians of the steps after the first.
+"""What an optimizer step costs, ours or transformers': random weights and tokens, medians of the
+steps after the first.
 
-MFU is of what the model needs (relax_hpc.models.flops). The peers' loss is plain cross entropy: no entropy, no ratios;
-those with float32 masters keep what ours keeps, the others bfloat16 alone.
+MFU is of what the model needs (relax_hpc.models.flops). The peers' loss is plain cross entropy: no
+entropy, no ratios; those with float32 masters keep what ours keeps, the others bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def ours(trained: Trainer, parts: Parts, device: str) -> Acts:
 
 
 def alone(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
-    """Our model without an optimizer and its float32 buffers: gradients in bfloat16, which are thrown away."""
+    """Our model without an optimizer and its float32 buffers: gradients in bfloat16, which are
+    thrown away."""
     from relax_hpc.training.batches import collate
 
     model = policy(shape, settings_of(actor, device), device)
@@ -63,7 +65,9 @@ def peer(shape: str, parts: Parts, device: str, liger: bool, masters: bool) -> A
 
     about = hf_config(shape)
     config = AutoConfig.for_model(about.pop("model_type"), **about)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).to(device)
     model.train().config.use_cache = False
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -72,7 +76,9 @@ def peer(shape: str, parts: Parts, device: str, liger: bool, masters: bool) -> A
     live = list(model.parameters())
     kept = [one.detach().float() for one in live] if masters else live
     optimizer = torch.optim.AdamW(kept, lr=1e-6, fused=device == "cuda")
-    ids = [torch.tensor([row["token_ids"].tolist() for row in part], device=device) for part in parts]
+    ids = [
+        torch.tensor([row["token_ids"].tolist() for row in part], device=device) for part in parts
+    ]
 
     def accumulate() -> None:
         for tokens in ids:
@@ -103,9 +109,9 @@ def measure(
     masters: bool = False,
     steps: int = 4,
 ) -> dict[str, float]:
-    """Of ``count`` rows of ``length`` tokens, in micro-batches of ``micro``: seconds of a step's parts, the most memory
-    that was allocated, and what it was worked out to be. ``who``: ours, with the section ``actor`` of a configuration;
-    alone; or peer."""
+    """Of ``count`` rows of ``length`` tokens, in micro-batches of ``micro``: seconds of a step's
+    parts, the most memory that was allocated, and what it was worked out to be. ``who``: ours, with
+    the section ``actor`` of a configuration; alone; or peer."""
     spec = spec_of(hf_config(shape))
     samples, each = rows(count, length, spec.vocab), max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
@@ -114,7 +120,9 @@ def measure(
         acts = ours(trained, parts, device)
     else:
         acts = (
-            alone(shape, parts, device, actor or {}) if who == "alone" else peer(shape, parts, device, liger, masters)
+            alone(shape, parts, device, actor or {})
+            if who == "alone"
+            else peer(shape, parts, device, liger, masters)
         )
     times = [timed_parts(*acts, device) for _ in range(steps + 1)]
     both, host, optimizer = (median(column) for column in zip(*times[1:], strict=True))
@@ -139,7 +147,9 @@ def measure(
     return found
 
 
-def timed_parts(accumulate: Callable[[], object], step: Callable[[], object], device: str) -> list[float]:
+def timed_parts(
+    accumulate: Callable[[], object], step: Callable[[], object], device: str
+) -> list[float]:
     """Seconds of forward and backward, until the host is through with it, and of the optimizer."""
     sync(device)
     marks = [time.perf_counter()]
@@ -154,7 +164,8 @@ def timed_parts(accumulate: Callable[[], object], step: Callable[[], object], de
 
 
 def kernel_seconds(accumulate: Callable[[], object], device: str) -> float:
-    """That the device is at work for one forward and backward pass; on a CPU, what operations take."""
+    """That the device is at work for one forward and backward pass; on a CPU, what operations
+    take."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as seen:
         accumulate()
@@ -169,7 +180,9 @@ def worked_out(shape: str, length: int, micro: int, actor: ActorConfig) -> float
     config.model.dtype, config.model.device = "bfloat16", "cuda"
     actor.max_tokens_per_micro_batch = micro
     config.data.max_prompt_tokens, config.rollout.max_new_tokens = length // 8, length - length // 8
-    return (roles.actor(config, spec_of(hf_config(shape)), "actor", 1).peak - roles.CONTEXT_BYTES) / 2**30
+    return (
+        roles.actor(config, spec_of(hf_config(shape)), "actor", 1).peak - roles.CONTEXT_BYTES
+    ) / 2**30
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ _ON_GPUS_ALONE = {"triton": "fused kernels", "liger_kernel": "Liger"}
 
 def measured(job: Job, device: str, small: bool) -> Figures:
     """What its process says, or the `error` for which there is nothing."""
-    if lacking := [name for name in job.needs if not has(name) and (device == "cuda" or name not in _ON_GPUS_ALONE)]:
+    if lacking := [
+        name
+        for name in job.needs
+        if not has(name) and (device == "cuda" or name not in _ON_GPUS_ALONE)
+    ]:
         return {"error": f"not measured: no {lacking[0]}"}
     if device == "cuda" and torch.cuda.device_count() < job.gpus:
         return {"error": f"not measured: needs {job.gpus} GPUs"}
@@ -41,31 +45,53 @@ def measured(job: Job, device: str, small: bool) -> Figures:
 
 def said(figures: Figures) -> str:
     """A line for people."""
-    return figures.get("error") or ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    return figures.get("error") or ", ".join(
+        f"{name} {value:.4g}" for name, value in figures.items()
+    )
 
 
 def machine(device: str) -> dict[str, Any]:
     """What figures are of."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "not known"
-    about = {"device": "cpu", "commit": commit, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-    packages = {name: version(name) for name in ("triton", "transformers", "liger-kernel", "sglang", "megatron-core")}
+    commit = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        or "not known"
+    )
+    about = {
+        "device": "cpu",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+    }
+    packages = {
+        name: version(name)
+        for name in ("triton", "transformers", "liger-kernel", "sglang", "megatron-core")
+    }
     about |= {name: found for name, found in packages.items() if found != "?"}
     about |= {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
-            driver = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
+            driver = subprocess.run(
+                query, capture_output=True, text=True, timeout=60, check=True
+            ).stdout.split()[0]
         except (OSError, subprocess.SubprocessError, IndexError):
             driver = "not known"
-        about |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver}
+        about |= {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "driver": driver,
+        }
     return about
 
 
 def store(about: Mapping[str, Any], found: Mapping[str, Figures]) -> Path:
-    """A file for each kind of device: what was measured anew replaces what it had of the same commit and torch."""
+    """A file for each kind of device: what was measured anew replaces what it had of the same
+    commit and torch."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', str(about['device']).lower()).strip('-')}.json"
+    path = (
+        RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', str(about['device']).lower()).strip('-')}.json"
+    )
     before = json.loads(path.read_text()) if path.exists() else {}
     same = all(before.get("machine", {}).get(key) == about[key] for key in ("commit", "torch"))
     kept = before["measured"] if same else {}
@@ -74,12 +100,17 @@ def store(about: Mapping[str, Any], found: Mapping[str, Figures]) -> Path:
 
 
 def main() -> int:
-    """0; 1 if a measurement of ours failed for another cause than memory, a package or a GPU that is not there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """0; 1 if a measurement of ours failed for another cause than memory, a package or a GPU that
+    is not there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS)
-    parser.add_argument("--store", action="store_true", help=f"keep the figures in {RESULTS.relative_to(ROOT)}")
+    parser.add_argument(
+        "--store", action="store_true", help=f"keep the figures in {RESULTS.relative_to(ROOT)}"
+    )
     args = parser.parse_args()
     about, found = machine(args.device), dict[str, Figures]()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
@@ -88,13 +119,27 @@ def main() -> int:
             found[name] = measured(job, args.device, args.small)
             print(f"{name} | {said(found[name])}", flush=True)
     true = args.device == "cuda" and not args.small
-    lines = [COLUMNS, *(row.cells(found, judged=true) for row in ROWS if set(row.jobs) & found.keys() - {"rates"})]
+    lines = [
+        COLUMNS,
+        *(
+            row.cells(found, judged=true)
+            for row in ROWS
+            if set(row.jobs) & found.keys() - {"rates"}
+        ),
+    ]
     print("", *(" | ".join(line) for line in lines), sep="\n")
     if not true:
-        print("On tiny shapes, or on a CPU, the figures mean nothing: they show that each can be measured.")
+        print(
+            "On tiny shapes, or on a CPU, the figures mean nothing: they show that each can be "
+            "measured."
+        )
     elif args.store:
         print(f"stored: {store(about, found)}; python tools/docs shows it in docs/benchmarks.md")
-    failed = [name for name, one in found.items() if JOBS[name].ours and str(one.get("error")).startswith("FAILED")]
+    failed = [
+        name
+        for name, one in found.items()
+        if JOBS[name].ours and str(one.get("error")).startswith("FAILED")
+    ]
     if failed:
         print(f"FAILED to be measured: {'; '.join(failed)}")
     return int(bool(failed))

@@ -1,6 +1,7 @@
 """The configuration of a run: one slotted dataclass a subject, every field documented under it.
 
-Ranges stand beside the defaults (`bounded`); checks over several fields are in `relax_hpc.checks.settings`.
+Ranges stand beside the defaults (`bounded`); checks over several fields are in
+`relax_hpc.checks.settings`.
 """
 
 from relax_hpc.config.schema.cluster import (
@@ -20,7 +21,13 @@ from relax_hpc.config.schema.generation import (
     SimulatedConfig,
 )
 from relax_hpc.config.schema.multimodal import MultimodalConfig
-from relax_hpc.config.schema.policy import DataConfig, ModelConfig, RoutingReplay, TinyModelConfig, WarmStartConfig
+from relax_hpc.config.schema.policy import (
+    DataConfig,
+    ModelConfig,
+    RoutingReplay,
+    TinyModelConfig,
+    WarmStartConfig,
+)
 from relax_hpc.config.schema.run import Config, default_groups, optional_groups
 from relax_hpc.config.schema.running import (
     CheckpointConfig,

@@ -44,14 +44,15 @@ def optional_groups() -> dict[str, GroupConfig]:
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """A run. Several files compose from left to right; the resolved one lies in the run directory."""
+    """A run. Several files compose from left to right; the resolved one lies in the run
+    directory."""
 
     name: str = "run"
     run_dir: str = ""
     """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
     layout: Literal["local", "het", "jobs"] = "local"
-    """Place of the run's processes. `local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`:
-    one Slurm job a group."""
+    """Place of the run's processes. `local`: process trees on this machine; `het`: one
+    heterogeneous Slurm job; `jobs`: one Slurm job a group."""
     seed: int = bounded(0, 0)
     steps: int = bounded(100, 1)
     prompts_per_step: int = bounded(32, 1)
@@ -61,12 +62,12 @@ class Config:
     1 is enough for ppo, reinforce_pp and distill without reward_weight. Set automatically for sft
     (1) and dpo (2)."""
     max_staleness: int = bounded(0, 0, 64)
-    """Most versions by which the weights that drew a sample are behind those that train on it. 0: on-policy, the
-    synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    """Most versions by which the weights that drew a sample are behind those that train on it. 0:
+    on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
     colocate: bool = False
-    """The actor and the engines share devices, in one group, and take turns: engines give their memory back once a step
-    is generated, and the actor begins then; while they have it, its weights and optimizer are in host memory. For
-    max_staleness 0."""
+    """The actor and the engines share devices, in one group, and take turns: engines give their
+    memory back once a step is generated, and the actor begins then; while they have it, its weights
+    and optimizer are in host memory. For max_staleness 0."""
     threads: int = bounded(1, 1)
     """CPU threads of each process."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -82,7 +83,8 @@ class Config:
     reference: ForwardConfig = field(default_factory=ForwardConfig)
     teacher: ForwardConfig = field(default_factory=ForwardConfig)
     critic: TrainerConfig = field(default_factory=TrainerConfig)
-    """The group that trains a critic, of an algorithm that has one: the policy's model with a value for an output."""
+    """The group that trains a critic, of an algorithm that has one: the policy's model with a value
+    for an output."""
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,4 +1,5 @@
-"""Changes to modules of SGLang, made when it imports them: in its child interpreters too, and at no cost before."""
+"""Changes to modules of SGLang, made when it imports them: in its child interpreters too, and at no
+cost before."""
 
 from __future__ import annotations
 

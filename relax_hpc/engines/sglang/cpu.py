@@ -1,8 +1,8 @@
-"""Stand-ins that SGLang needs in order to run without a GPU, installed before it is imported. Nothing is done beside a
-GPU.
+"""Stand-ins that SGLang needs in order to run without a GPU, installed before it is imported.
+Nothing is done beside a GPU.
 
-Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends. Packages that are
-installed for real always win over the stand-ins here.
+Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends.
+Packages that are installed for real always win over the stand-ins here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from relax_hpc.transformers_hook import install_transformers_hook
 
 
 def install() -> None:
-    """Make `import sglang` and its CPU engine work in this process; call it before anything imports sglang."""
+    """Make `import sglang` and its CPU engine work in this process; call it before anything imports
+    sglang."""
     import torch
 
     if torch.cuda.is_available() or installed():
         return
     # Without it SGLang takes the CUDA code paths and asks for vllm's rotary embedding.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    # Vision towers compile their rotary embedding, and the compiler asks the stand-in for triton what it has.
+    # Vision towers compile their rotary embedding, and the compiler asks the stand-in for triton
+    # what it has.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # SGLang's model classes come through transformers' image processors.
     install_transformers_hook()
-    # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.
-    # Last in the list, so that installed packages are found first.
+    # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have
+    # no CPU packages. Last in the list, so that installed packages are found first.
     sys.meta_path.append(_StandIns())
     change(
         {
@@ -55,8 +57,9 @@ def _register_nothing(module: ModuleType) -> None:
 
 
 def _load_no_nccl(module: ModuleType) -> None:
-    # SGLang 0.5.21 makes a communicator of NCCL wherever it can load libnccl, which torch's CUDA build brings to
-    # machines without a GPU: "Expected a cuda device, but got: cpu". Where it cannot, its ranks take gloo.
+    # SGLang 0.5.21 makes a communicator of NCCL wherever it can load libnccl, which torch's CUDA
+    # build brings to machines without a GPU: "Expected a cuda device, but got: cpu". Where it
+    # cannot, its ranks take gloo.
     def refuse(*_: Any) -> NoReturn:
         raise OSError("NCCL is not used on CPUs")
 
@@ -71,7 +74,9 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
         if fullname == "sgl_kernel":
-            return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("kernel_cpu.py"))
+            return importlib.util.spec_from_file_location(
+                fullname, Path(__file__).with_name("kernel_cpu.py")
+            )
         if fullname.partition(".")[0] == "triton":
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
@@ -85,7 +90,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _StubClass:
-    """Base of the classes that kernels' modules derive from, make settings of, or test instances against."""
+    """Base of the classes that kernels' modules derive from, make settings of, or test instances
+    against."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -99,7 +105,8 @@ class _Constexpr:
 
 
 class _Triton(ModuleType):
-    """A module of `triton` whose attributes are classes (capitalised), submodules (else), or decorators if called."""
+    """A module of `triton` whose attributes are classes (capitalised), submodules (else), or
+    decorators if called."""
 
     __version__ = "0.0.0"
     constexpr = _Constexpr
@@ -110,10 +117,16 @@ class _Triton(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
-        value = type(name, (_StubClass,), {}) if name[0].isupper() else importlib.import_module(full)
+        value = (
+            type(name, (_StubClass,), {}) if name[0].isupper() else importlib.import_module(full)
+        )
         setattr(self, name, value)
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`@triton.jit` gives the function back, `@triton.jit(...)` a decorator that does."""
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda function: function
+        return (
+            args[0]
+            if len(args) == 1 and callable(args[0]) and not kwargs
+            else lambda function: function
+        )

@@ -1,4 +1,5 @@
-"""Copies of the model in one server (its flag `dp_size`): who is asked for the next turn of an episode."""
+"""Copies of the model in one server (its flag `dp_size`): who is asked for the next turn of an
+episode."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _KEPT = 1 << 16
 
 
 class DataRanks:
-    """Ranks of one server: a session stays where its keys and values are, a new one goes where least is asked.
+    """Ranks of one server: a session stays where its keys and values are, a new one goes where
+    least is asked.
 
     >>> ranks = DataRanks(2)
     >>> with ranks.place("a") as first, ranks.place("b") as second, ranks.place("a") as again:
@@ -26,7 +28,8 @@ class DataRanks:
 
     @contextmanager
     def place(self, session: str) -> Iterator[int | None]:
-        """Rank that a request of ``session`` goes to; None: the server may choose, as of requests of no session."""
+        """Rank that a request of ``session`` goes to; None: the server may choose, as of requests
+        of no session."""
         if not session or len(self._asked) < 2:
             yield None
             return

@@ -27,18 +27,19 @@ _EXIT_GRACE_S = 1.0
 _TOLD_TOKENS = 64
 """Tokens of a response between two pieces that the server sends."""
 _HEARD_TOKENS = 256
-"""Tokens of a response between two pieces where nobody needs unfinished ones: a piece is a sign of life then, and 120 s
-of silence is far below what any engine draws."""
+"""Tokens of a response between two pieces where nobody needs unfinished ones: a piece is a sign of
+life then, and 120 s of silence is far below what any engine draws."""
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    # Without max_total_tokens SGLang takes most of the memory for keys and values. It does not start
-    # if other processes take more than mem_fraction_static of the memory while it loads weights
-    # (seen with 0.1 in SGLang 0.5.21).
+    # Without max_total_tokens SGLang takes most of the memory for keys and values. It does not
+    # start if other processes take more than mem_fraction_static of the memory while it loads
+    # weights (seen with 0.1 in SGLang 0.5.21).
     "mem_fraction_static": 0.4,
     "max_total_tokens": 16384,
-    # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third (measured).
+    # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third
+    # (measured).
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,
 }
@@ -90,9 +91,13 @@ class SglangEngine:
             shape = self._config.rollout
             together = shape.groups_per_request * self._config.samples_per_prompt
             about = shape.partial_rollout, together, self._routes, placeholders_of(self._model_dir)
-            self._client = SglangClient(self.server.url, self.server.key, self._settings, self._version, *about)
+            self._client = SglangClient(
+                self.server.url, self.server.key, self._settings, self._version, *about
+            )
             self._open.push_async_callback(self._client.close)
-            limit_s = self._settings.start_timeout_s or START_FLOOR_S + read_seconds(self._model_dir)
+            limit_s = self._settings.start_timeout_s or START_FLOOR_S + read_seconds(
+                self._model_dir
+            )
             await self.server.wait_healthy(self._client.healthy, limit_s)
         except BaseException:
             await self.close()
@@ -131,9 +136,11 @@ class SglangEngine:
 
     @contextlib.asynccontextmanager
     async def _name_the_dead(self) -> AsyncIterator[None]:
-        """Turn the faults that a dead server causes into "dead"; its sockets close just before it has ended.
+        """Turn the faults that a dead server causes into "dead"; its sockets close just before it
+        has ended.
 
-        Of a server that has ended nothing is asked, and nothing believed: its port may be somebody else's.
+        Of a server that has ended nothing is asked, and nothing believed: its port may be somebody
+        else's.
         """
         fault: EngineFault | None = None
         ended = self.server.session.ended
@@ -153,7 +160,8 @@ class SglangEngine:
 def server_arguments(
     config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
 ) -> dict[str, Any]:
-    """ServerArgs fields of a replica, without the key; the user's flags win. Port 0 stands for a free one.
+    """ServerArgs fields of a replica, without the key; the user's flags win. Port 0 stands for a
+    free one.
 
     `place` as in `make_engine`. ConfigError if a flag names what the engine itself must set.
     """
@@ -169,16 +177,23 @@ def server_arguments(
         "disable_radix_cache": not reads_again(config),
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
-        "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
+        "stream_interval": _TOLD_TOKENS
+        if config.rollout.save_partial == "tokens"
+        else _HEARD_TOKENS,
         **({ROUTES_FLAG: True} if config.model.routing_replay != "off" else {}),
-        **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
+        **(
+            {"enable_memory_saver": True}
+            if config.colocate and config.model.device == "cuda"
+            else {}
+        ),
         **with_devices(config, replica if place is None else place, flags),
     }
 
 
 def reads_again(config: Config) -> bool:
-    """Whether an engine has use for keys and values of what it has read: turns go on from those before. Prompts do not
-    recur within a version, and of another one nothing may be used; retracted, SGLang 0.5.21 would use older ones."""
+    """Whether an engine has use for keys and values of what it has read: turns go on from those
+    before. Prompts do not recur within a version, and of another one nothing may be used;
+    retracted, SGLang 0.5.21 would use older ones."""
     return bool(environment_of(config)) and config.rollout.partial_rollout != "recompute"
 
 
@@ -208,6 +223,7 @@ def with_devices(config: Config, place: int, flags: dict[str, Any]) -> dict[str,
 
 
 def _numa() -> dict[str, list[int]]:
-    """The NUMA domain of each GPU, where all are known: SGLang binds its processes there, within what this one has."""
+    """The NUMA domain of each GPU, where all are known: SGLang binds its processes there, within
+    what this one has."""
     found = numa_of_gpus()
     return {"numa_node": found} if found and min(found) >= 0 else {}

@@ -1,8 +1,10 @@
-"""Has SGLang 0.5.21 tell of each token the routes by which it was first read, and if that is wanted as it draws.
+"""Has SGLang 0.5.21 tell of each token the routes by which it was first read, and if that is wanted
+as it draws.
 
-Left alone, it tells of them when a response has ended, by what then lies where its keys and values are. Where it has
-given these up meanwhile, for new weights or for want of room, it has read everything once more, by other routes than
-those that the tokens and their log-probabilities came from.
+Left alone, it tells of them when a response has ended, by what then lies where its keys and values
+are. Where it has given these up meanwhile, for new weights or for want of room, it has read
+everything once more, by other routes than those that the tokens and their log-probabilities came
+from.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ _pools: list[Any] = []
 
 
 def install(as_drawn: bool) -> None:
-    """Change SGLang in a process that has not imported it yet. ``as_drawn``: a piece of a response that goes on has
-    the routes that came since the last one, up to its last token but one, perhaps several texts with commas in
-    between; the last piece has all in any case."""
+    """Change SGLang in a process that has not imported it yet. ``as_drawn``: a piece of a response
+    that goes on has the routes that came since the last one, up to its last token but one, perhaps
+    several texts with commas in between; the last piece has all in any case."""
     changes = {
         f"{_MANAGERS}schedule_batch": _keep_what_is_retracted,
         f"{_MANAGERS}scheduler_components.batch_result_processor": _put_the_first_before_the_rest,
@@ -71,7 +73,9 @@ def _put_the_first_before_the_rest(module: ModuleType) -> None:
 
     def maybe_collect_routed_experts(self: Any, req: Any) -> None:
         collect(self, req)
-        if (known := getattr(req, "first_routes", None)) is not None and req.routed_experts is not None:
+        if (
+            known := getattr(req, "first_routes", None)
+        ) is not None and req.routed_experts is not None:
             both = min(len(known), len(req.routed_experts))
             req.routed_experts[:both] = known[:both]
 
@@ -85,7 +89,12 @@ def _tell_as_drawn(module: ModuleType) -> None:
     def accept(self: Any, *, req: Any) -> None:
         before = len(self.rids)
         take(self, req=req)
-        if len(self.rids) > before and req.stream and req.return_routed_experts and not req.finished():
+        if (
+            len(self.rids) > before
+            and req.stream
+            and req.return_routed_experts
+            and not req.finished()
+        ):
             whole = _first(req, *_pools)
             self.routed_experts[-1] = whole[getattr(req, "told_routes", 0) :].clone()
             req.told_routes = len(whole)

@@ -1,4 +1,5 @@
-"""SGLang's server arguments: which there are, which are ours to set, and what is wrong with those that a user gives."""
+"""SGLang's server arguments: which there are, which are ours to set, and what is wrong with those
+that a user gives."""
 
 from __future__ import annotations
 
@@ -28,13 +29,18 @@ OWN_FLAGS = {
     "admin_api_key": "",
     "weight_version": "",
     # Other ways to serve: these open sockets of their own, and some of them ask nobody for a key.
-    **dict.fromkeys(("enable_http2", "grpc_mode", "grpc_port", "smg_grpc_mode", "encoder_only", "use_ray"), ""),
+    **dict.fromkeys(
+        ("enable_http2", "grpc_mode", "grpc_port", "smg_grpc_mode", "encoder_only", "use_ray"), ""
+    ),
     **dict.fromkeys(("tokenizer_worker_num", "sidecar", "ssl_certfile", "ssl_keyfile"), ""),
 }
 """Arguments that the engine sets itself -> our key for them, empty if there is none."""
 _DRAWS_OTHERWISE = {
     # tokenizer_manager.py of SGLang 0.5.21 lays these under the parameters of each request.
-    "preferred_sampling_params": (None, "set rollout.temperature, top_p, top_k, min_p and stop instead"),
+    "preferred_sampling_params": (
+        None,
+        "set rollout.temperature, top_p, top_k, min_p and stop instead",
+    ),
     # Below 1 a drafted token is accepted more often than the policy would draw it.
     "speculative_accept_threshold_single": (1.0, "leave it out"),
     "speculative_accept_threshold_acc": (1.0, "leave it out"),
@@ -65,18 +71,23 @@ MOST_CUT = 4096
 
 
 def routes_misfit() -> str:
-    """Reason why the SGLang that is installed cannot tell of first routes; empty: it can, or there is none here."""
+    """Reason why the SGLang that is installed cannot tell of first routes; empty: it can, or there
+    is none here."""
     try:
         found = version("sglang")
     except PackageNotFoundError:
         return ""
     if found.partition("+")[0] == ROUTES_RELEASE:
         return ""
-    return f"model.routing_replay: found SGLang {found}, allowed: {ROUTES_RELEASE}, whose scheduler it changes, or off"
+    return (
+        f"model.routing_replay: found SGLang {found}, allowed: {ROUTES_RELEASE}, whose "
+        "scheduler it changes, or off"
+    )
 
 
 def refuse_own(flags: dict[str, object], key: str = "rollout.engine.flags") -> None:
-    """ConfigError if ``flags``, the section ``key``, set what the server's owner must set, or hide its devices."""
+    """ConfigError if ``flags``, the section ``key``, set what the server's owner must set, or hide
+    its devices."""
     for name in flags:
         if name in OWN_FLAGS:
             raise ConfigError(f"{key}.{name}: not allowed; {_instead(name)}")
@@ -91,16 +102,21 @@ def check(config: Config) -> Iterator[str]:
     if config.rollout.partial_rollout == "recompute" and not config.rollout.engine.flags.get(
         "disable_radix_cache", True
     ):
-        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
+        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that
+        # left them.
         yield (
-            "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
+            "rollout.partial_rollout: found recompute with "
+            "rollout.engine.flags.disable_radix_cache false, allowed: "
             "keep or off; or leave out the flag"
         )
     if config.model.routing_replay != "off" and _is_here(config) and (misfit := routes_misfit()):
         yield misfit
-    if (replay := config.model.routing_replay) != "off" and not config.rollout.engine.flags.get(ROUTES_FLAG, True):
+    if (replay := config.model.routing_replay) != "off" and not config.rollout.engine.flags.get(
+        ROUTES_FLAG, True
+    ):
         yield (
-            f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, for which engines "
+            f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, "
+            "for which engines "
             "have to give their routes; leave out the flag"
         )
     yield from _cut(config)
@@ -114,7 +130,8 @@ def _other_draws(flags: Mapping[str, object]) -> Iterator[str]:
         harmless, instead = _DRAWS_OTHERWISE.get(_name_of(flag), (value, ""))
         if value != harmless and value is not None:
             yield (
-                f"rollout.engine.flags.{flag}: found {value!r}, allowed: {harmless!r}; tokens would be drawn otherwise "
+                f"rollout.engine.flags.{flag}: found {value!r}, allowed: {harmless!r}; tokens "
+                "would be drawn otherwise "
                 f"than their log-probabilities say; {instead}"
             )
 
@@ -125,19 +142,23 @@ def _name_of(flag: str) -> str:
 
 
 def _cut(config: Config) -> Iterator[str]:
-    """SGLang 0.5.21 tells of what tokens are drawn from where it is bounded, and by the target model."""
+    """SGLang 0.5.21 tells of what tokens are drawn from where it is bounded, and by the target
+    model."""
     shape, flags = config.rollout, config.rollout.engine.flags
     if (shape.top_k, shape.top_p, shape.min_p) == (0, 1.0, 0.0):
         return
     most = flags.get("sampling_mask_max_tokens", MOST_CUT)
     if isinstance(most, int) and not 0 < shape.top_k <= most:
         yield (
-            f"rollout.top_k: found {shape.top_k} with top_p {shape.top_p:g} and min_p {shape.min_p:g}, allowed: 2 to "
-            f"{most} (rollout.engine.flags.sampling_mask_max_tokens); of more SGLang does not tell what it has left"
+            f"rollout.top_k: found {shape.top_k} with top_p {shape.top_p:g} and min_p "
+            f"{shape.min_p:g}, allowed: 2 to "
+            f"{most} (rollout.engine.flags.sampling_mask_max_tokens); of more SGLang does not tell "
+            "what it has left"
         )
     if flags.get("speculative_algorithm"):
         yield (
-            "rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k, top_p or min_p, allowed: one "
+            "rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k, top_p or "
+            "min_p, allowed: one "
             "of both; SGLang then does not tell what it has left"
         )
 
@@ -159,7 +180,9 @@ def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> It
             if allowed:
                 mistaken.add(flag)
                 yield f"{key}: found {value!r}, allowed by SGLang: {allowed}"
-    yield from device_mistakes(section, {flag: flags[flag] for flag in flags if flag not in mistaken})
+    yield from device_mistakes(
+        section, {flag: flags[flag] for flag in flags if flag not in mistaken}
+    )
 
 
 def _nearest(name: str, arguments: Mapping[str, ServerArgument]) -> str:
@@ -196,7 +219,11 @@ def _ports(first: int, replicas: int) -> Iterator[str]:
         return
     for port in range(first, last + 1):
         if reason := _cannot_bind(port):
-            yield f"rollout.engine.port: found {first}, but {port} is {reason}; name another, or 0 for free ones"
+            yield (
+                f"rollout.engine.port: found {first}, but {port} is {reason}; name another, "
+                "or 0 "
+                "for free ones"
+            )
 
 
 def _cannot_bind(port: int) -> str:

@@ -1,7 +1,8 @@
-"""Stands in for `sgl_kernel` on CPUs: its wheels hold CUDA code only, and SGLang's CPU paths import it by name.
+"""Stands in for `sgl_kernel` on CPUs: its wheels hold CUDA code only, and SGLang's CPU paths import
+it by name.
 
-Dense models call nothing of it with the `torch_native` attention backend; MoE models call `topk_softmax_cpu`.
-Every other kernel can be imported and fails when it is called, with its name.
+Dense models call nothing of it with the `torch_native` attention backend; MoE models call
+`topk_softmax_cpu`. Every other kernel can be imported and fails when it is called, with its name.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def topk_softmax_cpu(
     renormalize: bool,
     correction_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and int32 ids, both [tokens, topk], of the most probable experts of `gating_output`
-    [tokens, experts]. `correction_bias` [experts] moves the choice of experts, not their weights.
+    """Weights (float32) and int32 ids, both [tokens, topk], of the most probable experts of
+    `gating_output` [tokens, experts]. `correction_bias` [experts] moves the choice of experts, not
+    their weights.
     """
     probabilities = torch.softmax(gating_output.float(), -1)
     scores = probabilities if correction_bias is None else probabilities + correction_bias
@@ -38,8 +40,9 @@ def topk_softmax_cpu(
     return weights, ids.to(torch.int32)
 
 
-# Looked up when models/qwen3_5.py is imported, through which all Qwen-VL processors come: without them no model that
-# takes media has a processor, and its server does not start. Only the first has to work.
+# Looked up when models/qwen3_5.py is imported, through which all Qwen-VL processors come: without
+# them no model that takes media has a processor, and its server does not start. Only the first has
+# to work.
 _LIBRARY.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
 _NAMES = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
 for _name in (*_NAMES, "fused_qkvzba_split_reshape_cat_contiguous_cpu"):
@@ -57,6 +60,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(name)
 
     def missing(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name}: needs a GPU or a CPU with AMX and its build of sgl_kernel")
+        raise NotImplementedError(
+            f"sgl_kernel.{name}: needs a GPU or a CPU with AMX and its build of sgl_kernel"
+        )
 
     return missing

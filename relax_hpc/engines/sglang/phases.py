@@ -41,5 +41,7 @@ class Phases:
         self._at += len(found)
         *lines, self._rest = (self._rest + found).split(b"\n")
         for line in lines:
-            self._now = next((words for pattern, words in _PHASES if pattern.search(line)), self._now)
+            self._now = next(
+                (words for pattern, words in _PHASES if pattern.search(line)), self._now
+            )
         return self._now

@@ -61,8 +61,8 @@ class Launch:
 class ServerProcess:
     """A server with its own session, which dies with this process and with `close`.
 
-    Nobody else can take its port: the socket listens from the first moment, and stays open here for as long as requests
-    are sent to it. Its key is made for this server alone.
+    Nobody else can take its port: the socket listens from the first moment, and stays open here for
+    as long as requests are sent to it. Its key is made for this server alone.
     """
 
     session: Session
@@ -92,9 +92,11 @@ class ServerProcess:
         return f"http://{self.arguments['host']}:{self.arguments['port']}"
 
     async def start(self) -> None:
-        """Start the process, which does not serve yet; `close` follows in any case. EngineFault, ConfigError: see
-        `listen`."""
-        self.listening = self._open.enter_context(listen(self.arguments["host"], self.arguments["port"]))
+        """Start the process, which does not serve yet; `close` follows in any case. EngineFault,
+        ConfigError: see `listen`."""
+        self.listening = self._open.enter_context(
+            listen(self.arguments["host"], self.arguments["port"])
+        )
         self.arguments["port"] = self.listening.getsockname()[1]
         self.scratch = self._open.enter_context(Scratch())
         self.key = secrets.token_hex(32)
@@ -102,7 +104,8 @@ class ServerProcess:
         await self._launch()
 
     async def wait_healthy(self, healthy: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-        """Return once it is ``healthy``; from then on it ends as a whole. ConfigError, EngineFault: it is not to be."""
+        """Return once it is ``healthy``; from then on it ends as a whole. ConfigError, EngineFault:
+        it is not to be."""
         try:
             async with asyncio.timeout(limit_s):
                 while not await healthy():
@@ -135,7 +138,11 @@ class ServerProcess:
         launch, socket_number = self.launch, self.listening.fileno()
         launch.logs.mkdir(parents=True, exist_ok=True)
         about = {"server": self.arguments, "key_file": str(self.key_file), "socket": socket_number}
-        about |= {"routes_as_drawn": launch.routes_as_drawn, "flags": launch.flags, "takes_media": launch.takes_media}
+        about |= {
+            "routes_as_drawn": launch.routes_as_drawn,
+            "flags": launch.flags,
+            "takes_media": launch.takes_media,
+        }
         file = launch.logs / f"{launch.name}.json"
         file.write_text(json.dumps(about, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(file))
@@ -156,9 +163,11 @@ class ServerProcess:
             )
         self.session = Session(leader)
         self.session.ended.add_done_callback(lambda _: self._turn_away())
-        # A server that dies while it starts leaves shared memory that `remember_memory` did not see. Called last.
+        # A server that dies while it starts leaves shared memory that `remember_memory` did not
+        # see. Called last.
         self._open.callback(sweep_orphaned_memory)
-        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
+        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not
+        # after an interrupt.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
         self._open.push_async_callback(self.session.end, interrupt, launch.stop_s)
         # Of one that is closed before it has started, too.
@@ -167,8 +176,8 @@ class ServerProcess:
     def _turn_away(self) -> None:
         """Close new connections to a server that has ended.
 
-        The socket stays open until `close`: a process of another user that took the port would get the key with the
-        next request.
+        The socket stays open until `close`: a process of another user that took the port would get
+        the key with the next request.
         """
         if self.listening.fileno() < 0:
             return
@@ -205,24 +214,34 @@ class ServerProcess:
 
 
 def server_environment(threads: int, scratch: Path) -> dict[str, str]:
-    """Environment of this process without what a launcher said about its ranks: the server is not one of them.
+    """Environment of this process without what a launcher said about its ranks: the server is not
+    one of them.
 
-    ``scratch`` gets its temporary files, among them sockets on which it unpickles what comes. What it compiles others
-    of this user find again.
+    ``scratch`` gets its temporary files, among them sockets on which it unpickles what comes. What
+    it compiles others of this user find again.
     """
-    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        PARENT: str(os.getpid()),
+    }
     # What a tower has made of media would outlive an update of its weights, and every flush.
     own["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     inherited = clean_environment()
-    return inherited | toolkit_variables(inherited) | compile_caches() | own | {"TMPDIR": str(scratch)}
+    return (
+        inherited | toolkit_variables(inherited) | compile_caches() | own | {"TMPDIR": str(scratch)}
+    )
 
 
 def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dict[str, str]:
-    """The allocator's variables of ``environment`` that a ``server`` with enable_memory_saver needs otherwise."""
+    """The allocator's variables of ``environment`` that a ``server`` with enable_memory_saver needs
+    otherwise."""
     changed = without_expandable_segments(environment)
     for name in changed:
         print(
-            f"{server}: {name}={environment[name]}: without expandable_segments, which SGLang's memory saver does not "
+            f"{server}: {name}={environment[name]}: without expandable_segments, which SGLang's "
+            "memory saver does not "
             "support (enable_memory_saver); other processes keep it",
             flush=True,
         )
@@ -230,10 +249,11 @@ def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dic
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on `port` (0: a free one) of `host`. EngineFault: the port is in use, maybe
-    by a server that is about to end. ConfigError: this process may not listen there.
+    """A socket that listens on `port` (0: a free one) of `host`. EngineFault: the port is in use,
+    maybe by a server that is about to end. ConfigError: this process may not listen there.
 
-    One that is bound and does not listen could be taken over by any user of the node, who only has to set SO_REUSEADDR.
+    One that is bound and does not listen could be taken over by any user of the node, who only has
+    to set SO_REUSEADDR.
     """
     try:
         return socket.create_server((host, port), backlog=_BACKLOG)

@@ -1,4 +1,5 @@
-"""The processes of a server that we started: its parts are watched one by one, and they end together."""
+"""The processes of a server that we started: its parts are watched one by one, and they end
+together."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import psutil
 from relax_hpc.processes import all_processes
 
 _PART = "sglang::"
-"""Beginning of the titles of processes that SGLang cannot do without; compilers and the like come and go."""
+"""Beginning of the titles of processes that SGLang cannot do without; compilers and the like come
+and go."""
 _LEFT_BEHIND = ("/dev/shm/sglang_", "/dev/shm/sgl_", "/dev/shm/psm_", "/dev/shm/nccl-")
 """Shared memory that nobody removes when its maker is killed."""
 
@@ -34,13 +36,15 @@ class Session:
         self._end(f"the server ended with code {code}")
 
     def watch_parts(self) -> None:
-        """Make the end of any of its parts the end of all from now on: a server whose detokenizer has died takes
-        requests, and never answers."""
+        """Make the end of any of its parts the end of all from now on: a server whose detokenizer
+        has died takes requests, and never answers."""
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
                 title = " ".join(process.cmdline())
                 if title.startswith(_PART) and process.pid != self.leader.pid:
-                    self._watch(os.pidfd_open(process.pid), f"{title.strip()} (process {process.pid}) ended")
+                    self._watch(
+                        os.pidfd_open(process.pid), f"{title.strip()} (process {process.pid}) ended"
+                    )
 
     def _watch(self, pidfd: int, says: str) -> None:
         self._pidfds.append(pidfd)
@@ -61,7 +65,8 @@ class Session:
         self._pidfds.clear()
 
     async def end(self, ask: Callable[[], None], grace_s: float) -> None:
-        """End all: the leader by ``ask``, what is left after ``grace_s`` by a kill. TimeoutError: even that lives."""
+        """End all: the leader by ``ask``, what is left after ``grace_s`` by a kill. TimeoutError:
+        even that lives."""
         members = self.members()
         self._unwatch()
         with contextlib.suppress(ProcessLookupError):
@@ -87,7 +92,8 @@ class Session:
         return [process for process in all_processes() if belongs(process)]
 
     def shared_memory(self) -> set[Path]:
-        """Files in memory that its processes have, or had when they were looked at, and that would outlive them."""
+        """Files in memory that its processes have, or had when they were looked at, and that would
+        outlive them."""
         found: set[Path] = set()
         for process in self.members():
             with contextlib.suppress(OSError):

@@ -1,8 +1,10 @@
-"""SGLang's loader of the weights that a node has in memory: straight from the mapped file to the device.
+"""SGLang's loader of the weights that a node has in memory: straight from the mapped file to the
+device.
 
-SGLang takes it for its `private` format, by the module name under which `install` makes it known: the request to update
-has the folder's path and that word, and nothing is pickled. The model's own `load_weights` says which slices belong to
-this rank, and where: what it copies from the file is caught, and goes by `Transfers`.
+SGLang takes it for its `private` format, by the module name under which `install` makes it known:
+the request to update has the folder's path and that word, and nothing is pickled. The model's own
+`load_weights` says which slices belong to this rank, and where: what it copies from the file is
+caught, and goes by `Transfers`.
 """
 
 from __future__ import annotations
@@ -63,11 +65,14 @@ def _loader() -> type:
         def _get_weights_iterator(
             self, source: Any, **_: Any
         ) -> Generator[tuple[str, torch.Tensor], None, None] | Iterator[tuple[str, torch.Tensor]]:
-            # Not in the generator: what is wrong with the folder is to be known before anything is overwritten.
+            # Not in the generator: what is wrong with the folder is to be known before anything is
+            # overwritten.
             return iter(open_slab(Path(source.model_or_path)).items())
 
         @staticmethod
-        def load_weights_and_postprocess(model: Any, weights: Any, target_device: torch.device) -> None:
+        def load_weights_and_postprocess(
+            model: Any, weights: Any, target_device: torch.device
+        ) -> None:
             own = transfers.setdefault(target_device, Transfers(target_device))
             tensors = list(weights)
             with copying(own, [tensor for _, tensor in tensors]):
@@ -79,17 +84,22 @@ def _loader() -> type:
 
 @contextmanager
 def copying(transfers: Transfers, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, `target.copy_(source)` of any part of ``tensors``, of mapped memory, goes by ``transfers``."""
+    """Inside, `target.copy_(source)` of any part of ``tensors``, of mapped memory, goes by
+    ``transfers``."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     storages = {one.untyped_storage().data_ptr() for one in tensors}
 
     class Caught(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten.copy_.default:
                 target, source = args[:2]
-                mine = source.device.type == "cpu" and source.untyped_storage().data_ptr() in storages
+                mine = (
+                    source.device.type == "cpu" and source.untyped_storage().data_ptr() in storages
+                )
                 if mine and target.shape == source.shape:
                     transfers.send([(source, target)])
                     return target

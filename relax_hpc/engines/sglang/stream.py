@@ -1,4 +1,5 @@
-"""SGLang's streamed answers, put together: each piece of a response has the tokens that came since the last one."""
+"""SGLang's streamed answers, put together: each piece of a response has the tokens that came since
+the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, checked
+from relax_hpc.engines.engine import (
+    BadAnswer,
+    Draft,
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    checked,
+)
 from relax_hpc.routes import NAME, RouteShape
 from relax_hpc.versions import Version
 
@@ -46,8 +54,8 @@ class Routes:
         """Routes from the first token on: uint8 [tokens, layers, chosen, width]."""
 
     def add(self, meta: dict[str, Any], tokens: int) -> None:
-        """Take those that came with a piece, int32 [some, layers, chosen] in base 64, up to the last but one of
-        ``tokens``. BadAnswer: they are none, or with the last piece not all."""
+        """Take those that came with a piece, int32 [some, layers, chosen] in base 64, up to the
+        last but one of ``tokens``. BadAnswer: they are none, or with the last piece not all."""
         if not (text := meta.get(NAME)):
             return
         layers, chosen, _ = self.shape.of_token
@@ -56,11 +64,14 @@ class Routes:
             news = self.shape.packed(numbers.reshape(-1, layers, chosen))
         except ValueError as error:
             expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
-            raise BadAnswer("bad_routes", f"/generate: {NAME}: {error}, expected {expected}") from error
+            raise BadAnswer(
+                "bad_routes", f"/generate: {NAME}: {error}, expected {expected}"
+            ) from error
         start = tokens - 1 - len(news)
         if start and meta["finish_reason"]:
             raise BadAnswer(
-                "bad_routes", f"/generate: {NAME}: found those of {len(news)} tokens, expected {tokens - 1}"
+                "bad_routes",
+                f"/generate: {NAME}: found those of {len(news)} tokens, expected {tokens - 1}",
             )
         # If some are missing, the rest waits for the end, with which all come.
         if 0 <= start <= len(self.so_far):
@@ -70,11 +81,14 @@ class Routes:
 class Response:
     """One response while its pieces come; what is certain of it is in the request's draft at once.
 
-    The server says which weights sampled which tokens when a response has ended. Before that, a piece is certain while
-    the weights that served when the response was asked for serve still. Make it in a running event loop.
+    The server says which weights sampled which tokens when a response has ended. Before that, a
+    piece is certain while the weights that served when the response was asked for serve still. Make
+    it in a running event loop.
     """
 
-    def __init__(self, request: GenerateRequest, begun_by: Version, routes: RouteShape | None = None) -> None:
+    def __init__(
+        self, request: GenerateRequest, begun_by: Version, routes: RouteShape | None = None
+    ) -> None:
         """``routes``: shape of those that come; None: none do."""
         self.request, self.begun_by = request, begun_by
         self._draft = request.draft or Draft()
@@ -91,22 +105,23 @@ class Response:
         self.rank: int | None = None
         """Copy of the model that is asked, see `DataRanks`."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        """Answer to the request, with an exception where there is none: BadAnswer, or EngineFault if the exchange
-        broke."""
+        """Answer to the request, with an exception where there is none: BadAnswer, or EngineFault
+        if the exchange broke."""
         if self.missing <= 0:
             extras = self._known.extras, self._known.before
             self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
 
     @staticmethod
     def _has_routes(draft: Draft) -> bool:
-        """Whether a draft has those of all passes that drew it: begun when nobody asked for routes, it never will."""
+        """Whether a draft has those of all passes that drew it: begun when nobody asked for routes,
+        it never will."""
         sampled = np.flatnonzero(draft.token_versions)
         return len(draft.extras.get(NAME, ())) >= (sampled[-1] if len(sampled) else 0)
 
     @property
     def tells_of_cut(self) -> bool:
-        """Whether log-probabilities have to be of what top_k, top_p and min_p leave. The server has them beside those
-        of the whole vocabulary, and only where it tells what they are of."""
+        """Whether log-probabilities have to be of what top_k, top_p and min_p leave. The server has
+        them beside those of the whole vocabulary, and only where it tells what they are of."""
         return self.request.sampling.is_cut and self.request.sampling.is_trained
 
     @property
@@ -133,15 +148,21 @@ class Response:
         except EngineFault as fault:
             self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            self.fail(BadAnswer("http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"))
+            self.fail(
+                BadAnswer(
+                    "http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"
+                )
+            )
 
     def _check_prompt(self, found: list[int] | None) -> None:
-        """BadAnswer if the server has read another prompt than it was given; of one with media it says which."""
+        """BadAnswer if the server has read another prompt than it was given; of one with media it
+        says which."""
         asked = [*self.request.prompt_ids, *self._known.token_ids]
         if self.request.media and found != asked:
             told = f"{len(found)} tokens" if isinstance(found, list) else "nothing"
             raise BadAnswer(
-                "other_prompt", f"/generate: {told} of the prompt, others than the {len(asked)} it was given"
+                "other_prompt",
+                f"/generate: {told} of the prompt, others than the {len(asked)} it was given",
             )
 
     def _logprobs_of(self, meta: dict[str, Any]) -> list[float]:
@@ -161,7 +182,8 @@ class Response:
             self.answer.exception()
 
     def _tell(self) -> None:
-        """Put into the draft what is certain: of tokens whose routes are asked for, those that have one."""
+        """Put into the draft what is certain: of tokens whose routes are asked for, those that have
+        one."""
         start, stop, extras = self._told, len(self._token_ids), {}
         if self._routes:
             found, asked = self._routes.so_far, self._asked
@@ -170,7 +192,9 @@ class Response:
             self._draft.before = self._draft.before or {NAME: found[: len(self.request.prompt_ids)]}
         if stop > start:
             versions = [self.begun_by.encode()] * (stop - start)
-            self._draft.add(self._token_ids[start:stop], self._logprobs[start:stop], versions, extras)
+            self._draft.add(
+                self._token_ids[start:stop], self._logprobs[start:stop], versions, extras
+            )
             self._told = stop
 
     def _finish(self, finish: dict[str, Any], meta: dict[str, Any]) -> None:
@@ -179,7 +203,9 @@ class Response:
         versions = token_versions(meta, len(self._token_ids))
         if (versions < self.begun_by.encode()).any():
             found = Version.decode(versions.min())
-            raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self.begun_by}")
+            raise EngineFault(
+                "old_version", f"found tokens of {found} from an engine that serves {self.begun_by}"
+            )
         cached = meta.get("cached_tokens")
         self._end(Generation(*self._whole(versions), finish["type"], *self._with_routes(), cached))
 
@@ -189,8 +215,8 @@ class Response:
         return known.token_ids + self._token_ids, known.logprobs + self._logprobs, both
 
     def _with_routes(self) -> tuple[dict[str, np.ndarray], Mapping[str, np.ndarray]]:
-        """Routes of the response's tokens, and of those before it. Those that the draft has stay: what the engine
-        says of their tokens now is of a later pass, which read them once more."""
+        """Routes of the response's tokens, and of those before it. Those that the draft has stay:
+        what the engine says of their tokens now is of a later pass, which read them once more."""
         if not self._routes or not len(found := self._routes.so_far):
             return {}, {}
         kept = self._known.extras.get(NAME, found[:0])
@@ -210,8 +236,11 @@ class Response:
 
 
 def token_versions(meta: dict[str, Any], tokens: int) -> np.ndarray:
-    """int32 [tokens] from the spans of versions (0.5.21), or from the one version of older servers."""
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": tokens}]
+    """int32 [tokens] from the spans of versions (0.5.21), or from the one version of older
+    servers."""
+    spans = meta.get("weight_versions") or [
+        {"version": meta.get("weight_version"), "start": 0, "end": tokens}
+    ]
     versions = np.full(tokens, -1, np.int32)
     try:
         for span in spans:

@@ -1,4 +1,5 @@
-"""The compilers that build an engine's kernels on a node, the first time that a kernel is needed there.
+"""The compilers that build an engine's kernels on a node, the first time that a kernel is needed
+there.
 
 SGLang 0.5.21 (`kernels/jit/utils/compile/toolchain.py`), tvm-ffi and flashinfer look for the CUDA
 toolkit in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda. They do not see the toolkit of the wheels
@@ -15,7 +16,8 @@ from pathlib import Path
 
 DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 LINKS = ("lib64/libcudart.so", "lib64/stubs/libcuda.so")
-"""Files that kernels are linked with. The wheels have them under other names; `env/setup.sh` adds these."""
+"""Files that kernels are linked with. The wheels have them under other names; `env/setup.sh` adds
+these."""
 
 
 def cuda_home(environment: Mapping[str, str]) -> Path:
@@ -42,7 +44,8 @@ def wheel_toolkit() -> Path | None:
 
 
 def toolkit_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an engine needs besides ``environment`` to find nvcc; empty if it is in place, or nowhere."""
+    """Variables that an engine needs besides ``environment`` to find nvcc; empty if it is in place,
+    or nowhere."""
     if has_compiler(cuda_home(environment)):
         return {}
     toolkit = wheel_toolkit()
@@ -50,16 +53,20 @@ def toolkit_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
-    """The nvcc of an engine that is started with ``environment``, and a line for each missing file or program."""
+    """The nvcc of an engine that is started with ``environment``, and a line for each missing file
+    or program."""
     toolkit, missing = cuda_home({**environment, **toolkit_variables(environment)}), []
     if not has_compiler(toolkit):
         missing.append(
-            f"engines: found no nvcc (CUDA_HOME, CUDA_PATH, PATH, {DEFAULT_TOOLKIT}, installed wheels), with which "
-            "SGLang compiles kernels; load a CUDA module in site.modules, or install by env/setup.sh gpu"
+            f"engines: found no nvcc (CUDA_HOME, CUDA_PATH, PATH, {DEFAULT_TOOLKIT}, installed "
+            "wheels), with which "
+            "SGLang compiles kernels; load a CUDA module in site.modules, or install by "
+            "env/setup.sh gpu"
         )
     elif toolkit == wheel_toolkit():
         missing += [
-            f"engines: found no {toolkit / name}, with which SGLang links kernels; call env/setup.sh gpu again (it "
+            f"engines: found no {toolkit / name}, with which SGLang links kernels; call "
+            "env/setup.sh gpu again (it "
             "needs gcc)"
             for name in LINKS
             if not (toolkit / name).exists()
@@ -68,7 +75,8 @@ def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
         name = environment.get(variable) or default
         if shutil.which(name.split()[0], path=environment.get("PATH")) is None:
             missing.append(
-                f"engines: found no compiler {name!r} ({variable}, or {default} on PATH), which nvcc and Triton use; "
+                f"engines: found no compiler {name!r} ({variable}, or {default} on PATH), which "
+                "nvcc and Triton use; "
                 "install gcc and g++, or load a module in site.modules"
             )
     return toolkit / "bin/nvcc", missing

@@ -1,5 +1,5 @@
-"""Tools that the policy may call, one file each, found by name: one of `TOOLS`, or `package.module:Class`, or a
-function there that gives a list of them."""
+"""Tools that the policy may call, one file each, found by name: one of `TOOLS`, or
+`package.module:Class`, or a function there that gives a list of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ def tools_of(wanted: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Tool]:
     ConfigError: there is no such tool, it cannot be made, or two are called alike.
     """
     if not isinstance(wanted, Mapping):
-        raise ConfigError(f"environment.options.tools: found {wanted!r}, allowed: tools by name, with their options")
+        raise ConfigError(
+            f"environment.options.tools: found {wanted!r}, allowed: tools by name, with their "
+            "options"
+        )
     found: dict[str, Tool] = {}
     for name, options in wanted.items():
         for tool in _made(name, json.dumps(options or {}, sort_keys=True)):
             if tool.name in found:
-                raise ConfigError(f"environment.options.tools: two are called {tool.name!r}, allowed: one")
+                raise ConfigError(
+                    f"environment.options.tools: two are called {tool.name!r}, allowed: one"
+                )
             found[tool.name] = tool
     return found
 
@@ -53,8 +58,13 @@ def _made(name: str, options: str) -> tuple[Tool, ...]:
     try:
         made = named("environment.options.tools", name, TOOLS)(**json.loads(options))
     except TypeError as error:
-        raise ConfigError(f"environment.options.tools: {name!r} cannot be made with {options}: {error}") from error
+        raise ConfigError(
+            f"environment.options.tools: {name!r} cannot be made with {options}: {error}"
+        ) from error
     tools = tuple(made) if isinstance(made, list) else (made,)
     if not all(isinstance(tool, Tool) for tool in tools):
-        raise ConfigError(f"environment.options.tools: {name!r}: found no class derived from Tool, and no list of them")
+        raise ConfigError(
+            f"environment.options.tools: {name!r}: found no class derived from Tool, and no list "
+            "of them"
+        )
     return tools

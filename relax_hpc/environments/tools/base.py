@@ -38,12 +38,19 @@ class Parameter:
         if self.kind != "numbers":
             return {"type": self.kind, "description": self.description}
         bounds = {"minItems": self.length, "maxItems": self.length} if self.length else {}
-        return {"type": "array", "items": {"type": "number"}, **bounds, "description": self.description}
+        return {
+            "type": "array",
+            "items": {"type": "number"},
+            **bounds,
+            "description": self.description,
+        }
 
     def check(self, name: str, value: Any) -> None:
         """ToolError: ``value`` is no such argument."""
         if not self._allows(value):
-            wanted = f"a list of {self.length or 'any'} numbers" if self.kind == "numbers" else self.kind
+            wanted = (
+                f"a list of {self.length or 'any'} numbers" if self.kind == "numbers" else self.kind
+            )
             raise ToolError(f"argument {name}: found {str(value)[:80]!r}, allowed: {wanted}")
 
     def _allows(self, value: Any) -> bool:
@@ -54,8 +61,9 @@ class Parameter:
 
 
 class Tool:
-    """Something that the policy may call. One of `TOOLS` is made once in a process, for all its episodes, and called by
-    several of them at a time: it keeps nothing from one call to the next. Arguments of `__init__` are its options.
+    """Something that the policy may call. One of `TOOLS` is made once in a process, for all its
+    episodes, and called by several of them at a time: it keeps nothing from one call to the next.
+    Arguments of `__init__` are its options.
 
     >>> class Twice(Tool):
     ...     name, description = "twice", "Doubles a number."
@@ -71,13 +79,18 @@ class Tool:
     parameters: ClassVar[Mapping[str, Parameter]] = {}
 
     def call(self, **arguments: Any) -> Answer:
-        """Answer to the policy. ToolError: it is told that; what else is raised ends the episode."""
+        """Answer to the policy. ToolError: it is told that; what else is raised ends the
+        episode."""
         raise NotImplementedError
 
     def called(self, arguments: Mapping[str, Any]) -> Answer:
-        """Answer of `call` to ``arguments``, once they are checked. ToolError: they are not those of this tool."""
+        """Answer of `call` to ``arguments``, once they are checked. ToolError: they are not those
+        of this tool."""
         if unknown := sorted(set(arguments).difference(self.parameters)):
-            raise ToolError(f"{self.name} has no argument {', '.join(unknown)}; it has: {', '.join(self.parameters)}")
+            raise ToolError(
+                f"{self.name} has no argument {', '.join(unknown)}; it has: "
+                f"{', '.join(self.parameters)}"
+            )
         given = {}
         for name, parameter in self.parameters.items():
             given[name] = arguments.get(name, parameter.default)
@@ -90,7 +103,9 @@ class Tool:
     def signature(self) -> dict[str, Any]:
         """The tool as a chat template shows it to the policy."""
         properties = {name: parameter.schema for name, parameter in self.parameters.items()}
-        required = [name for name, parameter in self.parameters.items() if parameter.default is None]
+        required = [
+            name for name, parameter in self.parameters.items() if parameter.default is None
+        ]
         schema = {"type": "object", "properties": properties, "required": required}
         about = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": about}

@@ -27,8 +27,14 @@ def _rounded(value: Number, digits: Number = 0) -> Number:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"abs": abs, "round": _rounded, "min": min, "max": max},
-    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan")},
-    **{name: getattr(math, name) for name in ("asin", "acos", "atan", "floor", "ceil", "gcd", "hypot", "degrees")},
+    **{
+        name: getattr(math, name)
+        for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan")
+    },
+    **{
+        name: getattr(math, name)
+        for name in ("asin", "acos", "atan", "floor", "ceil", "gcd", "hypot", "degrees")
+    },
     "radians": math.radians,
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
@@ -50,7 +56,9 @@ class Calculator(Tool):
 
     name = "calculator"
     description = f"Computes the value of an expression of {_ALLOWED}."
-    parameters: ClassVar = {"expression": Parameter("string", "expression such as (3 + 4) * sqrt(2)")}
+    parameters: ClassVar = {
+        "expression": Parameter("string", "expression such as (3 + 4) * sqrt(2)")
+    }
 
     def call(self, expression: str) -> str:
         """The value as a text. ToolError: it has none, or is not allowed."""
@@ -64,11 +72,15 @@ def value_of(expression: str) -> Number:
     1023.0
     """
     if len(expression) > MOST_CHARACTERS:
-        raise ToolError(f"expression: found {len(expression)} characters, allowed {MOST_CHARACTERS}")
+        raise ToolError(
+            f"expression: found {len(expression)} characters, allowed {MOST_CHARACTERS}"
+        )
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ToolError(f"expression: cannot be read or has no value: {_why(error)}; allowed: {_ALLOWED}") from error
+        raise ToolError(
+            f"expression: cannot be read or has no value: {_why(error)}; allowed: {_ALLOWED}"
+        ) from error
     except (ArithmeticError, TypeError) as error:
         raise ToolError(f"expression: has no value: {_why(error)}") from error
 

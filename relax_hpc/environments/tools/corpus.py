@@ -1,6 +1,8 @@
-"""A corpus of documents in one file, an index of SQLite's FTS5, which many processes read and none changes.
+"""A corpus of documents in one file, an index of SQLite's FTS5, which many processes read and none
+changes.
 
-`python -m relax_hpc.environments.tools.corpus FROM.jsonl TO.sqlite` makes one of rows {"title", "text"}.
+`python -m relax_hpc.environments.tools.corpus FROM.jsonl TO.sqlite` makes one of rows {"title",
+"text"}.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from relax_hpc.terminal_text import log_entry
 
 _MADE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')"
 _FOUND = (
-    "SELECT title, text, snippet(documents, 1, '', '', ' ... ', 64) FROM documents WHERE documents MATCH ? "
+    "SELECT title, text, snippet(documents, 1, '', '', ' ... ', 64) FROM documents WHERE documents "
+    "MATCH ? "
     "ORDER BY bm25(documents, 4.0, 1.0), rowid LIMIT ?"
 )
 """A word in a title counts as much as four in a text."""
@@ -53,11 +56,13 @@ class Corpus:
             list(self.found("corpus", 1))
         except sqlite3.Error as error:
             made = "python -m relax_hpc.environments.tools.corpus FROM.jsonl TO.sqlite"
-            raise ConfigError(f"corpus: {path}: found no corpus: {error}; make one by {made}") from error
+            raise ConfigError(
+                f"corpus: {path}: found no corpus: {error}; make one by {made}"
+            ) from error
 
     def found(self, question: str, most: int, limit_s: float = 10.0) -> list[Document]:
-        """The documents that have most of the words of ``question``, the best one first. TimeoutError: ``limit_s`` are
-        over. sqlite3.Error: the file cannot be read."""
+        """The documents that have most of the words of ``question``, the best one first.
+        TimeoutError: ``limit_s`` are over. sqlite3.Error: the file cannot be read."""
         words = list(dict.fromkeys(_WORD.findall(question)))[:_MOST_WORDS]
         if not words:
             return []
@@ -95,7 +100,10 @@ def _limited(database: sqlite3.Connection, limit_s: float) -> Iterator[None]:
 def _documents(path: str) -> Iterator[tuple[str, str]]:
     for row in read_rows(path):
         if not isinstance(row, tuple):
-            print(log_entry(f"{path}:{row.line}: left out: {row.reason}: {row.detail}"), file=sys.stderr)
+            print(
+                log_entry(f"{path}:{row.line}: left out: {row.reason}: {row.detail}"),
+                file=sys.stderr,
+            )
         elif isinstance(text := row[1].get("text"), str):
             yield str(row[1].get("title", "")), text
         else:

@@ -1,10 +1,13 @@
-"""Tools of servers that speak the Model Context Protocol by their standard input and output, each a process of its own.
+"""Tools of servers that speak the Model Context Protocol by their standard input and output, each a
+process of its own.
 
-A server is started at its first call, in each process of environments, whose episodes share it. If it dies or hangs, it
-is started again and the request is sent again, twice at most; then the episode fails. A server hangs if it does not
-answer a ping either. https://modelcontextprotocol.io/specification, revision 2025-06-18.
+A server is started at its first call, in each process of environments, whose episodes share it. If
+it dies or hangs, it is started again and the request is sent again, twice at most; then the episode
+fails. A server hangs if it does not answer a ping either.
+https://modelcontextprotocol.io/specification, revision 2025-06-18.
 
-The official package (mcp 2.3.0, which the locks' anyio, pydantic and starlette allow) does not replace
+The official package (mcp 2.3.0, which the locks' anyio, pydantic and starlette allow) does not
+replace
 this client, because its `stdio_client`
 - collects a line of a server without a limit; here a message has at most 64 MiB (`_MOST_LINE`);
 - starts the server in a session of its own, so that a server that hangs outlives the kill of the
@@ -51,14 +54,15 @@ _START_S = 60.0
 _PING_S = 5.0
 """Seconds for the answer to a ping."""
 _END_S = 5.0
-"""Seconds for the output of a killed server to end. A process that it has started may keep it open."""
+"""Seconds for the output of a killed server to end. A process that it has started may keep it
+open."""
 _NO_SUCH_METHOD = -32601
 _INHERITED = re.compile(
     "HOME|LOGNAME|PATH|SHELL|TERM|USER|TMPDIR|TZ|LANG|LC_.*|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX"
     "|(?i:https?_proxy|all_proxy|no_proxy)|SSL_CERT_(FILE|DIR)"
 )
-"""Environment variables that a server gets: those of the protocol's own SDKs, and those by which programs of a site are
-found. Others may be secrets of the user."""
+"""Environment variables that a server gets: those of the protocol's own SDKs, and those by which
+programs of a site are found. Others may be secrets of the user."""
 _HAS_ENDED = "the tool's server has ended"
 Json = dict[str, Any]
 
@@ -103,8 +107,8 @@ class McpTool(Tool):
 
     @property
     def signature(self) -> Json:
-        """The tool as the server describes it. ConfigError: it does not, or cannot be started. RelaxError:
-        it has died."""
+        """The tool as the server describes it. ConfigError: it does not, or cannot be started.
+        RelaxError: it has died."""
         try:
             return self._described()
         except ToolError as error:
@@ -116,23 +120,39 @@ class McpTool(Tool):
     def _described(self) -> Json:
         for tool in self._server.tools():
             if tool.get("name") == self.name:
-                about = {"description": tool.get("description", ""), "parameters": tool.get("inputSchema", {})}
+                about = {
+                    "description": tool.get("description", ""),
+                    "parameters": tool.get("inputSchema", {}),
+                }
                 return {"type": "function", "function": {"name": self.name, **about}}
         raise ToolError(f"the server has no tool {self.name}")
 
 
 def mcp_tools(servers: Mapping[str, Mapping[str, Any]]) -> list[McpTool]:
-    """Tools of servers by their names: `{command: [...], tools: [...], env: {...}, inherit: [...], timeout_s: 30}`, of
-    which ``tools`` are those that the policy may call. ConfigError: that is not how a server is described."""
-    return [McpTool(tool, server) for name, about in servers.items() for tool, server in _of(name, about)]
+    """Tools of servers by their names: `{command: [...], tools: [...], env: {...}, inherit: [...],
+    timeout_s: 30}`, of which ``tools`` are those that the policy may call. ConfigError: that is not
+    how a server is described."""
+    return [
+        McpTool(tool, server)
+        for name, about in servers.items()
+        for tool, server in _of(name, about)
+    ]
 
 
 def _of(name: str, about: Mapping[str, Any]) -> list[tuple[str, Server]]:
     try:
-        tools, server = list(about["tools"]), Server(**{key: about[key] for key in about if key != "tools"})
+        tools, server = (
+            list(about["tools"]),
+            Server(**{key: about[key] for key in about if key != "tools"}),
+        )
     except (KeyError, TypeError) as error:
-        allowed = "command (a list), tools (a list of names), env, inherit (a list of variables), timeout_s"
-        raise ConfigError(f"environment.options.tools.mcp.servers.{name}: {error}; allowed: {allowed}") from error
+        allowed = (
+            "command (a list), tools (a list of names), env, inherit (a list of variables), "
+            "timeout_s"
+        )
+        raise ConfigError(
+            f"environment.options.tools.mcp.servers.{name}: {error}; allowed: {allowed}"
+        ) from error
     return [(tool, server) for tool in tools]
 
 
@@ -146,8 +166,8 @@ class Server:
         timeout_s: float = 30.0,
         inherit: Sequence[str] = (),
     ) -> None:
-        """``env``: variables of its environment; ``inherit``: names of those that it has from this process, beyond
-        the usual ones."""
+        """``env``: variables of its environment; ``inherit``: names of those that it has from this
+        process, beyond the usual ones."""
         if isinstance(inherit, str):
             raise TypeError(f"inherit: found {inherit!r}, allowed: a list of names")
         self._command, self._timeout_s = list(command), float(timeout_s)
@@ -157,8 +177,8 @@ class Server:
         self._connection: Connection | None = None
 
     def ask(self, method: str, parameters: Json) -> Json:
-        """The result of a request. ToolError: the server refuses it, or is slow. EnvironmentFault: the
-        server has died, or hung, each time that the request was sent."""
+        """The result of a request. ToolError: the server refuses it, or is slow. EnvironmentFault:
+        the server has died, or hung, each time that the request was sent."""
         for _ in range(ATTEMPTS):
             try:
                 return self._ask_once(method, parameters)
@@ -168,7 +188,8 @@ class Server:
         raise EnvironmentFault(reason, f"{failure}, {ATTEMPTS} times") from failure
 
     def _ask_once(self, method: str, parameters: Json) -> Json:
-        """The result of a request. ToolError: as `ask`. ServerDied, ServerHung: its process has ended."""
+        """The result of a request. ToolError: as `ask`. ServerDied, ServerHung: its process has
+        ended."""
         connection = self._connected()
         try:
             return connection.ask(method, parameters, self._timeout_s)
@@ -236,10 +257,14 @@ class Connection:
         self._asked: dict[int, Future[Json]] = {}
         self._writing = threading.Lock()
         self.has_ended = False
-        self._reading = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reading = threading.Thread(
+            target=self._read, args=(self._process.stdout,), daemon=True
+        )
         self._reading.start()
         self._errors = bytearray()
-        self._copying = threading.Thread(target=self._copy_errors, args=(self._process.stderr,), daemon=True)
+        self._copying = threading.Thread(
+            target=self._copy_errors, args=(self._process.stderr,), daemon=True
+        )
         self._copying.start()
 
     def read_error(self) -> str:
@@ -252,8 +277,8 @@ class Connection:
         return find_last_error(text).text or text.rpartition("\n")[2]
 
     def ask(self, method: str, parameters: Json, limit_s: float) -> Json:
-        """The result of a request. NoAnswer: not within ``limit_s``. ServerDied: the process has ended.
-        ToolError: the server refuses."""
+        """The result of a request. NoAnswer: not within ``limit_s``. ServerDied: the process has
+        ended. ToolError: the server refuses."""
         number, answer = next(self._numbers), Future[Json]()
         self._asked[number] = answer
         if self.has_ended:
@@ -283,7 +308,8 @@ class Connection:
         return True
 
     def tell(self, message: Json, limit_s: float = _PING_S) -> None:
-        """Send a message. NoAnswer: the server did not read it in ``limit_s``. ServerDied: the process has ended."""
+        """Send a message. NoAnswer: the server did not read it in ``limit_s``. ServerDied: the
+        process has ended."""
         line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         if not self._writing.acquire(timeout=limit_s):
             raise NoAnswer(f"not read in {limit_s:g} s")
@@ -295,7 +321,8 @@ class Connection:
             self._writing.release()
 
     def _write(self, line: bytes, deadline_s: float) -> None:
-        """Write ``line`` to the server's standard input, which does not block. OSError: it has ended."""
+        """Write ``line`` to the server's standard input, which does not block. OSError: it has
+        ended."""
         assert self._process.stdin
         while line:
             try:
@@ -362,7 +389,8 @@ class Connection:
 
 
 def _read_content(item: Any) -> str | MediaPart:
-    """An item of a result's content as the policy reads it: a text, or a medium. Any other item is named in brackets.
+    """An item of a result's content as the policy reads it: a text, or a medium. Any other item is
+    named in brackets.
 
     ToolError: it is malformed.
     """
@@ -376,7 +404,10 @@ def _read_content(item: Any) -> str | MediaPart:
                 return _read_resource(item["resource"])
             case "resource_link":
                 details = [item.get(name) for name in ("name", "mimeType", "description")]
-                return f"[resource {item['uri']}: {', '.join(str(detail) for detail in details if detail)}]"
+                return (
+                    f"[resource {item['uri']}: "
+                    f"{', '.join(str(detail) for detail in details if detail)}]"
+                )
             case kind:
                 return f"[{kind}, which cannot be shown]"
     except (LookupError, TypeError, ValueError) as error:

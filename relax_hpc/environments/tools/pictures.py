@@ -1,4 +1,5 @@
-"""Tools that show a picture of the prompt again, larger or turned, named and called as in DeepEyes (arXiv
+"""Tools that show a picture of the prompt again, larger or turned, named and called as in DeepEyes
+(arXiv
 2505.14362)."""
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MOST_RATIO = 100
 _NOTHING = 1e-3
 """Pixels of a side of a box that has none."""
 MOST_PIXELS = 1 << 24
-"""Pixels of what is shown; more than any model's processor takes, and a file that is made and sent in a moment."""
+"""Pixels of what is shown; more than any model's processor takes, and a file that is made and sent
+in a moment."""
 _WHICH = Parameter("integer", "number of the picture in the prompt, from 0", default=0)
 
 
@@ -38,7 +40,10 @@ class _OfPictures(Tool):
     def _picture(self, number: int) -> Image:
         """Decoded for each call: an environment that waits for its policy keeps no pixels."""
         if not 0 <= number < len(self._sources):
-            raise ToolError(f"argument img_idx: found {number}, the prompt has {len(self._sources)} pictures, from 0")
+            raise ToolError(
+                f"argument img_idx: found {number}, the prompt has {len(self._sources)} pictures, "
+                "from 0"
+            )
         return picture(self._sources[number], self._limits)
 
 
@@ -47,7 +52,9 @@ class Zoom(_OfPictures):
 
     name = "image_zoom_in_tool"
     parameters: ClassVar = {
-        "bbox_2d": Parameter("numbers", "the part to show, as [left, top, right, bottom]", length=4),
+        "bbox_2d": Parameter(
+            "numbers", "the part to show, as [left, top, right, bottom]", length=4
+        ),
         "label": Parameter("string", "what is to be seen there", default=""),
         "img_idx": _WHICH,
     }
@@ -80,9 +87,12 @@ class Rotate(_OfPictures):
         return _shown(self._picture(img_idx).rotate(angle % 360, expand=True))
 
 
-def box_of(wanted: Sequence[float], scale: tuple[float, float], size: tuple[int, int], least: int) -> Box:
-    """``wanted``, in units of ``scale`` pixels, within a picture of ``size`` (width, height): cut at its edges, then
-    enlarged around its middle until no side has less than ``least`` pixels. ToolError: nothing of it is in the picture.
+def box_of(
+    wanted: Sequence[float], scale: tuple[float, float], size: tuple[int, int], least: int
+) -> Box:
+    """``wanted``, in units of ``scale`` pixels, within a picture of ``size`` (width, height): cut
+    at its edges, then enlarged around its middle until no side has less than ``least`` pixels.
+    ToolError: nothing of it is in the picture.
 
     >>> box_of([90, 10, 140, 30], (1, 1), (100, 100), 28)
     (72, 0, 100, 56)
@@ -93,7 +103,9 @@ def box_of(wanted: Sequence[float], scale: tuple[float, float], size: tuple[int,
         ratio = f"found {sides[1] / sides[0]:.0f}, allowed {MOST_RATIO}"
         raise ToolError(f"argument bbox_2d: one side by the other: {ratio}")
     larger = max(1.0, least / sides[0])
-    (left, right), (top, bottom) = (_enlarged(*end, larger, whole) for end, whole in zip(ends, size, strict=True))
+    (left, right), (top, bottom) = (
+        _enlarged(*end, larger, whole) for end, whole in zip(ends, size, strict=True)
+    )
     return left, top, right, bottom
 
 
@@ -116,7 +128,9 @@ def _within(start: float, end: float, scale: float, size: int) -> tuple[float, f
     low, high = (max(0.0, min(value * scale, size)) for value in (start, end))
     if high - low < _NOTHING:
         limits = "left < right and top < bottom, within the picture"
-        raise ToolError(f"argument bbox_2d: found {start:g} and {end:g} of {size / scale:g}, allowed: {limits}")
+        raise ToolError(
+            f"argument bbox_2d: found {start:g} and {end:g} of {size / scale:g}, allowed: {limits}"
+        )
     return low, high
 
 

@@ -18,12 +18,14 @@ _SHOWN = 4000
 
 
 class Python(Tool):
-    """Runs a program; its options are those of `reward.code`. `timeout_s` is for one program, and those that concern
-    tests, `share` and `same_process`, have no effect."""
+    """Runs a program; its options are those of `reward.code`. `timeout_s` is for one program, and
+    those that concern tests, `share` and `same_process`, have no effect."""
 
     name = "python"
     description = "Runs a Python program, without files or a network, and tells what it prints."
-    parameters: ClassVar = {"code": Parameter("string", "the whole program; nothing is kept from one to the next")}
+    parameters: ClassVar = {
+        "code": Parameter("string", "the whole program; nothing is kept from one to the next")
+    }
 
     def __init__(self, **options: Any) -> None:
         """ConfigError: an option is not allowed."""
@@ -35,12 +37,14 @@ class Python(Tool):
         return Jail(self._settings, KEY)
 
     def call(self, code: str) -> str:
-        """Output of the program, errors in it, and how it ended if not well. ToolError: it was not done in time.
-        ConfigError: programs cannot be kept apart on this machine."""
+        """Output of the program, errors in it, and how it ended if not well. ToolError: it was not
+        done in time. ConfigError: programs cannot be kept apart on this machine."""
         ran = self._jail.run(code, "", self._settings.timeout_s, with_errors=True)
         output = shortened(ran.output.rstrip("\n"))
         if not ran.in_time:
-            raise ToolError(f"not done in {self._settings.timeout_s:g} s; it had printed:\n{output}")
+            raise ToolError(
+                f"not done in {self._settings.timeout_s:g} s; it had printed:\n{output}"
+            )
         return f"{output}\n(exit code {ran.code})" if ran.code else output or "(it printed nothing)"
 
 
@@ -56,4 +60,8 @@ def shortened(text: str, most: int = _SHOWN) -> str:
     '01\\n(6 characters left out)\\n89'
     """
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n({len(text) - 2 * half} characters left out)\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:half]}\n({len(text) - 2 * half} characters left out)\n{text[-half:]}"
+    )

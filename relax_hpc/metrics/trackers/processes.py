@@ -68,7 +68,8 @@ class TrackerProcess:
         self._process.wait()
 
     def failure(self) -> dict[str, str]:
-        """Failure of the process, which has ended: {detail, location, traceback}; empty: it finished."""
+        """Failure of the process, which has ended: {detail, location, traceback}; empty: it
+        finished."""
         code = self._process.returncode
         if code == 0:
             return {}

@@ -69,7 +69,8 @@ class TensorBoard(Tracker):
         self._write(_event(step, clock.time(), text_pb(tag, f"step {step}\n\n{lines}")))
 
     def configured(self, values: Mapping[str, bool | float | str], metrics: Sequence[str]) -> None:
-        """Show the run's settings in the HParams tab, with the last value of each of ``metrics``."""
+        """Show the run's settings in the HParams tab, with the last value of each of
+        ``metrics``."""
         from tensorboard.plugins.hparams import summary_v2 as hparams
 
         settings = [hparams.HParam(name) for name in values]

@@ -1,1 +1,2 @@
-"""Towers: encoders of media, transformers' modules, on the first pipeline stage before megatron-core's decoder."""
+"""Towers: encoders of media, transformers' modules, on the first pipeline stage before
+megatron-core's decoder."""

@@ -1,4 +1,5 @@
-"""The audio tower of Qwen3-Omni (AuT): three convolutions, then attention within windows. arXiv 2509.17765."""
+"""The audio tower of Qwen3-Omni (AuT): three convolutions, then attention within windows. arXiv
+2509.17765."""
 
 from __future__ import annotations
 
@@ -87,7 +88,11 @@ class AudioTower(Tower):
     def sizes(self) -> TowerSizes:
         """See `Tower.sizes`."""
         # As of the vision tower, without rotated queries and keys.
-        block, height, convolved = 9 * self.width + 2 * self.inner, float(self.bins), float(self.bins)
+        block, height, convolved = (
+            9 * self.width + 2 * self.inner,
+            float(self.bins),
+            float(self.bins),
+        )
         for number in (1, 2, 3):
             # Before and after the activation, of half as many frames each time.
             height = (height + 1) // 2
@@ -96,7 +101,8 @@ class AudioTower(Tower):
         return TowerSizes(1, self.width, block, ends)
 
     def multiplied(self, grid: Grid) -> int:
-        """See `Tower.multiplied`; convolutions look no further than a chunk, attention no further than a window."""
+        """See `Tower.multiplied`; convolutions look no further than a chunk, attention no further
+        than a window."""
         chunks, rest = divmod(grid[2], 2 * self.half)
         windows, last = divmod(grid[2], self.window)
         pairs = windows * sound_tokens(self.window) ** 2 + sound_tokens(last) ** 2
@@ -104,7 +110,9 @@ class AudioTower(Tower):
         convolved = chunks * self._convolved(2 * self.half) + self._convolved(rest)
         rows = -(-self.bins // 8)
         token = self.channels * rows * self.width + self.width**2 + self.width * self.out
-        layers = self.depth * (tokens * (4 * self.width**2 + 2 * self.width * self.inner) + 2 * pairs * self.width)
+        layers = self.depth * (
+            tokens * (4 * self.width**2 + 2 * self.width * self.inner) + 2 * pairs * self.width
+        )
         return convolved + tokens * token + layers
 
     def _convolved(self, frames: int) -> int:
@@ -156,8 +164,8 @@ class AudioTower(Tower):
         return encoded(lengths.tolist(), 2 * self.half, encode)[None]
 
     def _placed(self, frames: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-        """Chunks of sounds, and tensors that follow from their lengths, which are on the host, alone. Worked out there:
-        transformers' way would wait for a GPU in every layer."""
+        """Chunks of sounds, and tensors that follow from their lengths, which are on the host,
+        alone. Worked out there: transformers' way would wait for a GPU in every layer."""
         from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as theirs
 
         from relax_hpc.models.upload import upload
@@ -175,8 +183,9 @@ class AudioTower(Tower):
 def encoded(lengths: Sequence[int], chunk: int, encode: Callable[[list[int]], Tensor]) -> Tensor:
     """Embeddings [tokens, width] of sounds of these ``lengths`` in mel frames, in their order.
 
-    ``encode``: gives those of some sounds, by their numbers. Sounds go together whose longest chunks, of ``chunk``
-    frames at most, are as long: shorter ones are padded, and their last tokens would depend on their neighbours.
+    ``encode``: gives those of some sounds, by their numbers. Sounds go together whose longest
+    chunks, of ``chunk`` frames at most, are as long: shorter ones are padded, and their last tokens
+    would depend on their neighbours.
     """
     import torch
 

@@ -1,8 +1,10 @@
-"""Towers in front of a decoder: their embeddings in the places of media, and what they add to its first layers.
+"""Towers in front of a decoder: their embeddings in the places of media, and what they add to its
+first layers.
 
-A tower may be trained or frozen. Ranks of one stage that have other tokens of a pack (context and sequence parallel
-ranks) encode the media of their own tokens alone, so that the gradients of a tower are sums over them, as over
-data-parallel ranks. There is nothing that ranks do together: one without media goes on at once.
+A tower may be trained or frozen. Ranks of one stage that have other tokens of a pack (context and
+sequence parallel ranks) encode the media of their own tokens alone, so that the gradients of a
+tower are sums over them, as over data-parallel ranks. There is nothing that ranks do together: one
+without media goes on at once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Towers(torch.nn.Module):
                 value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
                 value.repeated = not config.sequence_parallel  # type: ignore[attr-defined]
             if config.recompute_granularity == "full":
-                # Else transformers takes it for a language model, and warns that it has no embeddings of tokens.
+                # Else transformers takes it for a language model, and warns that it has no
+                # embeddings of tokens.
                 module.main_input_name = "values"
                 module.gradient_checkpointing_enable({"use_reentrant": False})
             self.add_module(tower.name, module)
@@ -54,11 +57,18 @@ class Towers(torch.nn.Module):
             if name in given:
                 embedded = self._placed(embedded, tower, module, media, given[name])
             elif torch.is_grad_enabled():
-                embedded = _Unused.apply(embedded, *(one for one in module.parameters() if one.requires_grad))
+                embedded = _Unused.apply(
+                    embedded, *(one for one in module.parameters() if one.requires_grad)
+                )
         return embedded
 
     def _placed(
-        self, embedded: Tensor, tower: Tower, module: torch.nn.Module, media: MediaPass, given: TowerMedia
+        self,
+        embedded: Tensor,
+        tower: Tower,
+        module: torch.nn.Module,
+        media: MediaPass,
+        given: TowerMedia,
     ) -> Tensor:
         trains = torch.is_grad_enabled() and next(module.parameters()).requires_grad
         with torch.set_grad_enabled(trains):
@@ -68,7 +78,8 @@ class Towers(torch.nn.Module):
         return _Placed.apply(embedded, found, given, media if tower.levels else None)
 
     def feed(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Have the first of the decoder's ``layers`` add to their results what towers have for them."""
+        """Have the first of the decoder's ``layers`` add to their results what towers have for
+        them."""
         levels = max(tower.levels for tower in self.about.values())
         for level, layer in enumerate(layers[:levels]):
             layer.register_forward_hook(_Level(level), with_kwargs=True)
@@ -80,7 +91,9 @@ class _Level:
     def __init__(self, level: int) -> None:
         self.level = level
 
-    def __call__(self, _: Any, __: Any, given: Mapping[str, Any], result: tuple[Tensor, Any]) -> Any:
+    def __call__(
+        self, _: Any, __: Any, given: Mapping[str, Any], result: tuple[Tensor, Any]
+    ) -> Any:
         media = given["packed_seq_params"].media
         if media is None or media.levels is None:
             return None
@@ -92,15 +105,21 @@ class _Level:
 class _Placed(torch.autograd.Function):
     """Embeddings with those of a tower in the places of its media.
 
-    The gradient of what a tower gives to layers comes from these. Each may be computed again, in a backward pass of its
-    own, which must end at the tower's results: the tower's comes once, and last, with the gradient of the embeddings.
+    The gradient of what a tower gives to layers comes from these. Each may be computed again, in a
+    backward pass of its own, which must end at the tower's results: the tower's comes once, and
+    last, with the gradient of the embeddings.
     """
 
     @staticmethod
-    def forward(ctx: Any, embedded: Tensor, found: Tensor, given: TowerMedia, media: MediaPass | None) -> Tensor:
-        # Levels that were arguments would wait for the backward pass below before they had a gradient.
+    def forward(
+        ctx: Any, embedded: Tensor, found: Tensor, given: TowerMedia, media: MediaPass | None
+    ) -> Tensor:
+        # Levels that were arguments would wait for the backward pass below before they had a
+        # gradient.
         ctx.given, ctx.levels, ctx.shape = given, media.levels if media else None, found.shape
-        return embedded.index_copy(0, given.places, found[0].index_select(0, given.sources)[:, None])
+        return embedded.index_copy(
+            0, given.places, found[0].index_select(0, given.sources)[:, None]
+        )
 
     @staticmethod
     def backward(ctx: Any, d_placed: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -114,8 +133,8 @@ class _Placed(torch.autograd.Function):
 
 
 class _Unused(torch.autograd.Function):
-    """Embeddings as they are, and gradients of 0 for a tower that nothing stands for: sums over ranks begin when each
-    parameter has had a gradient."""
+    """Embeddings as they are, and gradients of 0 for a tower that nothing stands for: sums over
+    ranks begin when each parameter has had a gradient."""
 
     @staticmethod
     def forward(ctx: Any, embedded: Tensor, *parameters: Tensor) -> Tensor:

@@ -54,12 +54,15 @@ class RowMedia:
 
     @classmethod
     def of(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
-        """Build from stored media by their ids. Not in the thread that trains: values of a large image take a while."""
+        """Build from stored media by their ids. Not in the thread that trains: values of a large
+        image take a while."""
 
         def of_row(row: Row) -> np.ndarray:
             return positions(len(row["token_ids"]), row["spans"], media, rules)
 
-        return cls({name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row, rules)
+        return cls(
+            {name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row, rules
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +74,16 @@ class TowerMedia:
     grids: Tensor
     """Grids of the media, [media, 3] int64, on the host."""
     places: Tensor
-    """Tokens of this rank that get an embedding, [p] int64: their numbers among those that it has of the pack."""
+    """Tokens of this rank that get an embedding, [p] int64: their numbers among those that it has
+    of the pack."""
     sources: Tensor
     """Number of the embedding that each gets, [p] int64, among those of all ``values``."""
     rules: Rules
 
 
 MediaInputs = Mapping[str, TowerMedia]
-"""Media of a rank's part of a pack, by the names of towers; a tower that has none there is left out."""
+"""Media of a rank's part of a pack, by the names of towers; a tower that has none there is left
+out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,18 +92,23 @@ class MediaPass:
 
     inputs: MediaInputs
     levels: Tensor | None = None
-    """Values to add to the results of the first layers, [layers, n, hidden], once the towers have made them."""
+    """Values to add to the results of the first layers, [layers, n, hidden], once the towers have
+    made them."""
     added: TowerMedia | None = None
     """Media whose tower has made the ``levels``."""
 
 
 def media_inputs(
-    rows: Sequence[Row], media: RowMedia, places: Places, split: PackSplit, device: str | torch.device
+    rows: Sequence[Row],
+    media: RowMedia,
+    places: Places,
+    split: PackSplit,
+    device: str | torch.device,
 ) -> MediaInputs:
     """Media that tokens of this rank stand for, out of ``rows`` that lie in ``places``.
 
-    Spans of a medium take its tokens one after the other, and begin again when all are taken. BadMedium: spans that
-    media do not fit.
+    Spans of a medium take its tokens one after the other, and begin again when all are taken.
+    BadMedium: spans that media do not fit.
     """
     mine = np.full(places.total, -1, np.int64)
     kept = split.share(places)
@@ -133,8 +143,8 @@ class _Gathered:
     sources: list[np.ndarray] = field(default_factory=list)
 
     def add(self, name: str, one: TowerInput, at: np.ndarray, first: int) -> None:
-        """Add a span that stands for the tokens of a medium from ``first`` on; ``at``: its places, -1 where another
-        rank has them."""
+        """Add a span that stands for the tokens of a medium from ``first`` on; ``at``: its places,
+        -1 where another rank has them."""
         if name not in self.begins:
             self.begins[name] = self.tokens
             self.inputs.append(one)

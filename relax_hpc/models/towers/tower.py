@@ -23,7 +23,8 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """Sizes of what a tower keeps for the backward pass, in elements; counted, tensor by tensor, along transformers
+    """Sizes of what a tower keeps for the backward pass, in elements; counted, tensor by tensor, along
+    transformers
     5.12.1."""
 
     rows: float
@@ -55,7 +56,8 @@ class Tower(abc.ABC):
 
     @property
     def levels(self) -> int:
-        """Layers of the decoder, from the first on, that get something of it beside the embeddings (DeepStack, arXiv
+        """Layers of the decoder, from the first on, that get something of it beside the embeddings
+        (DeepStack, arXiv
         2406.04334)."""
         return 0
 
@@ -66,8 +68,8 @@ class Tower(abc.ABC):
 
     @abc.abstractmethod
     def multiplied(self, grid: Grid) -> int:
-        """Multiplications and additions of one forward pass of a medium of that ``grid``: those of matrices,
-        convolutions and both products of attention."""
+        """Multiplications and additions of one forward pass of a medium of that ``grid``: those of
+        matrices, convolutions and both products of attention."""
 
     @abc.abstractmethod
     def shapes(self) -> Shapes:
@@ -83,12 +85,15 @@ class Tower(abc.ABC):
 
         install_transformers_hook()
         model, name = self.built_by
-        kind = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        kind = getattr(
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name
+        )
         return kind(kind.config_class(**self.config(), attn_implementation="sdpa"))
 
     @abc.abstractmethod
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
-        """Embeddings of ``media`` and what is added to each of the first layers' results, [1 + levels, n, out]."""
+        """Embeddings of ``media`` and what is added to each of the first layers' results, [1 +
+        levels, n, out]."""
 
     def entries(self) -> Iterator[Entry]:
         """Parameters of it, which no rank cuts."""

@@ -1,4 +1,5 @@
-"""The vision tower of Qwen3-VL and of what came after it: one for images and videos. arXiv 2511.21631."""
+"""The vision tower of Qwen3-VL and of what came after it: one for images and videos. arXiv
+2511.21631."""
 
 from __future__ import annotations
 
@@ -89,7 +90,10 @@ class VisionTower(Tower):
     def of(cls, known: Mapping[str, Any], place: str) -> Self:
         """Build from the content of `vision_config`."""
         sizes = {name: known[key] for key, name in _SIZES.items()}
-        deep, activation = tuple(known["deepstack_visual_indexes"]), known.get("hidden_act", "gelu_pytorch_tanh")
+        deep, activation = (
+            tuple(known["deepstack_visual_indexes"]),
+            known.get("hidden_act", "gelu_pytorch_tanh"),
+        )
         return cls(place=place, deep=deep, activation=activation, **sizes)
 
     @property
@@ -100,8 +104,9 @@ class VisionTower(Tower):
     @property
     def sizes(self) -> TowerSizes:
         """See `Tower.sizes`."""
-        # Two inputs of norms and what they give, queries, keys and values, two of them rotated, the results of frames
-        # and of all together; of the feed-forward layer what comes before and after the activation.
+        # Two inputs of norms and what they give, queries, keys and values, two of them rotated, the
+        # results of frames and of all together; of the feed-forward layer what comes before and
+        # after the activation.
         block = 11 * self.width + 2 * self.inner
         values = self.channels * self.temporal * self.patch**2
         ends = self.merge**2 * values + (4 + 3 * self.levels) * self.merged
@@ -113,11 +118,17 @@ class VisionTower(Tower):
         values = self.channels * self.temporal * self.patch**2
         layer = 4 * self.width**2 + 2 * self.width * self.inner + 2 * frame * self.width
         mergers = (1 + self.levels) * (self.merged**2 + self.merged * self.out)
-        return time * frame * (values * self.width + self.depth * layer) + time * frame // self.merge**2 * mergers
+        return (
+            time * frame * (values * self.width + self.depth * layer)
+            + time * frame // self.merge**2 * mergers
+        )
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""
-        yield "patch_embed.proj.weight", (self.width, self.channels, self.temporal, self.patch, self.patch)
+        yield (
+            "patch_embed.proj.weight",
+            (self.width, self.channels, self.temporal, self.patch, self.patch),
+        )
         yield "patch_embed.proj.bias", (self.width,)
         yield "pos_embed.weight", (self.learned, self.width)
         for layer in range(self.depth):
@@ -155,18 +166,22 @@ class VisionTower(Tower):
         """See `Tower.encode`; the values of ``media`` are pixels, uint8 [patches, values]."""
         import torch
 
-        found = module(normalised(media.values, media.rules), grid_thw=media.grids, **self._placed(media))
+        found = module(
+            normalised(media.values, media.rules), grid_thw=media.grids, **self._placed(media)
+        )
         return torch.stack([found.pooler_output, *found.deepstack_features])
 
     def _placed(self, media: TowerMedia) -> dict[str, Tensor]:
-        """Tensors that follow from the grids alone. Worked out on the host: transformers' way would wait for a GPU in
-        every layer."""
+        """Tensors that follow from the grids alone. Worked out on the host: transformers' way would
+        wait for a GPU in every layer."""
         from transformers import vision_utils
 
         from relax_hpc.models.upload import upload
 
         side, device = math.isqrt(self.learned), media.values.device
-        corners, weights = vision_utils.get_vision_bilinear_indices_and_weights(media.grids, side, self.merge)
+        corners, weights = vision_utils.get_vision_bilinear_indices_and_weights(
+            media.grids, side, self.merge
+        )
         positions = vision_utils.get_vision_position_ids(media.grids, self.merge)
         return {
             "bilinear_indices": upload(corners.numpy(), device),
@@ -178,11 +193,17 @@ class VisionTower(Tower):
 
 
 def normalised(pixels: Tensor, rules: Rules) -> Tensor:
-    """uint8 ``pixels`` [patches, values] as float32, bit for bit what `multimodal.features.patches` makes of them."""
+    """uint8 ``pixels`` [patches, values] as float32, bit for bit what `multimodal.features.patches`
+    makes of them."""
     import torch
 
     from relax_hpc.models.upload import upload
 
     full = np.float32(255)
-    mean, std = (upload(np.array(each, np.float32)[:, None] * full, pixels.device) for each in (rules.mean, rules.std))
-    return pixels.unflatten(1, (len(rules.mean), -1)).to(torch.float32).sub_(mean).div_(std).flatten(1)
+    mean, std = (
+        upload(np.array(each, np.float32)[:, None] * full, pixels.device)
+        for each in (rules.mean, rules.std)
+    )
+    return (
+        pixels.unflatten(1, (len(rules.mean), -1)).to(torch.float32).sub_(mean).div_(std).flatten(1)
+    )

@@ -1,4 +1,5 @@
-"""Agent programs of a rollout process: each plays an episode, in a process of its own, at the run's endpoint."""
+"""Agent programs of a rollout process: each plays an episode, in a process of its own, at the run's
+endpoint."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class Agents:
     """A `Stage` of programs; for one event loop."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, count: Callable[[str], None]) -> None:
-        """``count`` is called with the reason of each request, or result, that is refused. ConfigError: there is no
-        program, or no template for its chats."""
+        """``count`` is called with the reason of each request, or result, that is refused.
+        ConfigError: there is no program, or no template for its chats."""
         self._config, self._tokenizer, self._count = config, tokenizer, count
         self._options = options = AgentOptions.from_options(config.environment.options)
         # Whoever wants a system's message has the program say it.
@@ -90,12 +91,14 @@ class Agents:
         self._template.close()
 
     async def play(self, history: History, start: Start) -> Episode:
-        """See `Stage.play`. While the gateway is replaced, it waits, and the program starts again and repeats its
-        requests. BadAnswer: the prompt has media, which the program would not get."""
+        """See `Stage.play`. While the gateway is replaced, it waits, and the program starts again
+        and repeats its requests. BadAnswer: the prompt has media, which the program would not
+        get."""
         if start.prompt.media:
             kinds = ", ".join(sorted({medium.kind.value for medium in start.prompt.media}))
             raise BadAnswer(
-                "environment_answer", f"found {kinds} in the prompt, allowed: text; agent programs are given no media"
+                "environment_answer",
+                f"found {kinds} in the prompt, allowed: text; agent programs are given no media",
             )
         rows, prompts = self._config.rollout.max_new_tokens, self._config.data.max_prompt_tokens
         bounds = Bounds(self._config.environment, start.request.budget, prompts + rows)
@@ -105,7 +108,9 @@ class Agents:
             while True:
                 with start.waiting():
                     link, url = await self._endpoint.reached()
-                session = Session(start, history, self._renderer, self._tokenizer, replace(bounds), self._count)
+                session = Session(
+                    start, history, self._renderer, self._tokenizer, replace(bounds), self._count
+                )
                 if end := await self._run_program(session, start.beginning, link, url):
                     return _end_episode(history, end)
         finally:
@@ -115,14 +120,23 @@ class Agents:
         """See `Stage.conclude`: the answers before a signal stay an episode."""
         return _end_episode(history, fault.end) if isinstance(fault, ProgramKilled) else None
 
-    async def _run_program(self, session: Session, begin: Beginning, link: Link, url: str) -> ProgramEnd | None:
-        """End of the episode that a program plays; None: the gateway has gone. EnvironmentFault; BadAnswer and Repeat
-        as `Start.drawn`."""
-        task = {"prompt": begin.prompt, "metadata": begin.metadata, "seed": begin.seed, "episode": begin.episode}
+    async def _run_program(
+        self, session: Session, begin: Beginning, link: Link, url: str
+    ) -> ProgramEnd | None:
+        """End of the episode that a program plays; None: the gateway has gone. EnvironmentFault;
+        BadAnswer and Repeat as `Start.drawn`."""
+        task = {
+            "prompt": begin.prompt,
+            "metadata": begin.metadata,
+            "seed": begin.seed,
+            "episode": begin.episode,
+        }
         options, memory_bytes = self._options, self._config.environment.memory_mb << 20
         async with self._open(session, link) as bearer:
             variables = _variables(options.env, url, bearer)
-            program = Program(options.command, variables, task, memory_bytes, options.pid_namespace, bearer)
+            program = Program(
+                options.command, variables, task, memory_bytes, options.pid_namespace, bearer
+            )
             code = await _first(program.run(), session.over.wait(), link.lost.wait())
         self._report_namespaces(program)
         if session.error:
@@ -132,7 +146,11 @@ class Agents:
         session.drop_unread()
         how = f"it ended by code {code}" if code is not None else "it was ended"
         if not session.last:
-            refused = f"; its last refused request: {session.last_refusal}" if session.last_refusal else ""
+            refused = (
+                f"; its last refused request: {session.last_refusal}"
+                if session.last_refusal
+                else ""
+            )
             detail = f"{how}, without an answer{refused}; {_printed(program)}"
             raise EnvironmentFault("environment_died", detail, _last_errors(program))
         is_killed = (code or 0) < 0 and not program.has_sent_result
@@ -149,9 +167,12 @@ class Agents:
         return end
 
     def _read_result(self, program: Program) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Entries of `info` about a program, and its result, empty if it gave none. A reward that is no number is
-        named."""
-        info: dict[str, Any] = {"output": program.output[-_SHOWN:], "errors": program.errors[-_SHOWN:]}
+        """Entries of `info` about a program, and its result, empty if it gave none. A reward that
+        is no number is named."""
+        info: dict[str, Any] = {
+            "output": program.output[-_SHOWN:],
+            "errors": program.errors[-_SHOWN:],
+        }
         if program.forged:
             self._count("forged_result")
             info["forged_result_bytes"] = program.forged
@@ -174,7 +195,8 @@ class Agents:
         if program.no_namespace and not self._reported_namespaces:
             self._reported_namespaces = True
             print(
-                f"agent programs have no PID namespace on this node ({program.no_namespace}); their processes are "
+                f"agent programs have no PID namespace on this node ({program.no_namespace}); "
+                "their processes are "
                 "found by their parents and killed at the end of each episode",
                 flush=True,
             )
@@ -216,15 +238,17 @@ def _end_episode(history: History, end: ProgramEnd) -> Episode:
 
 
 async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
-    """Result of ``work``; None if one of ``events`` comes first, which cancels ``work``. EnvironmentFault: there is no
-    such program."""
+    """Result of ``work``; None if one of ``events`` comes first, which cancels ``work``.
+    EnvironmentFault: there is no such program."""
     task = asyncio.ensure_future(work)
     tasks = [task, *map(asyncio.ensure_future, events)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     except OSError as error:
-        raise EnvironmentFault("environment_died", f"the program cannot be started: {error}") from error
+        raise EnvironmentFault(
+            "environment_died", f"the program cannot be started: {error}"
+        ) from error
     finally:
         for waiting in tasks:
             waiting.cancel()
@@ -232,8 +256,8 @@ async def _first(work: Awaitable[int], *events: Awaitable[Any]) -> int | None:
 
 
 def _read_reward(result: Mapping[str, Any]) -> float | None:
-    """The reward in a program's result, with true as 1 and false as 0; None: it has none, or one that is no finite
-    number."""
+    """The reward in a program's result, with true as 1 and false as 0; None: it has none, or one
+    that is no finite number."""
     reward = result.get("reward")
     return finite_number(int(reward) if isinstance(reward, bool) else reward)
 
@@ -256,7 +280,11 @@ def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] 
 
 
 def _printed(program: Program) -> str:
-    return f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to standard error"
+    return (
+        f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to "
+        "standard "
+        "error"
+    )
 
 
 _OTHER_NAMES = {
@@ -265,19 +293,22 @@ _OTHER_NAMES = {
     "ANTHROPIC_API_URL": "ANTHROPIC_BASE_URL",
     "ANTHROPIC_AUTH_TOKEN": "ANTHROPIC_API_KEY",
 }
-"""Other names of these variables, which langchain-openai 1.7, langchain-anthropic, litellm 1.110 and Claude Code read
-first. The user's own environment may have them."""
+"""Other names of these variables, which langchain-openai 1.7, langchain-anthropic, litellm 1.110
+and Claude Code read first. The user's own environment may have them."""
 
 
 def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str, str]:
-    """Environment variables of a program beyond this process's, those that are ``configured`` included."""
+    """Environment variables of a program beyond this process's, those that are ``configured``
+    included."""
     endpoint = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": bearer,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": bearer,
     }
-    inherited = {name: endpoint[usual] for name, usual in _OTHER_NAMES.items() if name in os.environ}
+    inherited = {
+        name: endpoint[usual] for name, usual in _OTHER_NAMES.items() if name in os.environ
+    }
     return {
         # What a Python program has printed is there also if it is killed.
         "PYTHONUNBUFFERED": "1",
@@ -291,7 +322,8 @@ def _variables(configured: Mapping[str, str], url: str, bearer: str) -> dict[str
 def _without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables by which HTTP clients reach this node itself without a proxy.
 
-    Sites set `http_proxy` on nodes without a route to the internet. urllib, requests and httpx then ask the proxy for
+    Sites set `http_proxy` on nodes without a route to the internet. urllib, requests and httpx then
+    ask the proxy for
     127.0.0.1 as well, unless `no_proxy` names it.
     """
     environment = {**os.environ, **variables}

@@ -17,8 +17,8 @@ from relax_hpc.rollout.samples import begins_in_thought
 MODEL = "policy"
 """Name of the only model; what a request names does not matter."""
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
-"""Characters that JSON need not escape, and that end a line to readers of streams such as `str.splitlines`, httpx's
-`iter_lines` (0.28) and JavaScript's."""
+"""Characters that JSON need not escape, and that end a line to readers of streams such as
+`str.splitlines`, httpx's `iter_lines` (0.28) and JavaScript's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Answer:
     """Tokens before it."""
     tokens: int
     stops: tuple[str, ...] = ()
-    """Texts of the request's of which one has ended it. The policy has drawn that, and the content is without it."""
+    """Texts of the request's of which one has ended it. The policy has drawn that, and the content
+    is without it."""
 
     @classmethod
     def from_turn(
@@ -57,11 +58,17 @@ class Answer:
         if not has_ended and len(turn) < limit:
             # The engine has seen one of them, which the text does not show, as of special tokens.
             stops, has_ended = list(request.stop), True
-        sizes = {"is_cut": not has_ended, "known": len(before), "tokens": len(turn), "stops": tuple(stops)}
+        sizes = {
+            "is_cut": not has_ended,
+            "known": len(before),
+            "tokens": len(turn),
+            "stops": tuple(stops),
+        }
         if request.may_call:
             read = read_turn(text, begins_in_thought(before, tokenizer))
             calls = [call for call in read.calls if isinstance(call, ToolCall)]
-            # One that is no call leaves all of them text: the program hears of none that it could not see whole.
+            # One that is no call leaves all of them text: the program hears of none that it could
+            # not see whole.
             if calls and len(calls) == len(read.calls):
                 return cls(number, text[: read.first_call].strip(), calls, **sizes)
         return cls(number, text, (), **sizes)
@@ -70,12 +77,16 @@ class Answer:
     def message(self) -> Message:
         """The message as it is when it comes back."""
         calls = [call_of(call.name, call.arguments) for call in self.calls]
-        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **({"tool_calls": calls} if calls else {}),
+        }
 
     @property
     def messages(self) -> list[Message]:
-        """The same in all forms in which clients send it back: smolagents and ReAct agents put the text that has
-        stopped it behind it again."""
+        """The same in all forms in which clients send it back: smolagents and ReAct agents put the
+        text that has stopped it behind it again."""
         contents = [self.content]
         for stop in self.stops if not self.calls else ():
             contents += [self.content + stop, self.content.strip() + stop]

@@ -25,18 +25,20 @@ class Bounds:
     window: int
     """Tokens that a row may have."""
     met: Ended | None = field(default=None, init=False)
-    """Bound for which the last request was refused; None: it was not refused. A program that compacts its history and
-    gets another answer has not ended at the bound."""
+    """Bound for which the last request was refused; None: it was not refused. A program that
+    compacts its history and gets another answer has not ended at the bound."""
     asked: int = field(default=0, init=False)
     """Turns so far."""
 
     def next_turn(self, rows: Sequence[OpenRow], row: OpenRow, known: int) -> tuple[int, Ended]:
-        """Tokens that another turn may have, and what limits it; it goes to ``row``, which may be none of the ``rows``
-        yet, behind its first ``known`` tokens. Refused: there is no room."""
+        """Tokens that another turn may have, and what limits it; it goes to ``row``, which may be
+        none of the ``rows`` yet, behind its first ``known`` tokens. Refused: there is no room."""
         is_new = not any(row is known_row for known_row in rows)
         if self.asked == self.limits.max_turns or (is_new and len(rows) == MAX_ROWS):
             self.met = "max_turns"
-            raise Refused(400, "max_turns", f"allowed are {self.limits.max_turns} turns, and {MAX_ROWS} rows")
+            raise Refused(
+                400, "max_turns", f"allowed are {self.limits.max_turns} turns, and {MAX_ROWS} rows"
+            )
         drafts = [known_row.draft for known_row in rows]
         sampled = sum(int(np.count_nonzero(draft.token_versions)) for draft in drafts)
         other_tokens = sum(known_row.length for known_row in rows if known_row is not row)
@@ -47,7 +49,11 @@ class Bounds:
             self.met = reason
             if reason == "length":
                 raise TooLong(known, known + left - 1)
-            raise Refused(400, reason, f"a chat of {known} tokens leaves none to an answer (environment.{reason})")
+            raise Refused(
+                400,
+                reason,
+                f"a chat of {known} tokens leaves none to an answer (environment.{reason})",
+            )
         self.asked += 1
         self.met = None
         return left, reason

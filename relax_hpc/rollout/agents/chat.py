@@ -1,4 +1,5 @@
-"""Requests for an answer, whatever interface they come by, and what is wrong with those that are none."""
+"""Requests for an answer, whatever interface they come by, and what is wrong with those that are
+none."""
 
 from __future__ import annotations
 
@@ -10,15 +11,27 @@ from typing import Any
 from relax_hpc.environments.plain import clean_texts
 
 Message = dict[str, Any]
-"""Message as chat templates have it: role, content (a text), of an assistant tool_calls whose arguments are objects."""
+"""Message as chat templates have it: role, content (a text), of an assistant tool_calls whose
+arguments are objects."""
 SAMPLING = frozenset(
-    ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty")
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    )
 )
-"""Fields whose values are the run's in every request: the policy itself has to draw the tokens that are trained on."""
+"""Fields whose values are the run's in every request: the policy itself has to draw the tokens that
+are trained on."""
 
 
 class Refused(Exception):
-    """A request that is not answered: its HTTP status, a code that is counted, and what is wrong with it."""
+    """A request that is not answered: its HTTP status, a code that is counted, and what is wrong
+    with it."""
 
     def __init__(self, status: int, code: str, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
@@ -29,7 +42,9 @@ class TooLong(Refused):
     """A chat of ``tokens`` tokens, where there is room for ``limit`` and one token of an answer."""
 
     def __init__(self, tokens: int, limit: int) -> None:
-        super().__init__(400, "context_length_exceeded", f"a chat of {tokens} tokens, allowed: {limit}")
+        super().__init__(
+            400, "context_length_exceeded", f"a chat of {tokens} tokens, allowed: {limit}"
+        )
         self.tokens, self.limit = tokens, limit
 
 
@@ -49,7 +64,8 @@ class ChatRequest:
     tells_usage: bool = True
     """Whether a stream says how many tokens there were."""
     apart: int = 0
-    """Messages at the beginning that are no part of the chat which a later request may go on with."""
+    """Messages at the beginning that are no part of the chat which a later request may go on
+    with."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -59,22 +75,25 @@ class ChatRequest:
             raise Refused(
                 400,
                 "wrong_field",
-                "messages: the last one is an assistant's. This model does not support assistant message prefill. The "
+                "messages: the last one is an assistant's. This model does not support assistant "
+                "message prefill. The "
                 "conversation must end with a user message, or with the result of a tool.",
             )
-        # Templates such as Qwen3's show no names of calls, so the order is all that the policy sees.
+        # Templates such as Qwen3's show no names of calls, so the order is all that the policy
+        # sees.
         object.__setattr__(self, "messages", _in_order_of_calls(self.messages))
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Fields of an interface's requests. Any other field with a value is refused by its name: a program that asks for
-    JSON and gets prose would score 0 without a visible reason."""
+    """Fields of an interface's requests. Any other field with a value is refused by its name: a
+    program that asks for JSON and gets prose would score 0 without a visible reason."""
 
     read: frozenset[str]
     """Fields that the interface reads."""
     hints: frozenset[str]
-    """Fields that change nothing about which answers are right: they are accepted and not looked at."""
+    """Fields that change nothing about which answers are right: they are accepted and not looked
+    at."""
     neutral: Mapping[str, Sequence[Any]]
     """Values by which other fields ask for nothing."""
 
@@ -92,8 +111,9 @@ class Fields:
 def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with the results of an answer's calls in the order of the calls.
 
-    A program that runs calls in parallel may send the results in the order in which the calls have ended. A result that
-    names no call of the answer stays where it is, and so do the results behind it.
+    A program that runs calls in parallel may send the results in the order in which the calls have
+    ended. A result that names no call of the answer stays where it is, and so do the results behind
+    it.
     """
     ordered, order, first_result = list[Message](), dict[str, int](), 0
     for message in messages:
@@ -103,7 +123,9 @@ def _in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
             order = {name: index for index, name in enumerate(names) if name}
             first_result = len(ordered)
         elif message.get("tool_call_id") in order:
-            ordered[first_result:] = sorted(ordered[first_result:], key=lambda result: order[result["tool_call_id"]])
+            ordered[first_result:] = sorted(
+                ordered[first_result:], key=lambda result: order[result["tool_call_id"]]
+            )
         else:
             order = {}
     return ordered
@@ -126,7 +148,8 @@ def wrong(field: str, value: Any, allowed: str) -> Refused:
 
 
 def number_in(request: Mapping[str, Any], *fields: str) -> int:
-    """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none, or 0."""
+    """Number of tokens in the first of ``fields`` that has one; 0: none has. Refused: it is none,
+    or 0."""
     field = next((field for field in fields if request.get(field) is not None), "")
     if not field:
         return 0
@@ -137,7 +160,8 @@ def number_in(request: Mapping[str, Any], *fields: str) -> int:
 
 
 def flag_in(request: Mapping[str, Any], field: str) -> bool:
-    """Whether ``field`` is true; it is false where it is absent. Refused: it is neither true nor false."""
+    """Whether ``field`` is true; it is false where it is absent. Refused: it is neither true nor
+    false."""
     value = request.get(field)
     if value is not None and type(value) is not bool:
         raise wrong(field, value, "true or false")
@@ -156,7 +180,11 @@ def texts_in(request: Mapping[str, Any], field: str) -> tuple[str, ...]:
 def list_in(request: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     """Objects in ``field``. Refused: it has others, or none."""
     items = request.get(field)
-    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+    if (
+        not isinstance(items, list)
+        or not items
+        or not all(isinstance(item, dict) for item in items)
+    ):
         raise wrong(field, items, "a list of objects")
     return items
 
@@ -170,7 +198,8 @@ def text_in(request: Mapping[str, Any], field: str) -> str:
 
 
 def role_in(message: Mapping[str, Any], field: str, roles: Mapping[str, str]) -> str:
-    """The chat template's role of a message whose ``field`` is its ``role``. Refused: it is none of ``roles``."""
+    """The chat template's role of a message whose ``field`` is its ``role``. Refused: it is none of
+    ``roles``."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
         raise wrong(field, role, ", ".join(roles))
@@ -178,11 +207,15 @@ def role_in(message: Mapping[str, Any], field: str, roles: Mapping[str, str]) ->
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text",)) -> str:
-    """Text of a message's content: one, or a list of parts of these ``kinds``. Refused: it has others."""
+    """Text of a message's content: one, or a list of parts of these ``kinds``. Refused: it has
+    others."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in parts]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        for part in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise wrong("content", content, "text")
     return "".join(texts)

@@ -1,4 +1,5 @@
-"""The endpoint of a run as programs of this node reach it: that of the gateway, or of a forwarder on this node."""
+"""The endpoint of a run as programs of this node reach it: that of the gateway, or of a forwarder
+on this node."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ _FORWARDER_S = 300.0
 class Endpoint:
     """Way to the newest gateway; for one event loop."""
 
-    def __init__(self, run: RunDir, serve: Callable[[Message], Awaitable[Message]], limit_s: float) -> None:
-        """``serve`` answers what the gateway asks. ``limit_s``: seconds for a gateway to be there."""
+    def __init__(
+        self, run: RunDir, serve: Callable[[Message], Awaitable[Message]], limit_s: float
+    ) -> None:
+        """``serve`` answers what the gateway asks. ``limit_s``: seconds for a gateway to be
+        there."""
         self._run, self._serve, self._limit_s = run, serve, limit_s
         self._link: Link | None = None
         self._turn = asyncio.Lock()
@@ -34,7 +38,9 @@ class Endpoint:
             if not self._link or self._link.lost.is_set():
                 self._link = link = await reach(self._run, self._serve, self._limit_s)
                 await self._end_forwarder()
-                self._url = link.place.url if link.place.is_here else await self._begin_forwarder(link)
+                self._url = (
+                    link.place.url if link.place.is_here else await self._begin_forwarder(link)
+                )
             return self._link, self._url
 
     async def close(self) -> None:
@@ -44,14 +50,23 @@ class Endpoint:
         await self._end_forwarder()
 
     async def _begin_forwarder(self, link: Link) -> str:
-        """Address of a new forwarder, with which ``link`` is lost too. RelaxError: it does not begin."""
-        command = [sys.executable, "-m", "relax_hpc.gateway.forward", "--run_dir", str(self._run.root)]
+        """Address of a new forwarder, with which ``link`` is lost too. RelaxError: it does not
+        begin."""
+        command = [
+            sys.executable,
+            "-m",
+            "relax_hpc.gateway.forward",
+            "--run_dir",
+            str(self._run.root),
+        ]
         self._forwarder = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert self._forwarder.stdout
         async with asyncio.timeout(_FORWARDER_S):
             url = await self._forwarder.stdout.readline()
         if not url:
-            raise RelaxError("the forwarder of this node has ended; what it printed is in the log of this role")
+            raise RelaxError(
+                "the forwarder of this node has ended; what it printed is in the log of this role"
+            )
         self._watching = asyncio.create_task(_lose(link, self._forwarder))
         return url.decode().strip()
 

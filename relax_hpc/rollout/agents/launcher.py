@@ -1,13 +1,15 @@
 """Start of an agent program, and the end of every process that the program has started.
 
-`program` runs this file by its path, with the standard library alone: `python -I -S launcher.py ORDER`. ORDER is JSON:
-`words` of the command, `memory_bytes` of each of its processes, `pid_namespace` (whether to try one), and two sockets:
-`control`, for reports, at whose end everything is killed, and `result`, which the program gets.
+`program` runs this file by its path, with the standard library alone: `python -I -S launcher.py
+ORDER`. ORDER is JSON: `words` of the command, `memory_bytes` of each of its processes,
+`pid_namespace` (whether to try one), and two sockets: `control`, for reports, at whose end
+everything is killed, and `result`, which the program gets.
 
     rollout process --> keeper (this process) --> init of a PID namespace --> program
 
-The kernel kills a PID namespace with its first process. Where there is no such namespace, the keeper starts the program
-itself. It is a child subreaper then: orphans become its children, so it finds and kills them (prctl(2), Linux 3.4).
+The kernel kills a PID namespace with its first process. Where there is no such namespace, the
+keeper starts the program itself. It is a child subreaper then: orphans become its children, so it
+finds and kills them (prctl(2), Linux 3.4).
 """
 
 import contextlib
@@ -28,7 +30,8 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 1 << 14, 1 << 19
 _NOT_STARTED = 127
 _RESULT_FD = 3
-"""Descriptor of the program over which it sends its result; the variable RELAX_RESULT_FD names it."""
+"""Descriptor of the program over which it sends its result; the variable RELAX_RESULT_FD names
+it."""
 _KILL_S = 10.0
 """Seconds for processes that were killed to end."""
 _PAUSE_S = 0.005
@@ -39,7 +42,11 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     os.set_inheritable(order["control"], False)
     _check(_LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    reason = _start_init(order) if order["pid_namespace"] else "environment.options.pid_namespace is false"
+    reason = (
+        _start_init(order)
+        if order["pid_namespace"]
+        else "environment.options.pid_namespace is false"
+    )
     if not reason:
         _release(order)
         _wait_for_all()
@@ -89,9 +96,10 @@ def _enter_namespaces() -> None:
 
 
 def _supervise(order: dict) -> None:
-    """Start the program and report its end; return when it has ended, or when the rollout process ends it."""
-    # The program's processes may not attach to this one, nor open its descriptors. The program itself gets this right
-    # back by exec.
+    """Start the program and report its end; return when it has ended, or when the rollout process
+    ends it."""
+    # The program's processes may not attach to this one, nor open its descriptors. The program
+    # itself gets this right back by exec.
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -113,7 +121,9 @@ def _supervise(order: dict) -> None:
             killed = ended.si_code != os.CLD_EXITED
             _report(order, ended=-ended.si_status if killed else ended.si_status)
             return
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != program:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid != program:
             os.waitpid(ended.si_pid, 0)
 
 
@@ -132,7 +142,8 @@ def _start_program(order: dict) -> int:
         if hard_limit != resource.RLIM_INFINITY:
             limit = min(limit, hard_limit)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        # It tells the rollout process which process may send the result: exec keeps the process's number.
+        # It tells the rollout process which process may send the result: exec keeps the process's
+        # number.
         os.write(order["result"], b"\n")
         # One digit: `sh` of Debian knows no descriptors with more.
         order["control"] = fcntl.fcntl(order["control"], fcntl.F_DUPFD_CLOEXEC, _RESULT_FD + 1)

@@ -1,5 +1,5 @@
-"""The process of an agent program: it reads its task from standard input, finds the endpoint in its environment, and
-sends its result over a socket."""
+"""The process of an agent program: it reads its task from standard input, finds the endpoint in its
+environment, and sends its result over a socket."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from relax_hpc.rendezvous.process import clean_environment
 from relax_hpc.rollout.agents import launcher
 
 RESULT_FD = "RELAX_RESULT_FD"
-"""Environment variable with the number of the descriptor that a program may send its result over, see `launcher`."""
+"""Environment variable with the number of the descriptor that a program may send its result over,
+see `launcher`."""
 _MAX_RESULT_BYTES = 1 << 20
 """Bytes of a result, and of what a program prints last, that are kept."""
 _MAX_ERROR_BYTES = 64 << 10
 _BLOCK = 1 << 14
 _FREE_BYTES, _PAUSE_S = 1 << 20, 0.02
-"""Bytes that a program may print at its own pace, and seconds of pause after each block beyond. Only the program waits
-then."""
+"""Bytes that a program may print at its own pace, and seconds of pause after each block beyond.
+Only the program waits then."""
 _DRAIN_S = 1.0
 """Seconds for reading the end of its output, after all of its processes were killed."""
 _END_S = 20.0
@@ -48,9 +49,10 @@ class Program:
         pid_namespace: bool = True,
         secret: str = "",
     ) -> None:
-        """``command``: words, not a shell's; ``variables``: of its environment beyond this process's; ``task``: its
-        input, as JSON in one line; ``memory_bytes``: of each of its processes; ``pid_namespace``: whether it gets one,
-        where the kernel allows that; ``secret``: text that `***` replaces in its output and its result."""
+        """``command``: words, not a shell's; ``variables``: of its environment beyond this
+        process's; ``task``: its input, as JSON in one line; ``memory_bytes``: of each of its
+        processes; ``pid_namespace``: whether it gets one, where the kernel allows that; ``secret``:
+        text that `***` replaces in its output and its result."""
         self._command, self._variables, self._task = command, variables, task
         self._memory_bytes, self._pid_namespace, self._secret = memory_bytes, pid_namespace, secret
         self._output, self._errors = _Tail(_MAX_RESULT_BYTES), _Tail(_MAX_ERROR_BYTES)
@@ -59,8 +61,8 @@ class Program:
         """Reason why it has no PID namespace; empty: it has one."""
 
     async def run(self) -> int:
-        """Run it; its exit code, or minus the number of the signal that ended it. All of its processes are dead then,
-        also when this is cancelled.
+        """Run it; its exit code, or minus the number of the signal that ended it. All of its
+        processes are dead then, also when this is cancelled.
 
         OSError: there is no such program.
         """
@@ -111,7 +113,9 @@ class Program:
             env=clean_environment() | self._variables,
         )
 
-    async def _await_report(self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader) -> int:
+    async def _await_report(
+        self, process: asyncio.subprocess.Process, reports: asyncio.StreamReader
+    ) -> int:
         """The exit code that the launcher reports. OSError: it reports another end."""
         assert process.stdin
         # The program may have closed it.
@@ -143,15 +147,19 @@ class Program:
     def read_result(self) -> Mapping[str, Any] | None:
         """The program's result, an object; None: it gave none.
 
-        It comes over the descriptor. A program that sends nothing gives it as the last line of its standard output.
-        ValueError: it sent something that is no object, or that is too long.
+        It comes over the descriptor. A program that sends nothing gives it as the last line of its
+        standard output. ValueError: it sent something that is no object, or that is too long.
         """
         if self.has_sent_result:
             content = self._result.content
-            return _read_object(content.replace(self._secret.encode(), b"***") if self._secret else content)
+            return _read_object(
+                content.replace(self._secret.encode(), b"***") if self._secret else content
+            )
         text = self.output.strip()
         if "\n" not in text and self._output.is_cut:
-            raise ValueError(f"the last line of standard output is longer than {_MAX_RESULT_BYTES} bytes")
+            raise ValueError(
+                f"the last line of standard output is longer than {_MAX_RESULT_BYTES} bytes"
+            )
         try:
             value = read_plain(text.rpartition("\n")[2])
         except ValueError:
@@ -165,7 +173,8 @@ class Program:
 
     @property
     def forged(self) -> int:
-        """Bytes that other processes than the program itself have sent as its result, and that were left out."""
+        """Bytes that other processes than the program itself have sent as its result, and that were
+        left out."""
         return self._result.forged
 
 
@@ -197,9 +206,9 @@ class _Tail:
 class _ResultChannel:
     """Receiving end of the socket pair that a program sends its result over.
 
-    The kernel says which process has sent each part (SO_PASSCRED, unix(7)). Parts of other processes than the program
-    are left out: a command that has inherited the descriptor cannot write the reward. A socket cannot be opened through
-    /proc/PID/fd either, as a pipe can.
+    The kernel says which process has sent each part (SO_PASSCRED, unix(7)). Parts of other
+    processes than the program are left out: a command that has inherited the descriptor cannot
+    write the reward. A socket cannot be opened through /proc/PID/fd either, as a pipe can.
     """
 
     def __init__(self) -> None:
@@ -263,7 +272,9 @@ class _ResultChannel:
 
     def _take(self, data: bytes, messages: Sequence[tuple[int, int, bytes]]) -> None:
         credentials = [
-            content for level, kind, content in messages if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+            content
+            for level, kind, content in messages
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
         ]
         sender = _CREDENTIALS.unpack(credentials[0][: _CREDENTIALS.size])[0] if credentials else 0
         # The launcher sends a first byte from the process that becomes the program.
@@ -274,7 +285,9 @@ class _ResultChannel:
             self._bytes += data
 
 
-async def _open_pipe(ours: contextlib.AsyncExitStack, theirs: contextlib.ExitStack) -> tuple[asyncio.StreamReader, int]:
+async def _open_pipe(
+    ours: contextlib.AsyncExitStack, theirs: contextlib.ExitStack
+) -> tuple[asyncio.StreamReader, int]:
     """Stream of a pipe, and the descriptor that others write to. The stacks close both ends."""
     reader, writer = os.pipe()
     theirs.callback(os.close, writer)
@@ -286,9 +299,11 @@ async def _open_pipe(ours: contextlib.AsyncExitStack, theirs: contextlib.ExitSta
     return stream, writer
 
 
-async def _open_control(theirs: contextlib.ExitStack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
-    """Both directions of the connection with a launcher, and the launcher's end. It is a socket pair: other processes
-    cannot open a socket through /proc/PID/fd."""
+async def _open_control(
+    theirs: contextlib.ExitStack,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
+    """Both directions of the connection with a launcher, and the launcher's end. It is a socket
+    pair: other processes cannot open a socket through /proc/PID/fd."""
     receiving, sending = socket.socketpair()
     theirs.callback(sending.close)
     stream, writer = await asyncio.open_connection(sock=receiving)

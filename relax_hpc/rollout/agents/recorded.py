@@ -15,8 +15,8 @@ class Recorded:
         self._rows = list(rows)
 
     def turn(self, number: int, tokens: Sequence[int]) -> tuple[Draft, bool] | None:
-        """Row ``number`` up to the end of the turn that follows its first ``tokens``, and whether that turn is over;
-        None: it has none there."""
+        """Row ``number`` up to the end of the turn that follows its first ``tokens``, and whether
+        that turn is over; None: it has none there."""
         row = self._rows[number] if number < len(self._rows) else None
         if not row or [*row.prompt, *row.draft.token_ids][: len(tokens)] != list(tokens):
             return None
@@ -27,5 +27,6 @@ class Recorded:
         return row.first(end), end in row.turns
 
     def has_more(self, number: int, start: int) -> bool:
-        """Whether row ``number`` has anything behind its first ``start`` tokens after the prompt."""
+        """Whether row ``number`` has anything behind its first ``start`` tokens after the
+        prompt."""
         return number < len(self._rows) and self._rows[number].length > start

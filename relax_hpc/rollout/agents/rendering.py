@@ -1,4 +1,5 @@
-"""Tokens of chats: of a whole one where it begins, later of what is new alone, so that no token is made twice."""
+"""Tokens of chats: of a whole one where it begins, later of what is new alone, so that no token is
+made twice."""
 
 from __future__ import annotations
 
@@ -14,28 +15,34 @@ class Renderer(ChatTokens):
     """A run's chat template and tokenizer, for chats that programs send."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a chat, up to where the policy speaks. TemplateError: the template does not take it, or leaves
-        out a message or a tool."""
+        """Tokens of a chat, up to where the policy speaks. TemplateError: the template does not
+        take it, or leaves out a message or a tool."""
         text = self.render(messages, tools)
         self._check_messages(messages, text)
         names = [str(tool["function"]["name"]) for tool in self._protect(tools)]
         hidden = [name for name in names if name not in text]
-        # If the template shows no tools at all, a policy may still learn those of the program by trying.
+        # If the template shows no tools at all, a policy may still learn those of the program by
+        # trying.
         if hidden and self._template.mentions("tools"):
             raise TemplateError(f"the chat template does not show the tool {hidden[0]!r}")
         return self.tokens(text)
 
-    def between(self, messages: Sequence[Message], answer: int, tools: Tools, last: int) -> list[int]:
-        """Tokens between ``messages[answer]``, the last token of which is ``last``, and where the policy speaks again.
-        TemplateError: see `render_between`, or the template leaves out a message."""
+    def between(
+        self, messages: Sequence[Message], answer: int, tools: Tools, last: int
+    ) -> list[int]:
+        """Tokens between ``messages[answer]``, the last token of which is ``last``, and where the
+        policy speaks again. TemplateError: see `render_between`, or the template leaves out a
+        message."""
         after = messages[answer + 1 :]
         text = self.render_between(messages[:answer], after, last, tools)
         self._check_messages(after, text)
         return self.tokens(text, last)
 
     def _check_messages(self, messages: Sequence[Message], text: str) -> None:
-        """TemplateError: ``text``, which the template made of ``messages``, lacks a text of one. The policy would
-        not see all that the program has sent."""
+        """TemplateError: ``text``, which the template made of ``messages``, lacks a text of one.
+        The policy would not see all that the program has sent."""
         number = left_out_message(self._protect(messages), text)
         if number is not None:
-            raise TemplateError(f"the chat template leaves out a message of the role {messages[number]['role']}")
+            raise TemplateError(
+                f"the chat template leaves out a message of the role {messages[number]['role']}"
+            )

@@ -1,8 +1,10 @@
-"""A session: what the program of an episode asks, answered by the engine, and kept as rows that grow turn by turn.
+"""A session: what the program of an episode asks, answered by the engine, and kept as rows that
+grow turn by turn.
 
-A request has the whole chat each time. The longest part of it that ends with an answer of this session is known by its
-tokens, and what is new behind that is all that is made into tokens. Its row goes on; where it has gone on already, or
-is just drawn, a row begins that has the same history for its prompt. So nothing is trained on twice.
+A request has the whole chat each time. The longest part of it that ends with an answer of this
+session is known by its tokens, and what is new behind that is all that is made into tokens. Its row
+goes on; where it has gone on already, or is just drawn, a row begins that has the same history for
+its prompt. So nothing is trained on twice.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}
 _MOST_REFUSED = 32
 """Requests in a row that may be refused: a program that repeats them would do so for ever."""
 _MOST_REPLY_BYTES = MAX_PAYLOAD_BYTES - (64 << 10)
-"""Bytes of a reply, which has to go in one message to the gateway, and from there to a forwarder."""
+"""Bytes of a reply, which has to go in one message to the gateway, and from there to a
+forwarder."""
 _RETRY_S = 30.0
-"""Seconds for a client that counts its retries to repeat a request which it has hung up. OpenAI's and Anthropic's wait
-8 seconds at most."""
+"""Seconds for a client that counts its retries to repeat a request which it has hung up. OpenAI's
+and Anthropic's wait 8 seconds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,8 @@ class Session:
         bounds: Bounds,
         count: Callable[[str], None],
     ) -> None:
-        """``history``: what a log has of the episode, which is there to be asked for again. ``count`` is called with
-        the reason of each request that is refused."""
+        """``history``: what a log has of the episode, which is there to be asked for again.
+        ``count`` is called with the reason of each request that is refused."""
         self._start, self._history, self._bounds = start, history, bounds
         self._renderer, self._tokenizer, self._count = renderer, tokenizer, count
         self._recorded, history.rows = Recorded(history.rows), []
@@ -131,10 +134,12 @@ class Session:
         self.over = asyncio.Event()
         """Event that is set when nothing will be answered any more."""
 
-    async def reply(self, path: str, body: bytes, repeats: int | None, idempotency: str = "") -> Reply:
-        """Reply to a request; to one that its client ``repeats``, or that has the ``idempotency`` key of another one,
-        the same. If this is cancelled, the client has hung up: without anybody else who waits, the request is taken
-        back. Gone: the episode has ended."""
+    async def reply(
+        self, path: str, body: bytes, repeats: int | None, idempotency: str = ""
+    ) -> Reply:
+        """Reply to a request; to one that its client ``repeats``, or that has the ``idempotency``
+        key of another one, the same. If this is cancelled, the client has hung up: without anybody
+        else who waits, the request is taken back. Gone: the episode has ended."""
         name = hashlib.sha256(f"{path}\n{idempotency}\n".encode() + body).digest()
         request = self._requests.get(name) if repeats or idempotency else None
         if not request or request.is_taken_back:
@@ -148,7 +153,9 @@ class Session:
             request.waiting -= 1
             if not request.waiting and not task.done():
                 may_repeat = repeats is not None or idempotency
-                asyncio.get_running_loop().call_later(_RETRY_S if may_repeat else 0.0, _take_back, request)
+                asyncio.get_running_loop().call_later(
+                    _RETRY_S if may_repeat else 0.0, _take_back, request
+                )
         if task.cancelled():
             raise Gone("the episode has ended")
         self._note_read(request)
@@ -162,13 +169,15 @@ class Session:
         return request
 
     def _note_read(self, request: _Pending) -> None:
-        """Record that a client gets the reply. The last answer is the one whose reply was read last."""
+        """Record that a client gets the reply. The last answer is the one whose reply was read
+        last."""
         if request.answer and not request.is_read:
             self.last, self._cut = request.answer.row, request.cut
         request.is_read = True
 
     def drop_unread(self) -> None:
-        """Remove the turns that no client has read, because it had hung up before and did not retry."""
+        """Remove the turns that no client has read, because it had hung up before and did not
+        retry."""
         for request in reversed(self._answered_requests):
             answer = request.answer
             # A chat with the same words may have continued the row.
@@ -193,7 +202,8 @@ class Session:
             reply = await self._answered(path, body, pending)
             if len(reply.body) > _MOST_REPLY_BYTES:
                 raise ValueError(
-                    f"an answer takes {len(reply.body)} bytes by {path}, allowed: {_MOST_REPLY_BYTES}; lower "
+                    f"an answer takes {len(reply.body)} bytes by {path}, allowed: "
+                    f"{_MOST_REPLY_BYTES}; lower "
                     "rollout.max_new_tokens"
                 )
             return reply
@@ -206,20 +216,31 @@ class Session:
         except Exception as error:  # the player of the episode raises it
             self.error = self.error or error
             self.over.set()
-            return Reply.error(500, "no_answer", "the episode has ended, as there is no answer", path)
+            return Reply.error(
+                500, "no_answer", "the episode has ended, as there is no answer", path
+            )
 
     async def _answered(self, path: str, body: bytes, pending: _Pending) -> Reply:
-        """Reply to a request that is answered; ``pending`` gets the end of an answer. Refused: it is not."""
+        """Reply to a request that is answered; ``pending`` gets the end of an answer. Refused: it
+        is not."""
         if path == MODELS:
             return Reply(200, as_json({"object": "list", "data": [_MODEL]}))
         if path.startswith(f"{MODELS}/"):
             return Reply(200, as_json(_MODEL))
         if counter := COUNTERS.get(path):
             request = counter.parse(read_object(body), self._chats)
-            _, tokens = await asyncio.to_thread(self._tokens, request, _keys(request.messages, request.tools))
-            return Reply(200, as_json({"object": "response.input_tokens", "input_tokens": len(tokens)}))
+            _, tokens = await asyncio.to_thread(
+                self._tokens, request, _keys(request.messages, request.tools)
+            )
+            return Reply(
+                200, as_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+            )
         if not (dialect := DIALECTS.get(path)):
-            raise Refused(404, "unknown_path", f"found {path!r}, allowed: {', '.join([*DIALECTS, *COUNTERS, MODELS])}")
+            raise Refused(
+                404,
+                "unknown_path",
+                f"found {path!r}, allowed: {', '.join([*DIALECTS, *COUNTERS, MODELS])}",
+            )
         request = dialect.parse(read_object(body), self._chats)
         answer = await self._answer(request, pending)
         self._answered_requests.append(pending)
@@ -240,7 +261,11 @@ class Session:
     async def _answer(self, request: ChatRequest, pending: _Pending) -> Answer:
         keys = _keys(request.messages, request.tools)
         point, tokens = await asyncio.to_thread(self._tokens, request, keys)
-        goes_on = point is not None and point.is_end and not any(point.row is row for row in self._drawing)
+        goes_on = (
+            point is not None
+            and point.is_end
+            and not any(point.row is row for row in self._drawing)
+        )
         row = point.row if point and goes_on else OpenRow(tuple(tokens))
         room, limit = self._bounds.next_turn(self._history.rows, row, len(tokens))
         number = next(self._numbers)
@@ -267,7 +292,8 @@ class Session:
         return answer
 
     def _take_back_turn(self, row: OpenRow) -> None:
-        """Leave out the turn that is being drawn in ``row``: its client has hung up and will not read it."""
+        """Leave out the turn that is being drawn in ``row``: its client has hung up and will not
+        read it."""
         if row.turns:
             row.draft = row.first(row.turns[-1])
         else:
@@ -277,14 +303,17 @@ class Session:
         self._bounds.forget_turn()
 
     def _tokens(self, request: ChatRequest, keys: Sequence[str]) -> tuple[_Point | None, list[int]]:
-        """Tokens of a whole chat, up to where the policy speaks, and the last answer in it. Refused."""
+        """Tokens of a whole chat, up to where the policy speaks, and the last answer in it.
+        Refused."""
         known = (count for count in range(len(keys) - 1, 0, -1) if keys[count - 1] in self._points)
         try:
             if count := next(known, 0):
                 point = self._points[keys[count - 1]]
                 # If not, it shows the policy something else than what it has said.
                 with contextlib.suppress(TemplateError):
-                    more = self._renderer.between(request.messages, count - 1, request.tools, point.tokens[-1])
+                    more = self._renderer.between(
+                        request.messages, count - 1, request.tools, point.tokens[-1]
+                    )
                     return point, [*point.tokens, *more]
             return None, self._renderer.prompt(request.messages, request.tools)
         except TemplateError as error:
@@ -293,7 +322,8 @@ class Session:
             raise Refused(400, "tokenizer", str(error)) from None
 
     def _known(self, row: OpenRow, tokens: Sequence[int]) -> bool:
-        """Have ``row`` go on to its first ``tokens``, and further as a log has it; whether that is a whole turn."""
+        """Have ``row`` go on to its first ``tokens``, and further as a log has it; whether that is
+        a whole turn."""
         number, start = self._history.rows.index(row), len(tokens) - len(row.prompt)
         if found := self._recorded.turn(number, tokens):
             row.draft, is_over = found
@@ -305,7 +335,8 @@ class Session:
         return False
 
     async def _draw(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
-        """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then. BadAnswer, Repeat."""
+        """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then.
+        BadAnswer, Repeat."""
         sampling = self._start.request.sampling
         answer = await self._start.drawn(row, budget, with_stops(sampling, stop, self._tokenizer))
         if answer.finish_reason == "abort":
@@ -329,8 +360,8 @@ def _keys(messages: Sequence[Message], tools: Tools) -> list[str]:
 
 
 def _key(before: str, message: Message) -> str:
-    """Key of a chat that goes on by ``message``. Names of calls are the client's, and many a client strips what the
-    policy has said and thought."""
+    """Key of a chat that goes on by ``message``. Names of calls are the client's, and many a client
+    strips what the policy has said and thought."""
     content = message["content"]
     if message["role"] == "assistant":
         content = _THOUGHT_MARK.sub(r"\1", content.strip())

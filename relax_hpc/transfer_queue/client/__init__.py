@@ -1,4 +1,5 @@
-"""The client's side of the queue: methods with typed answers. The operations' names are known here and nowhere else."""
+"""The client's side of the queue: methods with typed answers. The operations' names are known here
+and nowhere else."""
 
 from relax_hpc.transfer_queue.client.answers import (
     Admission,

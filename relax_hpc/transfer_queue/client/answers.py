@@ -1,6 +1,7 @@
 """Typed answers of the controller: the one place that knows the names in its messages.
 
-Whatever a later controller adds to an answer is passed over, so that groups can be upgraded one by one.
+Whatever a later controller adds to an answer is passed over, so that groups can be upgraded one by
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Admission:
     attempts: Sequence[int]
     """Number of the attempt that begins, one for each ticket."""
     failures: Mapping[int, int]
-    """Attempts that came to nothing by their own fault, by ticket; those without any are left out."""
+    """Attempts that came to nothing by their own fault, by ticket; those without any are left
+    out."""
     logs: Sequence[LogPlace]
     waited: Sequence[Waited]
     """Causes and seconds for which the tickets were not admitted sooner."""
@@ -49,7 +51,11 @@ class Admission:
         if answer.get("finished"):
             return None
         attempts, failures = answer["attempts"], answer["failures"]
-        about = {"attempts": attempts, "failures": failures, "waited": tuple(map(tuple, answer["waited"]))}
+        about = {
+            "attempts": attempts,
+            "failures": failures,
+            "waited": tuple(map(tuple, answer["waited"])),
+        }
         return cls(tickets=answer["tickets"], logs=_places(answer), **about)
 
 
@@ -70,7 +76,10 @@ class NextAttempt:
 def _places(answer: Message) -> Sequence[LogPlace]:
     shards, names = answer["shards"], ("holder", "ticket", "attempt")
     return tuple(
-        LogPlace(**{name: log[name] for name in names}, shards=[shards[number] for number in log["shards"]])
+        LogPlace(
+            **{name: log[name] for name in names},
+            shards=[shards[number] for number in log["shards"]],
+        )
         for log in answer["logs"]
     )
 
@@ -92,21 +101,36 @@ class Claim:
     episodes: tuple[bytes, ...] = ()
     """Rows of each episode, a byte an episode, one entry for each ticket."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
-    """Numbers of the rows as [data rank][micro-batch][row], in the order of their ids, if it was claimed for ranks."""
+    """Numbers of the rows as [data rank][micro-batch][row], in the order of their ids, if it was
+    claimed for ranks."""
     waited: Sequence[Waited] = ()
     """Causes and seconds for which the claim had to wait."""
     given: tuple[int, ...] = ()
-    """Tickets of a whole step that already have what the task gives: they are only to be looked at."""
+    """Tickets of a whole step that already have what the task gives: they are only to be looked
+    at."""
 
     @classmethod
     def of(cls, message: Message) -> Claim:
-        """The claim in the controller's answer, or in ``message()`` from another rank of the group."""
+        """The claim in the controller's answer, or in ``message()`` from another rank of the
+        group."""
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
         place = message.get("place", tickets[0] if tickets else 0)
-        about = {"with_media": with_media, "assignment": assignment, "waited": message.get("waited", ())}
+        about = {
+            "with_media": with_media,
+            "assignment": assignment,
+            "waited": message.get("waited", ()),
+        }
         about |= {"given": tuple(message.get("given", ())), "episodes": tuple(message["episodes"])}
-        return cls(message["lease"], message["step"], tickets, shards, message["min_version"], place, **about)
+        return cls(
+            message["lease"],
+            message["step"],
+            tickets,
+            shards,
+            message["min_version"],
+            place,
+            **about,
+        )
 
     @classmethod
     def of_answer(cls, answer: Message) -> Claim | None:
@@ -115,7 +139,11 @@ class Claim:
 
     def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Rows among ``rows`` that do not have yet what the task gives."""
-        return [row for row in rows if ticket_of(row["row_id"]) not in self.given] if self.given else rows
+        return (
+            [row for row in rows if ticket_of(row["row_id"]) not in self.given]
+            if self.given
+            else rows
+        )
 
     def row_ids(self) -> list[str]:
         """Ids of all its rows, in their order."""
@@ -129,7 +157,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """A published version: the digest of its manifest, and of the listing of its files once there are any."""
+    """A published version: the digest of its manifest, and of the listing of its files once there
+    are any."""
 
     version: str
     digest: str
@@ -142,7 +171,9 @@ class News:
             return OWED
         if "version" not in answer:
             return None
-        return cls(version=answer["version"], digest=answer["digest"], files=answer.get("files", ""))
+        return cls(
+            version=answer["version"], digest=answer["digest"], files=answer.get("files", "")
+        )
 
 
 OWED = News(version="", digest="")
@@ -154,7 +185,8 @@ class StepTrained:
     """The queue's answer about a step that was trained."""
 
     staleness: Sequence[int]
-    """Staleness of each prompt group: the version trained minus the oldest version of its tokens."""
+    """Staleness of each prompt group: the version trained minus the oldest version of its
+    tokens."""
     lag: int
     """Publish lag: the version trained minus the oldest that anybody generates or scores with."""
     save_next: bool = False
@@ -179,19 +211,24 @@ class Checkpoint:
     name: str
     digest: str
     whole: bool = True
-    """Whether all trainers of the run have their part of that step, without which nobody resumes from it."""
+    """Whether all trainers of the run have their part of that step, without which nobody resumes
+    from it."""
 
     @classmethod
     def of_answer(cls, answer: Message) -> list[Checkpoint]:
         """Checkpoints of the surviving lineage, oldest first."""
         names = ("step", "incarnation", "name", "digest")
         points = answer["checkpoints"]
-        return [cls(**{name: point[name] for name in names}, whole=point.get("whole", True)) for point in points]
+        return [
+            cls(**{name: point[name] for name in names}, whole=point.get("whole", True))
+            for point in points
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """Progress of a run, and what each member is doing; JSON values, as `relax-hpc status --json` prints them."""
+    """Progress of a run, and what each member is doing; JSON values, as `relax-hpc status --json`
+    prints them."""
 
     trained_steps: int
     steps: int
@@ -222,15 +259,21 @@ class QueueStatus:
     waiting: Sequence[str]
     """Requests that cannot be answered yet, in words."""
     worked: Sequence[str] = ()
-    """Roles that have given rows or fields, or trained a step. Complete only until a step is trained,
-    because then the queue forgets its rows."""
+    """Roles that have given rows or fields, or trained a step. Complete only until a step is
+    trained, because then the queue forgets its rows."""
     later: Message = field(default_factory=dict)
     """Fields of a newer controller that this program does not know."""
 
     @classmethod
     def of(cls, answer: Message) -> QueueStatus:
-        known = {name: value for name, value in answer.items() if name in cls.__slots__ and name != "later"}
-        return cls(**known, later={name: value for name, value in answer.items() if name not in known})
+        known = {
+            name: value
+            for name, value in answer.items()
+            if name in cls.__slots__ and name != "later"
+        }
+        return cls(
+            **known, later={name: value for name, value in answer.items() if name not in known}
+        )
 
     def message(self) -> dict[str, Any]:
         """Status as JSON values, also of fields that are not known here."""

@@ -21,8 +21,8 @@ class Beat:
         self.loads: Callable[[], bool] = lambda: False
         """Whether this process is loading, and has yet to begin its work."""
         self.unsaved: dict[str, Any] = {}
-        """Checkpoints that an actor could not write: the step of its last written one, since when (wall clock) writes
-        fail, how many failed, and why."""
+        """Checkpoints that an actor could not write: the step of its last written one, since when
+        (wall clock) writes fail, how many failed, and why."""
         self.stood_s = 0.0
         """Seconds so far without a hub, or with one that let clocks stand."""
         self.waits: DiskWait = {}
@@ -34,7 +34,8 @@ class Beat:
         self._gap = 0.0
 
     def at_work(self, doing: str, waits: bool = False) -> None:
-        """Have beats tell people what this process is at, and since when; empty: nothing that they need to know.
+        """Have beats tell people what this process is at, and since when; empty: nothing that they
+        need to know.
 
         ``waits``: for others. Then it loads nothing, and the others do not wait for it.
         """
@@ -44,7 +45,8 @@ class Beat:
 
     @property
     def hindered(self) -> bool:
-        """Whether somebody, this process or another, waits for a disk, or there is no hub to answer."""
+        """Whether somebody, this process or another, waits for a disk, or there is no hub to
+        answer."""
         own = WAITS.longest()
         return bool(self.waits or (own and not own["loose"]) or not self._has_hub())
 
@@ -63,9 +65,10 @@ class Beat:
             self.waits = found if isinstance(found := answer.get("waits"), dict) else {}
 
     def about(self) -> dict[str, Any]:
-        """Content of a beat: work done, seconds at one piece of work, longest gap between beats so far, whether the
-        process is loading, and what it is doing; while it loads, the seconds at one part. A process that waits for
-        others, for its own or another's disk, or has no hub to answer, is at no work."""
+        """Content of a beat: work done, seconds at one piece of work, longest gap between beats so
+        far, whether the process is loading, and what it is doing; while it loads, the seconds at
+        one part. A process that waits for others, for its own or another's disk, or has no hub to
+        answer, is at no work."""
         own, now = WAITS.longest(), time.monotonic()
         if self.hindered or self._awaits:
             self._waited_at = now
@@ -76,4 +79,8 @@ class Beat:
             about |= {"doing": self._doing, "doing_s": now - self._doing_since}
         if self._doing and about["loads"]:
             about["loading_s"] = now - max(self._doing_since, self._waited_at)
-        return about | ({"disk": own} if own else {}) | ({"unsaved": self.unsaved} if self.unsaved else {})
+        return (
+            about
+            | ({"disk": own} if own else {})
+            | ({"unsaved": self.unsaved} if self.unsaved else {})
+        )

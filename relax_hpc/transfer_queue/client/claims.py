@@ -1,4 +1,5 @@
-"""Claims whose rows are as they should be. Prompt groups that nobody can use are quarantined, and the run goes on."""
+"""Claims whose rows are as they should be. Prompt groups that nobody can use are quarantined, and
+the run goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.routes import BAD_ROUTES, RouteShape
 from relax_hpc.transfer_queue.row_ids import ticket_of
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import BadMedia, MediaError, MediaStore, check_media, media_ids
+from relax_hpc.transfer_queue.storage.media import (
+    BadMedia,
+    MediaError,
+    MediaStore,
+    check_media,
+    media_ids,
+)
 from relax_hpc.transfer_queue.storage.shard import ShardError
 
 if TYPE_CHECKING:
@@ -24,9 +31,14 @@ Wrong = Iterator[tuple[str, int]]
 
 
 def sound_claim(
-    client: QueueClient, task: str, budget: int, boundary: int = 0, placeholders: Mapping[str, int] | None = None
+    client: QueueClient,
+    task: str,
+    budget: int,
+    boundary: int = 0,
+    placeholders: Mapping[str, int] | None = None,
 ) -> Claim | None:
-    """The next claim of ``task`` all of whose rows pass `check_claim`; None when the run is finished."""
+    """The next claim of ``task`` all of whose rows pass `check_claim`; None when the run is
+    finished."""
     while claim := client.claim(task, budget, boundary):
         if check_claim(client, claim, placeholders):
             return claim
@@ -39,12 +51,13 @@ def check_claim(
     placeholders: Mapping[str, int] | None = None,
     routes: RouteShape | None = None,
 ) -> bool:
-    """Whether all rows of ``claim`` can be read, their media are there with the tokens that rollout has counted, and
-    they have ``routes``, if some are wanted.
+    """Whether all rows of ``claim`` can be read, their media are there with the tokens that rollout
+    has counted, and they have ``routes``, if some are wanted.
 
-    If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason, and others are
-    generated in their place. The claim is given back, as it is if rows of it were lost with their maker.
-    ``placeholders``: see `check_media`. ShardError if a shard has not the rows that the queue knows to be there.
+    If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason,
+    and others are generated in their place. The claim is given back, as it is if rows of it were
+    lost with their maker. ``placeholders``: see `check_media`. ShardError if a shard has not the
+    rows that the queue knows to be there.
     """
     try:
         wrong = list(_damaged(client, claim)) or [
@@ -68,7 +81,8 @@ def check_claim(
 
 
 def still_held(client: QueueClient, claim: Claim) -> bool:
-    """Whether all rows of ``claim`` are on disk, once the queue knows what becomes of them; else some were lost."""
+    """Whether all rows of ``claim`` are on disk, once the queue knows what becomes of them; else
+    some were lost."""
     return len(client.training.settled([claim.lease]).result()) == len(claim.tickets)
 
 
@@ -84,7 +98,9 @@ def _damaged(client: QueueClient, claim: Claim) -> Wrong:
 
 
 def _unseen(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
-    return [descriptor for descriptor in claim.shards if not client.store.files.has(descriptor["name"])]
+    return [
+        descriptor for descriptor in claim.shards if not client.store.files.has(descriptor["name"])
+    ]
 
 
 def _missing(client: QueueClient, claim: Claim) -> Wrong:
@@ -93,7 +109,10 @@ def _missing(client: QueueClient, claim: Claim) -> Wrong:
     while (gone := _unseen(client, claim)) and time.monotonic() < until:
         time.sleep(_LOOK_S)
     for descriptor in gone:
-        print(f"quarantined: {client.store.files.folder / descriptor['name']}: saved, and not there", flush=True)
+        print(
+            f"quarantined: {client.store.files.folder / descriptor['name']}: saved, and not there",
+            flush=True,
+        )
         yield from ((MISSING, ticket) for ticket in descriptor["tickets"])
 
 
@@ -117,7 +136,10 @@ def _routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> Wron
 
 def _check(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
     if row["spans"] and not row.get("media_tokens"):
-        raise BadMedia("media_mismatch", f"{row['row_id']}: it names media, and nobody says how many tokens they have")
+        raise BadMedia(
+            "media_mismatch",
+            f"{row['row_id']}: it names media, and nobody says how many tokens they have",
+        )
     check_media(row, placeholders)
     for media_id in sorted(media_ids([row])):
         try:

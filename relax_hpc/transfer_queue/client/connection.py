@@ -1,7 +1,7 @@
 """Requests to the controller and their answers: any thread may ask, one thread talks.
 
-It finds the controller through the roster, beats for liveness, and when the controller comes back as a later
-incarnation it reconnects and asks again whatever was not answered.
+It finds the controller through the roster, beats for liveness, and when the controller comes back
+as a later incarnation it reconnects and asks again whatever was not answered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError, DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
+from relax_hpc.errors import (
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    RefusedError,
+    RelaxError,
+    StoppedError,
+)
 from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.rendezvous.signs import identity
 from relax_hpc.rundir import RunDir, write_json
@@ -31,14 +38,17 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 BEAT_FILE_S = 5.0
 _NO_HUB_S = 5.0
-"""Seconds without a hub after which it counts as gone, in a run that was asked to stop: no other is started then."""
+"""Seconds without a hub after which it counts as gone, in a run that was asked to stop: no other is
+started then."""
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 
 class Submit(Protocol):
     """Type of `Connection.submit`, which the methods of a client are made of."""
 
-    def __call__(self, op: str, timeout: float | None = None, **args: Any) -> Future[dict[str, Any]]:
+    def __call__(
+        self, op: str, timeout: float | None = None, **args: Any
+    ) -> Future[dict[str, Any]]:
         """Future of the answer."""
 
 
@@ -53,12 +63,13 @@ class Holder(Protocol):
 
 
 WITHDRAWN = frozenset(("admit", "claim", "next_version", "step_generated", "take_turn", "whole"))
-"""Requests that may wait at the hub for long. If nobody waits for the answer any more, they are withdrawn."""
+"""Requests that may wait at the hub for long. If nobody waits for the answer any more, they are
+withdrawn."""
 
 
 class Answer(Future):
-    """Answer of the queue, which is not there yet. It cannot be cancelled as other futures can: who waited and waits no
-    more must not disturb the thread that talks to the hub."""
+    """Answer of the queue, which is not there yet. It cannot be cancelled as other futures can: who
+    waited and waits no more must not disturb the thread that talks to the hub."""
 
     def __init__(self, withdraw: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -66,8 +77,8 @@ class Answer(Future):
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Withdraw the request, if it is one that may wait for long. asyncio calls this when the future that it has
-        made of this one is cancelled, before anybody has seen its result."""
+        """Withdraw the request, if it is one that may wait for long. asyncio calls this when the
+        future that it has made of this one is cancelled, before anybody has seen its result."""
         if self.withdraw:
             self.withdraw()
         return False
@@ -80,8 +91,8 @@ class _Call:
     until: float
     since: float
     may_stand_s: float = 0.0
-    """Seconds by which ``until`` may be put off while others are not there. Each hub judges that anew; a call without a
-    hub, or with a silent one, waits for as long."""
+    """Seconds by which ``until`` may be put off while others are not there. Each hub judges that
+    anew; a call without a hub, or with a silent one, waits for as long."""
 
     @property
     def latest(self) -> float:
@@ -101,8 +112,16 @@ class _Call:
 class Connection:
     """Connection of one process, ``member`` of an incarnation of its group, to the queue."""
 
-    def __init__(self, run: RunDir, config: Config, group: str, incarnation: int, member: str) -> None:
-        self.run, self.config, self.group, self.incarnation, self.member = run, config, group, incarnation, member
+    def __init__(
+        self, run: RunDir, config: Config, group: str, incarnation: int, member: str
+    ) -> None:
+        self.run, self.config, self.group, self.incarnation, self.member = (
+            run,
+            config,
+            group,
+            incarnation,
+            member,
+        )
         self.name = f"{group}-i{incarnation:06d}-{os.getpid()}-{os.urandom(4).hex()}"
         self.shards: Holder | None = None
         self._line = Line(run, run.token())
@@ -121,7 +140,8 @@ class Connection:
     def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future[dict[str, Any]]:
         """Send a request; the future has its result, or DeadlineError, FencedError, RefusedError.
 
-        Without a ``timeout`` it is queue.wait_timeout_s, not counting time in which somebody is not there yet.
+        Without a ``timeout`` it is queue.wait_timeout_s, not counting time in which somebody is not
+        there yet.
         """
         may_stand_s = longest_wait_s(self.config) if timeout is None else 0.0
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
@@ -133,7 +153,9 @@ class Connection:
                 self._calls[number] = call
                 self._line.send(call)
         if not open_yet:
-            call.future.set_exception(self._refused or RelaxError(f"{op}: this connection to the queue is closed"))
+            call.future.set_exception(
+                self._refused or RelaxError(f"{op}: this connection to the queue is closed")
+            )
         return call.future
 
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
@@ -141,8 +163,9 @@ class Connection:
         return self.submit(op, timeout, **args).result()
 
     def _withdraw(self, number: int) -> None:
-        """Have the hub forget the request ``number``, and take back what it has granted to it: whoever asked does not
-        wait for the answer any more, and a later request may come from another one of the same name."""
+        """Have the hub forget the request ``number``, and take back what it has granted to it:
+        whoever asked does not wait for the answer any more, and a later request may come from
+        another one of the same name."""
         with self._lock:
             self._calls.pop(number, None)
         self.submit("withdraw", number=number)
@@ -158,7 +181,7 @@ class Connection:
         self._thread.join(timeout=5.0)
         self._line.bell.close()
 
-    # -- the talking thread ------------------------------------------------------------------------------------
+    # -- the talking thread ------------------------------------------------------------------------
 
     def _talk(self) -> None:
         error = RelaxError("the connection to the queue was closed before the answer came")
@@ -167,7 +190,9 @@ class Connection:
         except ConfigError as failure:
             error = self._refused = failure
         except Exception as failure:
-            error = RelaxError(f"the connection to the queue broke: {type(failure).__name__}: {failure}")
+            error = RelaxError(
+                f"the connection to the queue broke: {type(failure).__name__}: {failure}"
+            )
             error.__cause__ = failure
         finally:
             with self._lock:
@@ -215,18 +240,29 @@ class Connection:
                 beat_at = 0.0
 
     def _look_at_end(self, connected: bool, now: float) -> None:
-        """End the calls, once a beat, if nobody will ever answer: the run stops, and its hub has gone."""
+        """End the calls, once a beat, if nobody will ever answer: the run stops, and its hub has
+        gone."""
         if connected or self.incarnation == OBSERVER_INCARNATION:
             self._connected_at = now
         elif now - self._connected_at > _NO_HUB_S and self.run.stop.exists():
-            self._fail(self._take_calls(), StoppedError("the run stops, and its hub has gone before"))
+            self._fail(
+                self._take_calls(), StoppedError("the run stops, and its hub has gone before")
+            )
 
     def _write_beat(self) -> None:
-        """Write the beat to a file, for `status` while the hub does not answer. A full disk must not end this
-        thread."""
+        """Write the beat to a file, for `status` while the hub does not answer. A full disk must
+        not end this thread."""
         path = self.run.rendezvous(self.group) / f"beat-{self.member}.json"
         with contextlib.suppress(OSError):
-            write_json(path, {"time": time.time(), "incarnation": self.incarnation, **identity(), **self.beat.about()})
+            write_json(
+                path,
+                {
+                    "time": time.time(),
+                    "incarnation": self.incarnation,
+                    **identity(),
+                    **self.beat.about(),
+                },
+            )
 
     def _beat_call(self, now: float) -> _Call:
         self.beat.passes(now)
@@ -237,17 +273,24 @@ class Connection:
     def _due(self) -> float:
         """Time at which the next call has to be given up, on the monotonic clock."""
         with self._lock:
-            return min((call.latest for call in self._calls.values()), default=float("inf")) + self._line.grace_s
+            return (
+                min((call.latest for call in self._calls.values()), default=float("inf"))
+                + self._line.grace_s
+            )
 
     def _expire(self, now: float) -> None:
         for call in self._take_calls(late=now):
             card = latest_card(self.run, "hub")
             log = self.run.logs("hub", card.incarnation if card else 1)
-            text = f"{call.message['op']}: the hub has not answered for {now - call.since:.0f} s; open {log}"
+            text = (
+                f"{call.message['op']}: the hub has not answered for {now - call.since:.0f} s; "
+                f"open {log}"
+            )
             call.future.set_exception(DeadlineError(text))
 
     def _settle(self, reply: dict[str, Any]) -> None:
-        """Hand an answer to who waits for it. One that no controller would give is none, and ends nothing."""
+        """Hand an answer to who waits for it. One that no controller would give is none, and ends
+        nothing."""
         number, kind, error = reply.get("id"), reply.get("kind"), reply.get("error")
         refused = type(kind) is type(error) is str
         if type(number) is not int or not (refused or "result" in reply):
@@ -264,7 +307,8 @@ class Connection:
             call.future.set_result(reply["result"])
 
     def _free(self, answer: Any) -> None:
-        """Take the answer to a beat: shards that nobody needs any more, whether clocks stand, and for which disk."""
+        """Take the answer to a beat: shards that nobody needs any more, whether clocks stand, and
+        for which disk."""
         if not isinstance(answer, dict):
             return
         self.beat.answered(answer)

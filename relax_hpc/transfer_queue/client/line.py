@@ -1,4 +1,5 @@
-"""The connection to the controller of the highest incarnation: found through the roster, and again when it breaks."""
+"""The connection to the controller of the highest incarnation: found through the roster, and again
+when it breaks."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ class Line:
         self._broken = False
 
     def found(self, now: float, patience: float, seconds: float) -> Connection | None:
-        """A new connection, if there is none, or this one is silent for ``patience`` and there is a newer controller.
+        """A new connection, if there is none, or this one is silent for ``patience`` and there is a
+        newer controller.
 
         It takes ``seconds`` at most, and goes on where it was when it is called again.
         """
         if self._connection and now - self._heard < patience:
             return None
         card = latest_card(self.run, "hub")
-        if card is None or (self._connection and self._card and card.incarnation <= self._card.incarnation):
+        if card is None or (
+            self._connection and self._card and card.incarnation <= self._card.incarnation
+        ):
             return None
         card.check_protocol()
         try:
@@ -55,7 +59,10 @@ class Line:
             self._knock[1].close()
             self._knock = None
         if not self._knock:
-            self._knock = card.incarnation, Knock(card.endpoint, self.token, purpose_of(card.incarnation), seconds)
+            self._knock = (
+                card.incarnation,
+                Knock(card.endpoint, self.token, purpose_of(card.incarnation), seconds),
+            )
         return self._knock[1]
 
     @property
@@ -64,8 +71,8 @@ class Line:
 
     @property
     def grace_s(self) -> float:
-        """Extra seconds beyond a call's patience while there is a connection, so that the controller's own words
-        arrive."""
+        """Extra seconds beyond a call's patience while there is a connection, so that the
+        controller's own words arrive."""
         return 1.0 if self._connection else 0.0
 
     def take(self, connection: Connection) -> None:

@@ -1,4 +1,5 @@
-"""A role's connection to the queue: rows are put, claimed and read here; all else is asked in four parts of it."""
+"""A role's connection to the queue: rows are put, claimed and read here; all else is asked in four
+parts of it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class QueueClient:
     ...     client.status.get().result().trained_steps
     """
 
-    def __init__(self, run: RunDir, config: Config, group: str, incarnation: int, member: str = "") -> None:
+    def __init__(
+        self, run: RunDir, config: Config, group: str, incarnation: int, member: str = ""
+    ) -> None:
         self.run, self.config, self.group, self.incarnation = run, config, group, incarnation
         self.member = member or group
         self.connection = Connection(run, config, group, incarnation, self.member)
@@ -59,16 +62,23 @@ class QueueClient:
         """Future of the answer to the last report of saved shards."""
         self._told.set_result(None)
 
-    # -- claims ------------------------------------------------------------------------------------------------
+    # -- claims ------------------------------------------------------------------------------------
 
     def claim_later(
         self, task: str, budget: int, boundary: int = 0, timeout: float | None = None, **dealt: int
     ) -> Future[Claim | None]:
-        """A future Claim of the next window of ``task`` (None when the run is finished); see planning.claims.claimable.
+        """A future Claim of the next window of ``task`` (None when the run is finished); see
+        planning.claims.claimable.
 
-        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see planning.claims.assignment.
+        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see
+        planning.claims.assignment.
         """
-        about = {"task": task, "budget": budget, "boundary": boundary or self.config.prompts_per_step, **dealt}
+        about = {
+            "task": task,
+            "budget": budget,
+            "boundary": boundary or self.config.prompts_per_step,
+            **dealt,
+        }
         return then(self.connection.submit("claim", timeout, **about), Claim.of_answer)
 
     def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
@@ -84,18 +94,22 @@ class QueueClient:
         self.release(claim).result()
 
     def quarantine(self, claim: Claim, tickets: Sequence[int], reason: str) -> None:
-        """Nobody may use these prompt groups of ``claim``: they are dropped, and made again from other prompts."""
+        """Nobody may use these prompt groups of ``claim``: they are dropped, and made again from
+        other prompts."""
         self.connection.call("quarantine", lease=claim.lease, tickets=list(tickets), reason=reason)
 
     def rows(self, claim: Claim) -> list[Row]:
         """Rows of a claim, by `read_rows` through this client's store."""
         return read_rows(self.store, claim)
 
-    def columns(self, claim: Claim, fields: Sequence[str], room: memoryview | None = None) -> dict[str, Column]:
-        """``read_columns`` through this client's store: much cheaper than rows where rows are many or small."""
+    def columns(
+        self, claim: Claim, fields: Sequence[str], room: memoryview | None = None
+    ) -> dict[str, Column]:
+        """``read_columns`` through this client's store: much cheaper than rows where rows are many
+        or small."""
         return read_columns(self.store, claim, fields, room)
 
-    # -- puts --------------------------------------------------------------------------------------------------
+    # -- puts --------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -107,14 +121,17 @@ class QueueClient:
     ) -> dict[int, str]:
         """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
 
-        ``extras``: see `handlers.rows.put`. ``name``: of their shard, from `next_shard`, for who has to know it.
+        ``extras``: see `handlers.rows.put`. ``name``: of their shard, from `next_shard`, for who
+        has to know it.
 
-        Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
-        RefusedError, naming the field, if a row is not as the schema says.
+        Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`,
+        `duplicate`...). RefusedError, naming the field, if a row is not as the schema says.
         """
         name = name or self.next_shard()
         try:
-            shard, saved = self.store.make(name, rows, fields, {"group": self.group, "incarnation": self.incarnation})
+            shard, saved = self.store.make(
+                name, rows, fields, {"group": self.group, "incarnation": self.incarnation}
+            )
             summary = summarise(rows, fields)
         except BadRow as error:
             self.store.discard(name)
@@ -122,7 +139,14 @@ class QueueClient:
         lease, names = claim.lease if claim else 0, list(fields)
         self.beat.progress += 1
         also = {"extras": list(extras)} if extras else {}
-        about = {"shard": shard, "rows": summary, "fields": names, "lease": lease, "saved": saved, **also}
+        about = {
+            "shard": shard,
+            "rows": summary,
+            "fields": names,
+            "lease": lease,
+            "saved": saved,
+            **also,
+        }
         refused = self.connection.call("put", **about)["refused"]
         if not saved and len(refused) < len(summary):
             self.store.save(name)
@@ -136,25 +160,36 @@ class QueueClient:
 
     @property
     def store(self) -> ShardStore:
-        """The shards of this process; made when they are first needed, which they are not by who only looks."""
+        """The shards of this process; made when they are first needed, which they are not by who
+        only looks."""
         with self._store_lock:
             if self._store is None:
                 pool, files = SlabPool(), files_of(self.run, self.config)
                 planes = planes_of(self.run, self.config, self.group, self.name, pool)
-                self._store = ShardStore(files, planes, pool, self.config.queue.memory_bytes, self._saved)
+                self._store = ShardStore(
+                    files, planes, pool, self.config.queue.memory_bytes, self._saved
+                )
                 self.connection.shards = self._store
             return self._store
 
     @cached_property
     def media(self) -> MediaStore:
-        """Media store of this process, which remembers what it has found sound; see `store` for when it is made."""
-        return MediaStore(self.run.media, self.config.queue.durability == "commit", self.config.queue.max_medium_bytes)
+        """Media store of this process, which remembers what it has found sound; see `store` for
+        when it is made."""
+        return MediaStore(
+            self.run.media,
+            self.config.queue.durability == "commit",
+            self.config.queue.max_medium_bytes,
+        )
 
     def _saved(self, names: list[str]) -> None:
-        """The files of shards are written; the queue is told, and told again if its controller changes."""
+        """The files of shards are written; the queue is told, and told again if its controller
+        changes."""
         self._told = self.connection.submit("saved", names=names)
 
-    def generated(self, rows: Sequence[Row], name: str = "", fields: Sequence[str] = GENERATED) -> dict[int, str]:
+    def generated(
+        self, rows: Sequence[Row], name: str = "", fields: Sequence[str] = GENERATED
+    ) -> dict[int, str]:
         """Put new prompt groups with these ``fields``, and those optional ones that rows have."""
         extras: list[dict[str, Any]] = []
         if any(row.get("spans") for row in rows):
@@ -165,10 +200,13 @@ class QueueClient:
         return self.put(*with_optional(rows, fields), extras=extras, name=name)
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""
+        """Wait until everything put here is accepted: saved, as durably as configured, and
+        journaled. DeadlineError."""
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         if self._store and not self._store.settle(timeout):
-            why = self._store.failure or (in_words(wait) if (wait := WAITS.longest()) else "its disk is slow")
+            why = self._store.failure or (
+                in_words(wait) if (wait := WAITS.longest()) else "its disk is slow"
+            )
             raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
         self._told.result(timeout)
 

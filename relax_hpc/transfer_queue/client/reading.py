@@ -13,19 +13,26 @@ from relax_hpc.transfer_queue.storage.shard_store import ShardReader
 
 
 def read_rows(reader: ShardReader, claim: Claim) -> list[Row]:
-    """The rows of ``claim`` in the order of their ids: the fields that its task needs, and what was put with those.
+    """The rows of ``claim`` in the order of their ids: the fields that its task needs, and what was
+    put with those.
 
     ShardError, naming the file, if one is damaged or is another's.
     """
-    names = {ticket: ids_of(ticket, rows) for ticket, rows in zip(claim.tickets, claim.episodes, strict=True)}
+    names = {
+        ticket: ids_of(ticket, rows)
+        for ticket, rows in zip(claim.tickets, claim.episodes, strict=True)
+    }
     merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}
     for descriptor in claim.shards:
         rows = reader.read(descriptor)
-        # A shard may also hold dropped rows of tickets that were generated again: only its own count.
+        # A shard may also hold dropped rows of tickets that were generated again: only its own
+        # count.
         for ticket in descriptor["tickets"]:
             for name in names[ticket]:
                 if name not in rows:
-                    raise ShardError(f"{descriptor['name']}: has no row {name}; another file has its name")
+                    raise ShardError(
+                        f"{descriptor['name']}: has no row {name}; another file has its name"
+                    )
                 merged[name].update(rows[name])
     reader.forget({descriptor["name"] for descriptor in claim.shards})
     return list(merged.values())
@@ -34,17 +41,22 @@ def read_rows(reader: ShardReader, claim: Claim) -> list[Row]:
 def read_columns(
     reader: ShardReader, claim: Claim, fields: Sequence[str], room: memoryview | None = None
 ) -> dict[str, Column]:
-    """``fields`` of all rows of ``claim`` in the order of their ids, those of numbers as `flat`, rows end to end.
+    """``fields`` of all rows of ``claim`` in the order of their ids, those of numbers as `flat`,
+    rows end to end.
 
-    They are views of the maker's memory where it can be mapped, which stays until the claim is answered; where there is
-    ``room`` for the claim's shards (bytes, 64 more for each), they are copied to it, to be kept. LookupError
-    if a field is not there, ShardError as `read_rows`.
+    They are views of the maker's memory where it can be mapped, which stays until the claim is
+    answered; where there is ``room`` for the claim's shards (bytes, 64 more for each), they are
+    copied to it, to be kept. LookupError if a field is not there, ShardError as `read_rows`.
     """
     names = claim.row_ids()
     found: dict[str, Column] = {}
     for descriptor in claim.shards:
         # A shard may also hold dropped rows of tickets that were generated again.
-        columns = reader.columns(descriptor, room) if descriptor["tickets"] == list(claim.tickets) else None
+        columns = (
+            reader.columns(descriptor, room)
+            if descriptor["tickets"] == list(claim.tickets)
+            else None
+        )
         room = room[aligned(descriptor["bytes"]) :] if room else room
         if columns is None or columns.row_ids != names:
             break

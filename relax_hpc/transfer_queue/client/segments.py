@@ -1,7 +1,9 @@
-"""Segments on the side of rollout: appended to logs of attempts under way, and read to go on with an earlier one.
+"""Segments on the side of rollout: appended to logs of attempts under way, and read to go on with
+an earlier one.
 
-A segment is a row of what came since the one before: its per-token fields go on where those end. The first one of a row
-begins with the prompt, later ones have none (`prompt_len` 0); `finish_reason` is that of the last.
+A segment is a row of what came since the one before: its per-token fields go on where those end.
+The first one of a row begins with the prompt, later ones have none (`prompt_len` 0);
+`finish_reason` is that of the last.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ def append(
     spare: bool = False,
     timeout: float | None = None,
 ) -> dict[int, str]:
-    """Append to the logs of ``attempts`` (by ticket): from the return on, ``segments`` survive this process.
+    """Append to the logs of ``attempts`` (by ticket): from the return on, ``segments`` survive this
+    process.
 
-    ``spare``: of whole attempts that no ticket has a use for now. Returns why tickets were refused. OSError: the disk
-    did not take it.
+    ``spare``: of whole attempts that no ticket has a use for now. Returns why tickets were refused.
+    OSError: the disk did not take it.
     """
     whole, fields = with_optional(segments, UNSCORED)
     name, origin = client.next_shard(), {"group": client.group, "incarnation": client.incarnation}
@@ -59,16 +62,21 @@ def told(segments: Sequence[Row], attempts: Mapping[int, int]) -> list[dict[str,
     for one in segments:
         ticket, episode, row = place_of(one["row_id"])
         log = logs.setdefault(
-            ticket, {"ticket": ticket, "attempt": attempts[ticket], "segments": [], "versions": set()}
+            ticket,
+            {"ticket": ticket, "attempt": attempts[ticket], "segments": [], "versions": set()},
         )
-        tokens, ended = len(one["token_ids"]) - one["prompt_len"], int(one["finish_reason"] != UNFINISHED)
+        tokens, ended = (
+            len(one["token_ids"]) - one["prompt_len"],
+            int(one["finish_reason"] != UNFINISHED),
+        )
         log["segments"].append([episode, row, one[START], tokens, ended])
         log["versions"] |= sampled_versions(one)
     return [{**log, "versions": sorted(log["versions"])} for log in logs.values()]
 
 
 def read(client: QueueClient, place: LogPlace) -> dict[int, list[Row]]:
-    """Rows in a log by episode, without rewards, as far as they were generated, under the ids of the log's ticket.
+    """Rows in a log by episode, without rewards, as far as they were generated, under the ids of
+    the log's ticket.
 
     ShardError: what it says cannot be read.
     """

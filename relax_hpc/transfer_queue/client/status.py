@@ -24,14 +24,22 @@ class Status:
         return then(self._submit("over"), nothing)
 
     def note(self, what: str, name: str, reason: str) -> Future[None]:
-        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
+        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of
+        a prompt file."""
         return then(self._submit("note", what=what, name=name, reason=reason), nothing)
 
     def report(
-        self, role: str, step: int, values: Mapping[str, float], seconds: Mapping[str, float] | None = None
+        self,
+        role: str,
+        step: int,
+        values: Mapping[str, float],
+        seconds: Mapping[str, float] | None = None,
     ) -> Future[None]:
         """Metrics of ``step``, and the seconds spent by kind since the last report."""
-        return then(self._submit("report", role=role, step=step, values=values, seconds=seconds or {}), nothing)
+        return then(
+            self._submit("report", role=role, step=step, values=values, seconds=seconds or {}),
+            nothing,
+        )
 
     def show(self, step: int, texts: Sequence[str]) -> Future[None]:
         """A few texts for people, such as what was generated for ``step``."""

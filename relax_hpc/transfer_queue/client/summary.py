@@ -1,4 +1,5 @@
-"""Summary of rows that are put, for the controller: by prompt group which rows, their lengths, their versions."""
+"""Summary of rows that are put, for the controller: by prompt group which rows, their lengths,
+their versions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class _Group:
 
 
 def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Summary of each prompt group for the controller: ticket, rows of each episode, their lengths, versions.
+    """Summary of each prompt group for the controller: ticket, rows of each episode, their lengths,
+    versions.
 
     BadRow: an id is none.
     """
@@ -44,14 +46,16 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
 
 
 def media_of_groups(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Media of prompt groups for the controller: ticket, ids, tokens that stand for them, of each row and of all media
-    together, each counted once. BadRow: a row's spans, or its id, are none."""
+    """Media of prompt groups for the controller: ticket, ids, tokens that stand for them, of each
+    row and of all media together, each counted once. BadRow: a row's spans, or its id, are none."""
     named, groups = media_by_ticket(rows), defaultdict[int, list[Row]](list)
     for row in sorted(rows, key=lambda row: place_of(row["row_id"])):
         groups[place_of(row["row_id"])[0]].append(row)
     sizes = {ticket: size_of(groups[ticket]) for ticket in named}
     tokens = {ticket: packed([*size.media, size.distinct]) for ticket, size in sizes.items()}
-    return [{"ticket": ticket, "media": ids, "tokens": tokens[ticket]} for ticket, ids in named.items()]
+    return [
+        {"ticket": ticket, "media": ids, "tokens": tokens[ticket]} for ticket, ids in named.items()
+    ]
 
 
 def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:

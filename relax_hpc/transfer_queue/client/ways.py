@@ -1,4 +1,5 @@
-"""Ways by which shards came to this process: logged at the first shard from each maker, and counted for the metrics."""
+"""Ways by which shards came to this process: logged at the first shard from each maker, and counted
+for the metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ FILE = "file"
 
 
 class Ways:
-    """Counts shards and bytes by way: a plane's name, with how its bytes come where that differs: `rdma_verbs`.
+    """Counts shards and bytes by way: a plane's name, with how its bytes come where that differs:
+    `rdma_verbs`.
 
     >>> ways = Ways()
     >>> ways.count({"name": "rollout-i000001-7-ab-000001.shard", "bytes": 4096}, "shm", "shm", ())
@@ -26,8 +28,11 @@ class Ways:
         self._told: set[tuple[str, str]] = set()
         self._reported: dict[str, float] = {}
 
-    def count(self, descriptor: Mapping[str, Any], plane: str, path: str, why_not: Sequence[str]) -> None:
-        """A shard came by ``plane``, on it by ``path`` (`Plane.path`), and not by better ones as ``why_not`` says."""
+    def count(
+        self, descriptor: Mapping[str, Any], plane: str, path: str, why_not: Sequence[str]
+    ) -> None:
+        """A shard came by ``plane``, on it by ``path`` (`Plane.path`), and not by better ones as
+        ``why_not`` says."""
         kind = path.partition(" ")[0]
         way = plane if kind == plane else f"{plane}_{kind}"
         self.shards[way] += 1

@@ -9,7 +9,8 @@ from relax_hpc.disk import WAITS, DiskWait
 from relax_hpc.transfer_queue.records import Owner
 
 _FRESH_S = 10.0
-"""Seconds for which clocks stand after a member said that it waits for a disk, unless it says so again."""
+"""Seconds for which clocks stand after a member said that it waits for a disk, unless it says so
+again."""
 
 
 class Beats:
@@ -17,7 +18,8 @@ class Beats:
 
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, Any]] = {}
-        """Last beat by `group/member`, with `group`, `incarnation`, and `at`: seconds of the monotonic clock."""
+        """Last beat by `group/member`, with `group`, `incarnation`, and `at`: seconds of the
+        monotonic clock."""
         self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
     def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:
@@ -31,7 +33,11 @@ class Beats:
 
     def forget(self, owner: Owner) -> None:
         """Forget the members of ``owner``, which has ended."""
-        for name in [name for name, beat in self.latest.items() if (beat["group"], beat["incarnation"]) == owner]:
+        for name in [
+            name
+            for name, beat in self.latest.items()
+            if (beat["group"], beat["incarnation"]) == owner
+        ]:
             del self.latest[name]
             self._disk_waits.pop(name, None)
 

@@ -1,8 +1,10 @@
-"""The file events.jsonl, a projection of the journal. Every controller makes it anew: a crash may cost its end.
+"""The file events.jsonl, a projection of the journal. Every controller makes it anew: a crash may
+cost its end.
 
-It has two lines a row, so it is cut: what is before the newest two parts lies compressed beside it, see
-`relax_hpc.parts`, and `event_lines` reads all of it. Where the parts end follows from the lines alone. So every
-controller makes the same ones, an older one that ends late writes nothing else into them, and what is there is kept.
+It has two lines a row, so it is cut: what is before the newest two parts lies compressed beside it,
+see `relax_hpc.parts`, and `event_lines` reads all of it. Where the parts end follows from the lines
+alone. So every controller makes the same ones, an older one that ends late writes nothing else into
+them, and what is there is kept.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Extent:
 
 
 class EventLog:
-    """One controller's events.jsonl. It appears by rename, so that the late lines of an older controller go to a file
-    that nobody reads."""
+    """One controller's events.jsonl. It appears by rename, so that the late lines of an older
+    controller go to a file that nobody reads."""
 
     def __init__(self, path: Path, incarnation: int) -> None:
         self.path = path
@@ -73,10 +75,11 @@ class EventLog:
         self._size = self._crc = 0
         """Bytes and checksum of what is behind the last whole part."""
 
-    # -- the beginning -----------------------------------------------------------------------------------------
+    # -- the beginning -----------------------------------------------------------------------------
 
     def begin_with(self, extent: Extent) -> bool:
-        """Copy the beginning of what is there under the name now; False, and nothing, if it is not as ``extent``."""
+        """Copy the beginning of what is there under the name now; False, and nothing, if it is not
+        as ``extent``."""
         try:
             for piece in _pieces(_bytes_after(self.path, self._keep_parts(extent.parts))):
                 if (self.extent.parts, self.extent.size) >= (extent.parts, extent.size):
@@ -93,7 +96,8 @@ class EventLog:
         return False
 
     def _keep_parts(self, most: int) -> int:
-        """Leave the first parts that are there compressed, at most so many, as they are; how many."""
+        """Leave the first parts that are there compressed, at most so many, as they are; how
+        many."""
         chain = kept = 0
         for part in parts_of(self.path)[:most]:
             if number_of(part) != kept + 1:
@@ -113,7 +117,7 @@ class EventLog:
         self._size = extent.size
         os.truncate(self.fileno(), start + extent.size)
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def write(self, text: bytes) -> None:
         """Write whole lines."""
@@ -124,7 +128,8 @@ class EventLog:
             self._size, self._crc, text = 0, 0, text[end:]
         self._size, self._crc = self._size + len(text), zlib.crc32(text, self._crc)
         if not self._published:
-            # A whole journal is told, of which nothing may be left out; what it says of long ago is there mostly.
+            # A whole journal is told, of which nothing may be left out; what it says of long ago is
+            # there mostly.
             self._lines.settle()
             while len(self._ends) > 1:
                 patiently(self._part, self._pack)
@@ -154,7 +159,7 @@ class EventLog:
             self._packing = threading.Thread(target=self._pack_quietly, name="events", daemon=True)
             self._packing.start()
 
-    # -- parts -------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     @property
     def _part(self) -> Path:
@@ -200,7 +205,8 @@ class EventLog:
             temporary.unlink(missing_ok=True)
 
     def _cut(self) -> None:
-        """Go on in a file that begins behind the first part. OSError: the disk does not let it, and nothing changes."""
+        """Go on in a file that begins behind the first part. OSError: the disk does not let it, and
+        nothing changes."""
         (cut, crc), end = self._ends[0], self._start() + self._size
         self._next.unlink(missing_ok=True)
         rest = Lines(self._next)
@@ -223,7 +229,7 @@ class EventLog:
         self._ends = [(other - cut, its) for other, its in self._ends[1:]]
         self._again_at = 0.0
 
-    # -- what others ask ---------------------------------------------------------------------------------------
+    # -- what others ask ---------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._lines.fileno()
@@ -237,13 +243,16 @@ class EventLog:
         return Extent(self._size, self._crc, self._gone + len(self._ends), chain)
 
     def check(self) -> None:
-        """RelaxError if an older controller, stopped and continued before it published, has put its file over this."""
+        """RelaxError if an older controller, stopped and continued before it published, has put its
+        file over this."""
         try:
             if os.path.samestat(self.path.stat(), os.fstat(self.fileno())):
                 return
         except FileNotFoundError:
             pass
-        raise RelaxError(f"{self.path}: replaced or removed; a new controller writes it again from the journal")
+        raise RelaxError(
+            f"{self.path}: replaced or removed; a new controller writes it again from the journal"
+        )
 
     def close(self) -> None:
         if self._packing:
@@ -254,7 +263,8 @@ class EventLog:
 def event_lines(path: Path) -> Iterator[bytes]:
     """All lines of a log now, with their line ends; of a damaged part, those before the damage.
 
-    ForeignFileError: a file or a part is no file of a run, or is larger than this package makes them.
+    ForeignFileError: a file or a part is no file of a run, or is larger than this package makes
+    them.
     """
     yield from _lines_of(_bytes_after(path, 0))
 
@@ -283,7 +293,8 @@ def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with file:
-        # Listed later than opened: the last may be in the file yet, as it is after a crash between the two.
+        # Listed later than opened: the last may be in the file yet, as it is after a crash between
+        # the two.
         for part in (parts := parts_of(path)):
             if number_of(part) <= gone and part != parts[-1]:
                 continue

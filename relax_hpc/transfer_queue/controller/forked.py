@@ -1,4 +1,5 @@
-"""Work on what a process has in memory, by a child that is a copy of it at one moment, while it goes on itself."""
+"""Work on what a process has in memory, by a child that is a copy of it at one moment, while it
+goes on itself."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _LOOK_S = 0.01
 
 
 class Forked:
-    """One child at a time. It ends with this process, and is killed once it takes longer than ``longest_s``."""
+    """One child at a time. It ends with this process, and is killed once it takes longer than
+    ``longest_s``."""
 
     def __init__(self, longest_s: float) -> None:
         self.longest_s = longest_s
@@ -28,14 +30,16 @@ class Forked:
         return bool(self._child)
 
     def start(self, work: Callable[[], int | None]) -> None:
-        """Have a child do ``work``, whose exit code that is; EXIT_RETRY if it raises. OSError: there is no child."""
+        """Have a child do ``work``, whose exit code that is; EXIT_RETRY if it raises. OSError:
+        there is no child."""
         self._started = time.monotonic()
         self._child = os.fork()
         if not self._child:
             _work_and_exit(work)
 
     def ended(self) -> int | None:
-        """Exit status of a child that has ended, 0 if all is well, told once. None: there is none."""
+        """Exit status of a child that has ended, 0 if all is well, told once. None: there is
+        none."""
         if not self._child:
             return None
         status = EXIT_DONE

@@ -1,8 +1,10 @@
-"""One HDF5 file a step: rows that a checkpoint covers and that are kept leave the many small files of their makers.
+"""One HDF5 file a step: rows that a checkpoint covers and that are kept leave the many small files
+of their makers.
 
-Makers write shards as they come, as cheaply as they can. What of them stays in the run directory (`queue.keep_steps`)
-is for people, so it is gathered here into files that h5py reads, by a child of the controller, beside all work. A file
-counts from the moment that it is journaled; the shards are removed after that, as all that nobody needs any more.
+Makers write shards as they come, as cheaply as they can. What of them stays in the run directory
+(`queue.keep_steps`) is for people, so it is gathered here into files that h5py reads, by a child of
+the controller, beside all work. A file counts from the moment that it is journaled; the shards are
+removed after that, as all that nobody needs any more.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Gathering:
 
 
 Ended = tuple[int, list[tuple[Gathering, int]]]
-"""Step below which nothing is left to be gathered, and the files that there are now, with their bytes."""
+"""Step below which nothing is left to be gathered, and the files that there are now, with their
+bytes."""
 
 
 class Gatherer:
@@ -78,7 +81,10 @@ class Gatherer:
         try:
             self._child.start(lambda: write_all(self.folder, self._work))
         except OSError as error:
-            print(f"rows of steps {steps.start} to {steps.stop - 1} are not gathered yet: {error}", flush=True)
+            print(
+                f"rows of steps {steps.start} to {steps.stop - 1} are not gathered yet: {error}",
+                flush=True,
+            )
             self._again_at = time.monotonic() + _AGAIN_S
         return None
 
@@ -95,7 +101,11 @@ class Gatherer:
 
     def _end(self, status: int) -> Ended | None:
         paths = {gathering.name: self.folder / gathering.name for gathering in self._work}
-        found = [(gathering, path) for gathering in self._work if (path := paths[gathering.name]).exists()]
+        found = [
+            (gathering, path)
+            for gathering in self._work
+            if (path := paths[gathering.name]).exists()
+        ]
         if status != EXIT_RETRY:
             return self._steps.stop, [(gathering, path.stat().st_size) for gathering, path in found]
         for _, path in found:
@@ -111,19 +121,23 @@ def covered_steps(state: QueueState) -> range:
 
 
 def planned(state: QueueState, steps: range, incarnation: int, made: int) -> list[Gathering]:
-    """Files to be gathered of ``steps`` by the controller of ``incarnation``, which has ``made`` so many before."""
+    """Files to be gathered of ``steps`` by the controller of ``incarnation``, which has ``made`` so
+    many before."""
     found = [(step, parts) for step in steps for parts in _alike(state, step)]
     work = []
     for number, (step, parts) in enumerate(found, made + 1):
         shards = {n: state.shards[n].descriptor["name"] for some in parts.values() for n, _ in some}
-        # Another controller, or a second life of the step after a rollback, never writes to the same file.
-        work.append(Gathering(f"step-{step:06d}-i{incarnation:06d}-{number:06d}.h5", step, parts, shards))
+        # Another controller, or a second life of the step after a rollback, never writes to the
+        # same file.
+        work.append(
+            Gathering(f"step-{step:06d}-i{incarnation:06d}-{number:06d}.h5", step, parts, shards)
+        )
     return work
 
 
 def _alike(state: QueueState, step: int) -> list[dict[int, tuple[Part, ...]]]:
-    """The prompt groups of a step that have rows, those together that fit one file: of the same fields, and not too
-    many bytes."""
+    """The prompt groups of a step that have rows, those together that fit one file: of the same
+    fields, and not too many bytes."""
     found: dict[tuple[tuple[str, ...], ...], list[dict[int, tuple[Part, ...]]]] = {}
     sizes: dict[int, int] = {}
     for ticket in sorted(state.tickets_of(step)):
@@ -141,17 +155,23 @@ def _alike(state: QueueState, step: int) -> list[dict[int, tuple[Part, ...]]]:
 
 
 def _is_gathered(state: QueueState, parts: tuple[Part, ...]) -> bool:
-    """Whether all of a prompt group lies in one file for people already, or not all of it is on disk."""
+    """Whether all of a prompt group lies in one file for people already, or not all of it is on
+    disk."""
     shards = [state.shards[number] for number in {number for number, _ in parts}]
     alone = len(shards) == 1 and GATHERED_NAME.fullmatch(shards[0].descriptor["name"])
     return bool(alone) or any(shard.unsaved for shard in shards)
 
 
 def journal_files(service: QueueService, end: int, found: Sequence[tuple[Gathering, int]]) -> None:
-    """The rows of steps below ``end`` lie in files of so many bytes. What has changed meanwhile stays as it is."""
+    """The rows of steps below ``end`` lie in files of so many bytes. What has changed meanwhile
+    stays as it is."""
     files = []
     for gathering, size in found:
-        tickets = [ticket for ticket, parts in gathering.parts.items() if _is_at_rest(service.state, ticket, parts)]
+        tickets = [
+            ticket
+            for ticket, parts in gathering.parts.items()
+            if _is_at_rest(service.state, ticket, parts)
+        ]
         if tickets:
             files.append(({"name": gathering.name, "bytes": size, "planes": {}}, tickets))
         else:
@@ -161,13 +181,16 @@ def journal_files(service: QueueService, end: int, found: Sequence[tuple[Gatheri
 
 def _is_at_rest(state: QueueState, ticket: int, parts: Sequence[Part]) -> bool:
     """Whether ``ticket`` is trained on, in nobody's hands, and where it was."""
-    group, trained = state.groups.get(ticket), state.plan.step_of(ticket) < state.progress.trained_steps
+    group, trained = (
+        state.groups.get(ticket),
+        state.plan.step_of(ticket) < state.progress.trained_steps,
+    )
     return bool(trained and group and group.parts == parts) and not any(
         queue.statuses[ticket] == HELD for queue in state.tasks.values()
     )
 
 
-# -- in the child ------------------------------------------------------------------------------------------------------
+# -- in the child ----------------------------------------------------------------------------------
 
 
 def write_all(folder: Path, work: Sequence[Gathering]) -> int:
@@ -189,15 +212,20 @@ def write_all(folder: Path, work: Sequence[Gathering]) -> int:
 
 
 def write(folder: Path, gathering: Gathering) -> None:
-    """Write one file, on disk before it has its name. ShardError or LookupError: a shard is damaged, or another's."""
+    """Write one file, on disk before it has its name. ShardError or LookupError: a shard is
+    damaged, or another's."""
     # The library, which nobody else needs, takes a tenth of a second to import.
     from relax_hpc.transfer_queue.storage import hdf5_writer
 
     rows = list(_rows(folder, gathering))
     fields = dict.fromkeys(field for row in rows for field in row if field != "row_id")
-    columns = [column_of(field, _of_one_type(field, [row[field] for row in rows])) for field in fields]
+    columns = [
+        column_of(field, _of_one_type(field, [row[field] for row in rows])) for field in fields
+    ]
     origin = {"run": str(folder.parents[1]), "step": gathering.step}
-    hdf5_writer.write(folder / gathering.name, Columns({}, [row["row_id"] for row in rows], columns), origin, True)
+    hdf5_writer.write(
+        folder / gathering.name, Columns({}, [row["row_id"] for row in rows], columns), origin, True
+    )
 
 
 def _rows(folder: Path, gathering: Gathering) -> Iterable[Row]:

@@ -1,7 +1,8 @@
-"""The controller's append-only journal: a file an incarnation, checksummed records, a successor seals what was before.
+"""The controller's append-only journal: a file an incarnation, checksummed records, a successor
+seals what was before.
 
-A record is on disk before its effect is seen, so it survives a power loss. Not durable, it is handed to the operating
-system instead and survives the death of any process.
+A record is on disk before its effect is seen, so it survives a power loss. Not durable, it is
+handed to the operating system instead and survives the death of any process.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ class JournalError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Place between two records: a number of bytes of an incarnation's file, and all that this file seals."""
+    """Place between two records: a number of bytes of an incarnation's file, and all that this file
+    seals."""
 
     incarnation: int
     offset: int
 
 
 def _frame(body: bytes) -> bytes:
-    """Length and checksum of ``body``, a checksum over those two, so that a bad length is not taken for a torn tail."""
+    """Length and checksum of ``body``, a checksum over those two, so that a bad length is not taken
+    for a torn tail."""
     sizes = _SIZES.pack(len(body), zlib.crc32(body))
     return sizes + _CHECK.pack(zlib.crc32(sizes)) + body
 
@@ -53,8 +56,8 @@ def _frame(body: bytes) -> bytes:
 def _read(path: Path, start: int, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Records of ``path`` from ``start`` on, with the offset behind each.
 
-    Without a ``limit`` a torn tail ends it; a bad middle raises. After a power loss zeros may stand where the last
-    records were to be.
+    Without a ``limit`` a torn tail ends it; a bad middle raises. After a power loss zeros may stand
+    where the last records were to be.
     """
     end = path.stat().st_size if limit is None else limit
     at = start
@@ -68,7 +71,8 @@ def _read(path: Path, start: int, limit: int | None) -> Iterator[tuple[int, dict
 
 
 def _next_body(file: BufferedReader, path: Path, at: int, end: int, may_be_torn: bool) -> bytes:
-    """The record at offset ``at`` of what counts up to ``end``; empty if none, or a torn one, is there."""
+    """The record at offset ``at`` of what counts up to ``end``; empty if none, or a torn one, is
+    there."""
     head = file.read(min(_HEAD, end - at))
     if len(head) < _HEAD:
         return b""
@@ -90,15 +94,16 @@ def _next_body(file: BufferedReader, path: Path, at: int, end: int, may_be_torn:
 class Journal:
     """Opens a new incarnation's file and yields what the earlier ones recorded.
 
-    The first record of a file seals its predecessors at the lengths that were read, so that what an older controller
-    still writes is never seen.
+    The first record of a file seals its predecessors at the lengths that were read, so that what an
+    older controller still writes is never seen.
     """
 
     def __init__(self, folder: Path, incarnation: int, durable: bool = True) -> None:
         self.folder, self.incarnation, self.durable = folder, incarnation, durable
         self.path = folder / f"inc-{incarnation:06d}.journal"
         self.cut: dict[str, int] = {}
-        """Files whose tails `replay` cut off, as a crash may leave them: bytes that are no whole record."""
+        """Files whose tails `replay` cut off, as a crash may leave them: bytes that are no whole
+        record."""
         self.records = 0
         """Records appended so far."""
         self._pending: list[bytes] = []
@@ -113,7 +118,8 @@ class Journal:
             raise
 
     def replay(self, after: Position | None = None) -> Iterator[dict[str, Any]]:
-        """All records of earlier incarnations, in order, or those ``after`` a position that `covers`; then seals them.
+        """All records of earlier incarnations, in order, or those ``after`` a position that
+        `covers`; then seals them.
 
         Call it once, before ``append``.
         """
@@ -156,24 +162,29 @@ class Journal:
     def _sealed(self) -> dict[int, int]:
         """Bytes that count of each earlier file, where a later one says it.
 
-        The newest seal binds: what an older controller wrote later, whole or not, is not even looked at.
+        The newest seal binds: what an older controller wrote later, whole or not, is not even
+        looked at.
         """
         sealed: dict[int, int] = {}
         for incarnation in sorted(self._earlier, reverse=True):
-            _, first = next(_read(self._earlier[incarnation], 0, sealed.get(incarnation)), (0, None))
+            _, first = next(
+                _read(self._earlier[incarnation], 0, sealed.get(incarnation)), (0, None)
+            )
             if first is None:
                 continue
             if first.get("format", 1) != FORMAT:
                 text = f"format {first.get('format', 1)}, this program reads {FORMAT}"
                 raise JournalError(
-                    f"{self._earlier[incarnation]}: {text}; finish the run with the program that began it"
+                    f"{self._earlier[incarnation]}: {text}; finish the run with the program that "
+                    "began it"
                 )
             for older in [other for other in self._earlier if other < incarnation]:
                 sealed.setdefault(older, first["lengths"].get(str(older), 0))
         return sealed
 
     def _look_for_tail(self, path: Path, end: int, sealed: bool) -> None:
-        """Note a torn tail of the newest file, and have on disk what its controller may have left unsynced."""
+        """Note a torn tail of the newest file, and have on disk what its controller may have left
+        unsynced."""
         with path.open("rb") as file:
             if self.durable:
                 os.fsync(file.fileno())
@@ -182,18 +193,27 @@ class Journal:
 
     def _files(self) -> dict[int, str]:
         with os.scandir(self.folder) as entries:
-            return {int(match[1]): match[0] for entry in entries if (match := _NAME.fullmatch(entry.name))}
+            return {
+                int(match[1]): match[0]
+                for entry in entries
+                if (match := _NAME.fullmatch(entry.name))
+            }
 
     def superseded(self) -> int:
-        """Incarnation of a successor, or 0. Ask after ``commit`` and before replying: a successor makes its file before
-        it reads this one, so what was written while there was none is in its replay."""
+        """Incarnation of a successor, or 0. Ask after ``commit`` and before replying: a successor
+        makes its file before it reads this one, so what was written while there was none is in its
+        replay."""
         newest = max(self._files(), default=0)
         return newest if newest > self.incarnation else 0
 
     def check_newest(self) -> None:
         """Raise FencedError once there is a successor."""
         if successor := self.superseded():
-            text = f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken its place"
+            text = (
+                f"hub incarnation {self.incarnation} is over: incarnation {successor} has "
+                "taken "
+                "its place"
+            )
             raise FencedError(text)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -204,15 +224,17 @@ class Journal:
     def commit(self) -> bool:
         """Write all buffered records at once, to disk if durable; whether there were any.
 
-        OSError: none of them counts, and the next call writes all of them again. A kernel takes what it could not sync
-        for written from then on, so nothing less would do.
+        OSError: none of them counts, and the next call writes all of them again. A kernel takes
+        what it could not sync for written from then on, so nothing less would do.
         """
         if not self._pending:
             return False
         data = b"".join(self._pending)
         done = 0
         while done < len(data):
-            done += os.pwrite(self._file.fileno(), data[done:] if done else data, self._written + done)
+            done += os.pwrite(
+                self._file.fileno(), data[done:] if done else data, self._written + done
+            )
         if self.durable:
             os.fdatasync(self._file.fileno())
         self._pending.clear()

@@ -1,4 +1,5 @@
-"""Messages of clients: their parts have the types and sizes that they should have, or they are refused."""
+"""Messages of clients: their parts have the types and sizes that they should have, or they are
+refused."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ MAX_WHOLE = 1 << 53
 MAX_TEXT = 4096
 """Longest text in a message, characters."""
 MAX_OPAQUE_BYTES = 16 << 10
-"""Bytes of what is passed on as it is, at most: a shard's descriptor, and what a member says of itself."""
+"""Bytes of what is passed on as it is, at most: a shard's descriptor, and what a member says of
+itself."""
 MAX_OPAQUE_DEPTH = 8
-"""Levels of maps and lists in each other, at most: far from the limits of msgpack, also within other messages."""
+"""Levels of maps and lists in each other, at most: far from the limits of msgpack, also within
+other messages."""
 _MAX_PATIENCE_S = 1e9
 _ROW, _WHOLE = ("ticket", "episodes", "lengths", "versions"), frozenset([int])
 
@@ -40,7 +43,8 @@ class Refused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One message of a client, with where to send the answer. Times are of the monotonic clock, seconds."""
+    """One message of a client, with where to send the answer. Times are of the monotonic clock,
+    seconds."""
 
     peer: int
     id: int
@@ -83,18 +87,35 @@ class Request:
 def parse(peer: int, message: dict[str, Any]) -> Request:
     """Request in ``message``; BadMessage if it is none."""
     try:
-        number, incarnation, patience = message["id"], message["incarnation"], float(message["patience"])
+        number, incarnation, patience = (
+            message["id"],
+            message["incarnation"],
+            float(message["patience"]),
+        )
         may_stand = float(message.get("may_stand", 0.0))
-        client, group, op, args = message["client"], message["group"], message["op"], message["args"]
+        client, group, op, args = (
+            message["client"],
+            message["group"],
+            message["op"],
+            message["args"],
+        )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
-    good = is_whole(number) and is_whole(incarnation) and is_text(client) and is_text(group) and is_text(op)
+    good = (
+        is_whole(number)
+        and is_whole(incarnation)
+        and is_text(client)
+        and is_text(group)
+        and is_text(op)
+    )
     finite = 0 <= patience < float("inf") and 0 <= may_stand < float("inf")
     if not good or min(number, incarnation) < 0 or type(args) is not dict or not finite:
         raise BadMessage("a part of the request has the wrong type")
     since = time.monotonic()
     deadline, key = since + min(patience, _MAX_PATIENCE_S), f"{client}#{number}"
-    return Request(peer, number, key, (group, incarnation), op, args, since, deadline, may_stand_s=may_stand)
+    return Request(
+        peer, number, key, (group, incarnation), op, args, since, deadline, may_stand_s=may_stand
+    )
 
 
 def is_whole(value: Any) -> bool:
@@ -118,7 +139,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "list[str]": lambda value: _all_are(value, str) and max(map(len, value), default=0) <= MAX_TEXT,
     "list[dict]": lambda value: _all_are(value, dict),
     "dict[str, float]": lambda value: (
-        type(value) is dict and all(is_text(name) and isinstance(number, int | float) for name, number in value.items())
+        type(value) is dict
+        and all(is_text(name) and isinstance(number, int | float) for name, number in value.items())
     ),
     "Any": lambda _: True,
 }
@@ -137,10 +159,14 @@ class Schema:
         self._given = {parameter.name for parameter in parameters[:2]}
         """Names of the parameters that the service itself fills in."""
         parameters = parameters[2:]
-        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        named = [
+            parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         self._types = {parameter.name: parameter.annotation for parameter in named}
         self._checks = {name: _TYPES[annotation] for name, annotation in self._types.items()}
-        self._needed = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        self._needed = {
+            parameter.name for parameter in named if parameter.default is parameter.empty
+        }
         self._open = len(named) < len(parameters)
 
     def complaint(self, args: Args) -> str:
@@ -162,12 +188,21 @@ def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
     generated = "token_ids" in fields
     for summary in summaries:
         row = ticket, episodes, lengths, codes = tuple(map(summary.get, _ROW))
-        good = type(ticket) is int and type(episodes) is bytes and episodes and max(episodes) <= MAX_ROWS
+        good = (
+            type(ticket) is int
+            and type(episodes) is bytes
+            and episodes
+            and max(episodes) <= MAX_ROWS
+        )
         good = good and type(codes) is list and _WHOLE.issuperset(map(type, codes))
         if not good or not is_packed(lengths, sum(episodes) if generated else 0):
-            raise Refused("refused", f"put: rows: found {reprlib.repr(summary)}, expected {', '.join(_ROW)}")
+            raise Refused(
+                "refused", f"put: rows: found {reprlib.repr(summary)}, expected {', '.join(_ROW)}"
+            )
         if "old_logprob_version" in fields and not codes:
-            raise Refused("refused", f"put: ticket {ticket} has an old_logprob_version, but names none")
+            raise Refused(
+                "refused", f"put: ticket {ticket} has an old_logprob_version, but names none"
+            )
         rows.append(row)
     if len({row[0] for row in rows}) < len(rows):
         raise Refused("refused", "put: a ticket is there twice; a prompt group comes in one piece")
@@ -175,7 +210,8 @@ def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
 
 
 def check_size(what: str, value: dict) -> None:
-    """Refused if ``value``, which others are told of, is larger than a few kilobytes, or nested deeply."""
+    """Refused if ``value``, which others are told of, is larger than a few kilobytes, or nested
+    deeply."""
     size = len(msgpack.packb(value))
     if size > MAX_OPAQUE_BYTES:
         raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_OPAQUE_BYTES}")
@@ -185,4 +221,6 @@ def check_size(what: str, value: dict) -> None:
 
 def _is_deeper(value: Any, levels: int) -> bool:
     inner = value.values() if type(value) is dict else value if type(value) is list else ()
-    return not levels or any(_is_deeper(one, levels - 1) for one in inner if type(one) in (dict, list))
+    return not levels or any(
+        _is_deeper(one, levels - 1) for one in inner if type(one) in (dict, list)
+    )

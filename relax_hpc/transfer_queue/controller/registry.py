@@ -22,7 +22,9 @@ class Registry(dict[str, Callable]):
 
         def register(function: F) -> F:
             if op in self:
-                raise ValueError(f"{op!r} is registered twice: {self[op].__module__} and {function.__module__}")
+                raise ValueError(
+                    f"{op!r} is registered twice: {self[op].__module__} and {function.__module__}"
+                )
             self[op] = function
             return function
 
@@ -30,8 +32,10 @@ class Registry(dict[str, Callable]):
 
 
 APPLIERS = Registry()
-"""Functions that carry out a journal record, by its `op`: (state, **the rest of it), which change the state alone."""
+"""Functions that carry out a journal record, by its `op`: (state, **the rest of it), which change
+the state alone."""
 applies = APPLIERS.add
 HANDLERS = Registry()
-"""Functions that answer a request, by its `op`: (service, request, **its arguments); annotations are their types."""
+"""Functions that answer a request, by its `op`: (service, request, **its arguments); annotations
+are their types."""
 handles = HANDLERS.add

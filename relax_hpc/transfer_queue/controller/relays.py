@@ -1,6 +1,8 @@
-"""Relays of a version of the weights: of many nodes a few read it from its maker, the others from them.
+"""Relays of a version of the weights: of many nodes a few read it from its maker, the others from
+them.
 
-In the hub's memory alone: whoever asks a hub that has begun anew is among its first, and reads from the maker.
+In the hub's memory alone: whoever asks a hub that has begun anew is among its first, and reads from
+the maker.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from relax_hpc.transfer_queue.records import Owner
 from relax_hpc.versions import Version
 
 FAN_OUT = 2
-"""Nodes that read from the same one: one link carries so many copies, and there are few nodes one after the other."""
+"""Nodes that read from the same one: one link carries so many copies, and there are few nodes one
+after the other."""
 Where = Mapping[str, Any]
 
 
 def ancestors(place: int) -> list[int]:
-    """Numbers of the nodes from which number ``place`` takes a version, the best first; behind them all is its maker.
+    """Numbers of the nodes from which number ``place`` takes a version, the best first; behind them
+    all is its maker.
 
     >>> [ancestors(place) for place in range(7)]
     [[], [], [0], [0], [1], [1], [2, 0]]
@@ -30,15 +34,22 @@ def ancestors(place: int) -> list[int]:
 
 
 class Relays:
-    """Readers of each version on other nodes, in the order in which they came, and where each passes on what it has."""
+    """Readers of each version on other nodes, in the order in which they came, and where each
+    passes on what it has."""
 
     def __init__(self) -> None:
         self._lines: dict[Version, dict[str, tuple[Owner, Where]]] = {}
 
     def join(
-        self, version: Version, reader: str, owner: Owner, where: Where, is_over: Callable[[Owner], object]
+        self,
+        version: Version,
+        reader: str,
+        owner: Owner,
+        where: Where,
+        is_over: Callable[[Owner], object],
     ) -> list[Where]:
-        """Places from which ``reader`` takes ``version``, the best first, without those whose time ``is_over``.
+        """Places from which ``reader`` takes ``version``, the best first, without those whose time
+        ``is_over``.
 
         It keeps its place if it asks again, so nobody ever comes to wait for who waits for it.
         """
@@ -50,4 +61,6 @@ class Relays:
 
     def keep(self, versions: Collection[Version]) -> None:
         """Keep the relays of some versions, and forget all others."""
-        self._lines = {version: line for version, line in self._lines.items() if version in versions}
+        self._lines = {
+            version: line for version, line in self._lines.items() if version in versions
+        }

@@ -17,7 +17,9 @@ class SaveClock:
     """Seconds since the last step whose end was saved. They begin with the first step that this
     controller sees trained."""
 
-    def __init__(self, settings: CheckpointConfig, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: CheckpointConfig, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """``now``: seconds of a clock that never goes back."""
         self.every, self.every_s = settings.every, settings.every_s
         self._now = now

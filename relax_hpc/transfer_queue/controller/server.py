@@ -1,7 +1,8 @@
-"""The queue controller: one process, one writer. Requests come over TCP, effects go through the journal.
+"""The queue controller: one process, one writer. Requests come over TCP, effects go through the
+journal.
 
-A request that cannot be answered yet (no rows, no ticket, no newer version) waits and is answered the moment it can,
-so nobody polls.
+A request that cannot be answered yet (no rows, no ticket, no newer version) waits and is answered
+the moment it can, so nobody polls.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from relax_hpc.transfer_queue.controller.eventlog import EventLog
 from relax_hpc.transfer_queue.controller.gathering import Gatherer, journal_files
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, parse
-from relax_hpc.transfer_queue.controller.recovery import end_former_groups, note_torn_tails, recovered, remove, sweep
+from relax_hpc.transfer_queue.controller.recovery import (
+    end_former_groups,
+    note_torn_tails,
+    recovered,
+    remove,
+    sweep,
+)
 from relax_hpc.transfer_queue.controller.service import LEASE_S, QueueService
 from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshots
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
@@ -64,7 +71,8 @@ class Controller:
         self._journal_at, self._shards = 0.0, str(run.shards)
         journal = patiently(run.journal, lambda: Journal(run.journal, incarnation, durable))
         self.stuck = Patience(journal.path)
-        """Patience that is true while the journal cannot be written: nobody is told of anything, or waits in vain."""
+        """Patience that is true while the journal cannot be written: nobody is told of anything, or
+        waits in vain."""
         self._unsent: list[Answer] = []
         """Answers whose changes are not in the journal yet."""
         self._later: list[Request] = []
@@ -86,16 +94,18 @@ class Controller:
     def state(self) -> QueueState:
         return self.service.state
 
-    # -- loop --------------------------------------------------------------------------------------------------
+    # -- loop --------------------------------------------------------------------------------------
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
+        """Answer requests until ``until()``; asked at least once a second. FencedError once there
+        is a successor."""
         look_at = 0.0
         while not until():
             self._unsent += self._take(self.listener.receive(self._patience()))
             self.service.refused_connections = self.listener.refused
             wrote = self._commit()
-            # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
+            # A change counts only if a successor replays it, so look before telling of it; other
+            # answers may be late.
             if wrote or time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_S
                 self._look()
@@ -104,7 +114,8 @@ class Controller:
                 self._after_replies()
 
     def _commit(self) -> bool:
-        """Have the journal hold what was done, before anybody is told of it unless it may be late; whether it did."""
+        """Have the journal hold what was done, before anybody is told of it unless it may be late;
+        whether it did."""
         if not self.stuck.due() or (self.late_s and time.monotonic() < self._journal_at):
             return False
         self._journal_at = time.monotonic() + self.late_s
@@ -117,7 +128,8 @@ class Controller:
         return wrote
 
     def _tell(self) -> None:
-        """Send the answers that there are: while the journal is stuck those alone that say whom to wait for."""
+        """Send the answers that there are: while the journal is stuck those alone that say whom to
+        wait for."""
         answers, self._unsent = self._unsent, []
         for answer in answers:
             if self.stuck and answer.op not in TELLING:
@@ -136,7 +148,8 @@ class Controller:
         return max(0.0, min(1.0, until - time.monotonic()))
 
     def _look(self) -> None:
-        """Check that this controller is still the newest. While the disk does not say, nobody is told of anything."""
+        """Check that this controller is still the newest. While the disk does not say, nobody is
+        told of anything."""
         try:
             self.journal.check_newest()
             self.event_log.check()
@@ -153,13 +166,16 @@ class Controller:
             remove(str(self.run.media / media_id))
         if self.snapshots.due(self.journal.records):
             log = self.event_log
-            self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
+            self.snapshots.take(
+                self.state, self.journal.records, self.journal.position, log.extent, log.fileno()
+            )
         # A snapshot holds nothing that the journal does not.
         if self.gatherer and (ended := self.gatherer.look(self.state)):
             journal_files(self.service, *ended)
 
     def close(self) -> None:
-        """Flush and release everything. What the journal's disk does not take by now nobody was told of."""
+        """Flush and release everything. What the journal's disk does not take by now nobody was
+        told of."""
         try:
             self.journal.commit()
             self._after_replies()
@@ -177,10 +193,11 @@ class Controller:
         self.stuck.done()
         self.listener.close()
 
-    # -- messages ----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def _take(self, payloads: list[tuple[int, Bytes]]) -> list[Answer]:
-        """Take what has come; the answers that there are now. What it does is committed together."""
+        """Take what has come; the answers that there are now. What it does is committed
+        together."""
         answers: list[Answer] = []
         for request in self._requests(payloads):
             if self.stuck and request.op not in TELLING:
@@ -190,7 +207,8 @@ class Controller:
         self.service.look_for_members()
         if self.stuck:
             return answers
-        # Who waited is told first: its work is late, while who put something goes on to write its file.
+        # Who waited is told first: its work is late, while who put something goes on to write its
+        # file.
         waited: list[Answer] = []
         waiting = self.service.waiting
         waiting.wake(self.state.woken, lambda request: self._answer(request, waited))
@@ -206,7 +224,8 @@ class Controller:
         return answers
 
     def _requests(self, payloads: list[tuple[int, Bytes]]) -> list[Request]:
-        """Requests that can be looked at now: first those put off until later, then those that have come."""
+        """Requests that can be looked at now: first those put off until later, then those that have
+        come."""
         found: list[Request] = []
         if not self.stuck:
             found, self._later = self._later, []
@@ -223,7 +242,10 @@ class Controller:
     def _put_off(self, request: Request) -> bool:
         """Whether a request has more time, as clocks have stood since it came."""
         stood_s = min(self.service.presence.stood_s - request.stood_s, request.may_stand_s)
-        request.deadline, request.stood_s = request.deadline + stood_s, self.service.presence.stood_s
+        request.deadline, request.stood_s = (
+            request.deadline + stood_s,
+            self.service.presence.stood_s,
+        )
         request.may_stand_s -= stood_s
         return stood_s > 0
 
@@ -242,13 +264,21 @@ class Controller:
         return True
 
     def _overdue(self, request: Request) -> str:
-        """Message of an overdue request: what was waited for, how long, how far the run is, and where to look."""
-        what = " ".join([request.op, *(str(request.args[name]) for name in ("task", "reader") if name in request.args)])
+        """Message of an overdue request: what was waited for, how long, how far the run is, and
+        where to look."""
+        what = " ".join(
+            [
+                request.op,
+                *(str(request.args[name]) for name in ("task", "reader") if name in request.args),
+            ]
+        )
         at = ", ".join(f"{count} {name}" for name, count in self.state.tickets.depth().items())
         why = f" ({request.why})" if request.why else ""
         return (
-            f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained steps: "
-            f"{self.state.progress.trained_steps}, prompt groups: {at}; open the logs of the group that is behind in "
+            f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained "
+            "steps: "
+            f"{self.state.progress.trained_steps}, prompt groups: {at}; open the logs of the group "
+            "that is behind in "
             f"{self.run.root / 'logs'}"
         )
 

@@ -1,8 +1,9 @@
 """The queue's service: each request is checked, journaled, applied and answered; no sockets here.
 
-What is done for a request says its handler (`controller.handlers`), registered by the request's `op`; the annotations
-of its arguments are the request's schema. It returns the answer, or raises NotYet with what the request waits for.
-Requests are idempotent: a client that lost the reply, or its controller, asks again.
+What is done for a request says its handler (`controller.handlers`), registered by the request's
+`op`; the annotations of its arguments are the request's schema. It returns the answer, or raises
+NotYet with what the request waits for. Requests are idempotent: a client that lost the reply, or
+its controller, asks again.
 """
 
 from __future__ import annotations
@@ -32,14 +33,21 @@ SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
 
 
 class BrokenStateError(RelaxError):
-    """A record could not be applied after it was checked: only a replay of the journal gives a state to go on with."""
+    """A record could not be applied after it was checked: only a replay of the journal gives a
+    state to go on with."""
 
 
 class QueueService:
-    """`on_report(role, step, values, seconds)` receives what roles report (the hub writes metrics)."""
+    """`on_report(role, step, values, seconds)` receives what roles report (the hub writes
+    metrics)."""
 
     def __init__(
-        self, plan: Plan, incarnation: int, state: QueueState, journal: Journal, lease_s: float = LEASE_S
+        self,
+        plan: Plan,
+        incarnation: int,
+        state: QueueState,
+        journal: Journal,
+        lease_s: float = LEASE_S,
     ) -> None:
         """``lease_s``: of groups; one without beats for so long is not there."""
         self.plan, self.incarnation, self.state, self.journal = plan, incarnation, state, journal
@@ -49,7 +57,9 @@ class QueueService:
         self.relays = Relays()
         self.save_clock = SaveClock(CheckpointConfig())
         self.refused_connections = 0
-        self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
+        self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: (
+            None
+        )
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None
         self.on_first_failure: Callable[[str, str, str, str, str], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None
@@ -61,11 +71,19 @@ class QueueService:
             raise Refused("refused", f"unknown request {request.op!r:.40}")
         group, incarnation = request.owner
         if incarnation == OBSERVER_INCARNATION and request.op not in _FOR_OBSERVERS:
-            raise Refused("refused", f"{request.op}: not for an observer, allowed {', '.join(_FOR_OBSERVERS)}")
-        members = self.state.members
-        if lowest := members.lowest_allowed(request.owner) if incarnation != OBSERVER_INCARNATION else 0:
             raise Refused(
-                "fenced", f"{group} incarnation {incarnation} is over: only incarnation {lowest} or later may go on"
+                "refused", f"{request.op}: not for an observer, allowed {', '.join(_FOR_OBSERVERS)}"
+            )
+        members = self.state.members
+        if (
+            lowest := members.lowest_allowed(request.owner)
+            if incarnation != OBSERVER_INCARNATION
+            else 0
+        ):
+            raise Refused(
+                "fenced",
+                f"{group} incarnation {incarnation} is over: only incarnation {lowest} or later "
+                "may go on",
             )
         if complaint := schema.complaint(request.args):
             raise Refused("refused", f"{request.op}: malformed arguments: {complaint}")
@@ -73,7 +91,14 @@ class QueueService:
             self.record(op="register", group=group, incarnation=incarnation)
         try:
             return handlers.HANDLERS[request.op](self, request, **request.args)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             text = f"{request.op}: malformed arguments: {type(error).__name__}: {error}"
             raise Refused("refused", text) from error
 
@@ -88,5 +113,7 @@ class QueueService:
             self.state.apply(record)
         except Exception as error:
             # It is not journaled: its replay would fail for ever.
-            raise BrokenStateError(f"{record['op']}: cannot be applied: {type(error).__name__}: {error}") from error
+            raise BrokenStateError(
+                f"{record['op']}: cannot be applied: {type(error).__name__}: {error}"
+            ) from error
         self.journal.append(record)

@@ -1,6 +1,8 @@
-"""Snapshots of the queue's state beside its journal: they keep the replay short, and nothing depends on them.
+"""Snapshots of the queue's state beside its journal: they keep the replay short, and nothing
+depends on them.
 
-A child process, which is a copy of the controller at one moment, writes one while the controller goes on.
+A child process, which is a copy of the controller at one moment, writes one while the controller
+goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ RECORDS = 50_000
 _KEEP = 2
 """Snapshots that are kept: the previous one is there in case the newest is not whole."""
 _GROWTH = 20
-"""Bytes of the last snapshot for each record until the next one, so that all together cost less than the work."""
+"""Bytes of the last snapshot for each record until the next one, so that all together cost less
+than the work."""
 _LONGEST_S = 600.0
 """Seconds after which a child counts as hanging on its filesystem."""
 _CLOSE_S = 1.0
@@ -68,15 +71,20 @@ class Snapshots:
         for temporary in folder.glob(".*"):
             temporary.unlink(missing_ok=True)
 
-    # -- reading -----------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def found(self) -> Iterator[Path]:
         """Files of snapshots, newest first."""
-        paths = {match.groups(): path for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+        paths = {
+            match.groups(): path
+            for path in self.folder.iterdir()
+            if (match := _NAME.fullmatch(path.name))
+        }
         return (paths[key] for key in sorted(paths, reverse=True))
 
     def load(self, path: Path) -> Snapshot:
-        """SnapshotError: the file is not whole, of another format, or of a run that was configured differently."""
+        """SnapshotError: the file is not whole, of another format, or of a run that was configured
+        differently."""
         try:
             content = msgpack.unpackb(_body(path.read_bytes()), strict_map_key=False)
             if content["plan"] != _plain(self.plan):
@@ -86,22 +94,29 @@ class Snapshots:
         except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise SnapshotError(f"{path}: not used, {type(error).__name__}: {error}") from error
 
-    # -- writing -----------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def due(self, records: int) -> bool:
         """Whether to `take` one, the journal having ``records`` of this controller."""
         self._look_after_child()
-        return not self._child.runs and records - self._covered >= max(self.every, self._size // _GROWTH)
+        return not self._child.runs and records - self._covered >= max(
+            self.every, self._size // _GROWTH
+        )
 
-    def take(self, state: QueueState, records: int, position: Position, events: Extent, events_file: int) -> None:
-        """Start to write one; all that it covers was written. ``events_file``: descriptor of events.jsonl."""
+    def take(
+        self, state: QueueState, records: int, position: Position, events: Extent, events_file: int
+    ) -> None:
+        """Start to write one; all that it covers was written. ``events_file``: descriptor of
+        events.jsonl."""
         self._covered = records
         try:
             self._child.start(lambda: self._write(state, position, events, events_file))
         except OSError as error:
             print(f"no snapshot of the queue: {error}", flush=True)
 
-    def _write(self, state: QueueState, position: Position, events: Extent, events_file: int) -> None:
+    def _write(
+        self, state: QueueState, position: Position, events: Extent, events_file: int
+    ) -> None:
         """Write a snapshot, in the child."""
         if self.durable:
             os.fsync(events_file)
@@ -109,10 +124,16 @@ class Snapshots:
 
     def write(self, state: QueueState, position: Position, events: Extent) -> Path:
         """Write a snapshot, and remove those before the previous one; its path."""
-        content = {"plan": _plain(self.plan), "position": astuple(position), "events": astuple(events)}
+        content = {
+            "plan": _plain(self.plan),
+            "position": astuple(position),
+            "events": astuple(events),
+        }
         body = msgpack.packb(content | {"state": state.dump()})
         path = self.folder / f"inc-{position.incarnation:06d}-{position.offset:015d}.snapshot"
-        write_atomic(path, _HEAD.pack(_MAGIC, FORMAT, len(body), zlib.crc32(body)) + body, sync=self.durable)
+        write_atomic(
+            path, _HEAD.pack(_MAGIC, FORMAT, len(body), zlib.crc32(body)) + body, sync=self.durable
+        )
         for old in list(self.found())[_KEEP:]:
             old.unlink(missing_ok=True)
         return path
@@ -123,7 +144,11 @@ class Snapshots:
 
     def _note_end(self, status: int) -> None:
         if status:
-            print(f"no snapshot of the queue in {self.folder}: status {status} of the process that wrote", flush=True)
+            print(
+                f"no snapshot of the queue in {self.folder}: status {status} of the process that "
+                "wrote",
+                flush=True,
+            )
         else:
             self.taken += 1
             with contextlib.suppress(OSError):

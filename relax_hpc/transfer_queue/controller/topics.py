@@ -1,4 +1,5 @@
-"""Topics of requests that cannot be answered yet: a change of the state names those whose wait it may end."""
+"""Topics of requests that cannot be answered yet: a change of the state names those whose wait it
+may end."""
 
 from __future__ import annotations
 

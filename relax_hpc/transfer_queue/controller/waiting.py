@@ -1,4 +1,5 @@
-"""Requests that cannot be answered yet, by what they wait for, so that a change wakes only those that it concerns."""
+"""Requests that cannot be answered yet, by what they wait for, so that a change wakes only those
+that it concerns."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ _ANSWERED = 1000
 
 
 class NotYet(Exception):
-    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be;
-    and the `cause` that its time is put down to."""
+    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who
+    waits for it can be; and the `cause` that its time is put down to."""
 
-    def __init__(self, topic: str, why: str = "", common: bool = False, cause: Cause = ("", "")) -> None:
+    def __init__(
+        self, topic: str, why: str = "", common: bool = False, cause: Cause = ("", "")
+    ) -> None:
         super().__init__(topic)
         self.topic, self.why, self.common, self.cause = topic, why, common, cause
 
@@ -36,7 +39,9 @@ class WaitingRequests:
         number = next(self._numbers)
         self._topics.setdefault(request.topic, {})[number] = request
         if len(self._deadlines) > _ANSWERED + 2 * sum(map(len, self._topics.values())):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._topics.get(entry[2], ())]
+            self._deadlines = [
+                entry for entry in self._deadlines if entry[1] in self._topics.get(entry[2], ())
+            ]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (request.deadline, number, request.topic))
 
@@ -45,7 +50,9 @@ class WaitingRequests:
 
     def next_deadline(self) -> float:
         """The first deadline, seconds of the monotonic clock; infinity without any."""
-        while self._deadlines and self._deadlines[0][1] not in self._topics.get(self._deadlines[0][2], ()):
+        while self._deadlines and self._deadlines[0][1] not in self._topics.get(
+            self._deadlines[0][2], ()
+        ):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
@@ -70,12 +77,17 @@ class WaitingRequests:
                 del topic[number]
 
     def wake(self, woken: set[str], answer: Callable[[Request], bool]) -> None:
-        """Try the requests that wait for what is in ``woken``: ``answer`` says whether it could, and may add to it.
+        """Try the requests that wait for what is in ``woken``: ``answer`` says whether it could,
+        and may add to it.
 
         What cannot succeed, because one like it just failed, is not tried.
         """
         while woken:
-            topics = list(self._topics) if ALL in woken else [topic for topic in self._topics if topic in woken]
+            topics = (
+                list(self._topics)
+                if ALL in woken
+                else [topic for topic in self._topics if topic in woken]
+            )
             woken.clear()
             for topic in topics:
                 self._wake_topic(self._topics[topic], answer)

@@ -1,7 +1,9 @@
-"""The audit of a run by row id, from its journal: each accepted row is consumed once by every task, or dropped.
+"""The audit of a run by row id, from its journal: each accepted row is consumed once by every task,
+or dropped.
 
-A row has a life for every time that it was accepted; a life ends when the row is trained or dropped. What weights did
-that were rolled back later does not count. Which rows a prompt group has, who generated it has declared.
+A row has a life for every time that it was accepted; a life ends when the row is trained or
+dropped. What weights did that were rolled back later does not count. Which rows a prompt group has,
+who generated it has declared.
 """
 
 from __future__ import annotations
@@ -34,21 +36,25 @@ _NOT_OURS = LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
 """Errors of records that no controller of ours has written."""
 _DROPPED, _TRAINED = "dropped", POLICY
 _Mark = tuple[str, str]
-"""A task and the version that it used ("": it uses none), or _DROPPED and the reason. _TRAINED: by all trainers."""
+"""A task and the version that it used ("": it uses none), or _DROPPED and the reason. _TRAINED: by
+all trainers."""
 _Lives = list[list[_Mark]]
 
 
 @dataclass(slots=True)
 class Audit:
-    """Result of an audit: what became of the rows of a run. `problems` is empty when all is well."""
+    """Result of an audit: what became of the rows of a run. `problems` is empty when all is
+    well."""
 
     problems: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """Ids of rows that the surviving steps should have trained, and did not; of prompt groups that never had any."""
+    """Ids of rows that the surviving steps should have trained, and did not; of prompt groups that
+    never had any."""
     duplicated: list[str] = field(default_factory=list)
     """Ids of rows that the surviving steps trained more than once."""
     accepted: int = 0
-    """Rows that were accepted, each time that they were. Each was trained, dropped or is in flight."""
+    """Rows that were accepted, each time that they were. Each was trained, dropped or is in
+    flight."""
     trained: int = 0
     in_flight: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
@@ -64,8 +70,8 @@ class Audit:
     noted: Counter[str] = field(default_factory=Counter)
     """Events with another reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
     segments: dict[str, int] = field(default_factory=dict)
-    """Tokens that were appended to logs before their prompt groups were accepted, and what became of them: see
-    `Segments.counts`, zeros left out. What is in a log is no accepted row."""
+    """Tokens that were appended to logs before their prompt groups were accepted, and what became
+    of them: see `Segments.counts`, zeros left out. What is in a log is no accepted row."""
     torn: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of journal files that do not count: see `JournalCopy`."""
 
@@ -73,8 +79,8 @@ class Audit:
 def audit(run: RunDir, steps: int | None = None) -> Audit:
     """Follow every row of a run that has ended.
 
-    ``steps``: of a run that was ended early, how many it has trained; None: all that were planned. JournalError if the
-    journal is damaged; events.jsonl must be its projection to the last line.
+    ``steps``: of a run that was ended early, how many it has trained; None: all that were planned.
+    JournalError if the journal is damaged; events.jsonl must be its projection to the last line.
     """
     ledger = Ledger(run)
     result = ledger.judge(ledger.plan.steps if steps is None else steps)
@@ -94,20 +100,24 @@ def read_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
-    """Everything the controllers of ``run`` journaled, in order. The run's own files stay as they are."""
+    """Everything the controllers of ``run`` journaled, in order. The run's own files stay as they
+    are."""
     return JournalCopy(run).records()
 
 
 class JournalCopy:
-    """A journal as it is now, also of a live run: the newest file is copied first, because it seals the others."""
+    """A journal as it is now, also of a live run: the newest file is copied first, because it seals
+    the others."""
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.journal
         self.torn: dict[str, int] = {}
-        """File -> bytes behind its last record that counts: cut off by a crash, or written after a successor began."""
+        """File -> bytes behind its last record that counts: cut off by a crash, or written after a
+        successor began."""
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All records in order; JournalError, which names the file and the offset, if a middle is damaged."""
+        """All records in order; JournalError, which names the file and the offset, if a middle is
+        damaged."""
         if not self.folder.is_dir():
             return
         with tempfile.TemporaryDirectory() as name:
@@ -123,31 +133,41 @@ class JournalCopy:
             except JournalError as error:
                 raise JournalError(str(error).replace(name, str(self.folder))) from None
             except _NOT_OURS as error:
-                raise JournalError(f"{self.folder}: not laid out as a journal: {error!r}") from error
+                raise JournalError(
+                    f"{self.folder}: not laid out as a journal: {error!r}"
+                ) from error
             finally:
                 journal.close()
             sizes = {
                 incarnation: (copy / f"inc-{int(incarnation):06d}.journal").stat().st_size
                 for incarnation in journal.lengths
             }
-            self.torn = {f"inc-{int(e):06d}.journal": sizes[e] - end for e, end in journal.lengths.items()}
+            self.torn = {
+                f"inc-{int(e):06d}.journal": sizes[e] - end for e, end in journal.lengths.items()
+            }
 
     def _check_room(self, files: Sequence[Path], folder: Path) -> None:
-        """JournalError: a copy of the journal's ``files`` would take over half of the free disk of ``folder``."""
+        """JournalError: a copy of the journal's ``files`` would take over half of the free disk of
+        ``folder``."""
         size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(folder).free
         if size > free // 2:
             raise JournalError(
-                f"{self.folder}: {size} bytes are copied to {folder.parent}, which has {free} free; set TMPDIR to a "
+                f"{self.folder}: {size} bytes are copied to {folder.parent}, which has {free} "
+                "free; set TMPDIR to a "
                 "folder with more room"
             )
 
     def replay(self, state: QueueState) -> Iterator[Iterator[Event]]:
-        """Apply all records to ``state``; the events of each. JournalError also if one cannot follow the others."""
+        """Apply all records to ``state``; the events of each. JournalError also if one cannot
+        follow the others."""
         for number, record in enumerate(self.records(), start=1):
             try:
                 state.apply(record)
             except _NOT_OURS as error:
-                text = f"{self.folder}: record {number} ({record.get('op')}) cannot follow those before it: {error!r}"
+                text = (
+                    f"{self.folder}: record {number} ({record.get('op')}) cannot follow those "
+                    f"before it: {error!r}"
+                )
                 raise JournalError(text) from error
             yield state.events.take()
 
@@ -160,7 +180,8 @@ class _Unsealed(Journal):
 
 
 class Ledger:
-    """The lives of all rows, as the journal of ``run`` tells them. JournalError if it is damaged."""
+    """The lives of all rows, as the journal of ``run`` tells them. JournalError if it is
+    damaged."""
 
     def __init__(self, run: RunDir) -> None:
         self.plan = Plan.of(load_resolved(run.root))
@@ -172,12 +193,14 @@ class Ledger:
         self._rows: dict[int, list[str]] = defaultdict(list)
         """Ids of the rows that were accepted last, by ticket."""
         self._counted: Counter[str] = Counter()
-        """Drops by reason as the queue counts them, which may have forgotten how many rows a prompt group has."""
+        """Drops by reason as the queue counts them, which may have forgotten how many rows a prompt
+        group has."""
         self._marks: dict[_Mark, _Mark] = {}
         self._tasks = {task.gives[0]: name for name, task in self.plan.tasks.items() if task.gives}
         """Event of a middle task -> the task."""
         self._since: dict[str, int] = {}
-        """Middle task -> lowest ticket that it consumed: one that joined at a resume owes nothing of those before."""
+        """Middle task -> lowest ticket that it consumed: one that joined at a resume owes nothing
+        of those before."""
         copy = JournalCopy(run)
         for events in copy.replay(self.state):
             self.records += 1
@@ -217,21 +240,27 @@ class Ledger:
             # Millions of rows share few marks.
             self._lives[name][-1].append(self._marks.setdefault(mark, mark))
         else:
-            self._result.problems.append(f"{name}: {what}, although it was not accepted, or dropped since")
+            self._result.problems.append(
+                f"{name}: {what}, although it was not accepted, or dropped since"
+            )
 
     def _return(self, ticket: int) -> None:
-        """Take the rows of ``ticket`` as untrained: a trainer has gone back, and trains on them once more."""
+        """Take the rows of ``ticket`` as untrained: a trainer has gone back, and trains on them
+        once more."""
         for row in filter(self._is_alive, self._rows[ticket]):
             self._lives[row][-1] = [mark for mark in self._lives[row][-1] if mark[0] != _TRAINED]
 
     def _drop(self, name: str, reason: str) -> None:
-        """A row, or a prompt group whose rows the queue does not know: it never had any, or has forgotten them."""
+        """A row, or a prompt group whose rows the queue does not know: it never had any, or has
+        forgotten them."""
         if not reason:
             self._result.problems.append(f"{name}: dropped without a reason")
         whole = "." not in name
         count = len(self.plan.undeclared) if whole else 1
         self._counted[reason] += count
-        alive = [row for row in (self._rows[ticket_of(name)] if whole else [name]) if self._is_alive(row)]
+        alive = [
+            row for row in (self._rows[ticket_of(name)] if whole else [name]) if self._is_alive(row)
+        ]
         for row in alive:
             self._mark(row, _DROPPED, reason)
         self._result.dropped[reason] += len(alive) or count
@@ -242,7 +271,11 @@ class Ledger:
         return bool(self._lives[row]) and not _ended(self._lives[row][-1])
 
     def _consume(self, ticket: int, task: str) -> None:
-        uses = self.state.groups[ticket].old_version if "old_logprob_version" in self.plan.tasks[task].gives else 0
+        uses = (
+            self.state.groups[ticket].old_version
+            if "old_logprob_version" in self.plan.tasks[task].gives
+            else 0
+        )
         self._since[task] = min(ticket, self._since.get(task, ticket))
         for name in self._rows[ticket]:
             self._mark(name, task, str(Version.decode(uses)) if uses else "")
@@ -250,9 +283,13 @@ class Ledger:
     def judge(self, steps: int) -> Audit:
         """Result for all rows, ``steps`` being trained."""
         result, state = self._result, self.state
-        result.segments = {fate: tokens for fate, tokens in state.segments.counts().items() if tokens}
+        result.segments = {
+            fate: tokens for fate, tokens in state.segments.counts().items() if tokens
+        }
         if 2 * state.segments.appended != sum(result.segments.values()):
-            result.problems.append(f"tokens appended: {state.segments.appended}, found: {result.segments}")
+            result.problems.append(
+                f"tokens appended: {state.segments.appended}, found: {result.segments}"
+            )
         end = self.plan.steps * self.plan.prompts_per_step
         for ticket in self._due(steps):
             for name in self._rows.get(ticket) or [f"{ticket:09d}"]:
@@ -268,15 +305,20 @@ class Ledger:
         return result
 
     def _due(self, steps: int) -> Sequence[int]:
-        """Tickets that should have been trained once ``steps`` are: all of the run, or those of the steps' sets."""
+        """Tickets that should have been trained once ``steps`` are: all of the run, or those of the
+        steps' sets."""
         state, size = self.state, self.plan.prompts_per_step
         if steps == self.plan.steps or not state.tasks.in_sets:
             return range(steps * size)
         for step in range(steps):
             if (found := len(set(state.tickets_of(step)))) != size:
-                self._result.problems.append(f"step {step}: trained {found} prompt groups of {size}")
+                self._result.problems.append(
+                    f"step {step}: trained {found} prompt groups of {size}"
+                )
         late = [t for t in state.tickets.untrained if state.groups[t].last < steps]
-        self._result.problems += [f"ticket {t}: its last step was {state.groups[t].last}, not trained" for t in late]
+        self._result.problems += [
+            f"ticket {t}: its last step was {state.groups[t].last}, not trained" for t in late
+        ]
         return [ticket for step in range(steps) for ticket in state.tickets_of(step)]
 
     def _judge(self, name: str, lives: _Lives, due: bool) -> None:
@@ -308,7 +350,8 @@ class Ledger:
             result.waiting.update(task for task in self._needed() if task not in life)
 
     def _unlawful(self, ticket: int, life: list[str]) -> list[str]:
-        """Middle tasks that consumed the row more than once, or not at all although it was trained."""
+        """Middle tasks that consumed the row more than once, or not at all although it was
+        trained."""
         owing = {task for task, since in self._since.items() if since <= ticket} & self._needed()
         missing = owing - set(life) if _TRAINED in life else set()
         return sorted(missing | {task for task in self._since if life.count(task) > 1})
@@ -324,7 +367,9 @@ class Ledger:
         return (next_of(about) if what == _TRAINED else Version.parse(about)) in self.state.lineage
 
     def _complain(self, name: str, what: str, lives: _Lives) -> None:
-        told = "; ".join(", ".join(" ".join(mark).strip() for mark in life) or "accepted" for life in lives)
+        told = "; ".join(
+            ", ".join(" ".join(mark).strip() for mark in life) or "accepted" for life in lives
+        )
         self._result.problems.append(f"{name}: {what} ({told or 'never accepted'})")
 
 
@@ -346,7 +391,8 @@ class Projection:
         self._journaled += 1
 
     def problems(self, ended_well: bool) -> list[str]:
-        """Differences of the file. A controller that was killed may have left out the last lines, or torn one."""
+        """Differences of the file. A controller that was killed may have left out the last lines,
+        or torn one."""
         total = self._read + sum(1 for _ in self._lines)
         behind = total == self._same + self._torn and total <= self._journaled
         if self._same == self._journaled == total or (behind and not ended_well):

@@ -1,4 +1,5 @@
-"""Rows of the queue for other programs: those of any step that still lie in its shards, as jsonl or parquet."""
+"""Rows of the queue for other programs: those of any step that still lie in its shards, as jsonl or
+parquet."""
 
 from __future__ import annotations
 
@@ -47,12 +48,18 @@ class KeptRows:
 
     def steps(self) -> list[int]:
         """Steps of which there are rows, ascending."""
-        return sorted({self._state.step_of(ticket) for ticket, group in self._state.groups.items() if group.parts})
+        return sorted(
+            {
+                self._state.step_of(ticket)
+                for ticket, group in self._state.groups.items()
+                if group.parts
+            }
+        )
 
     def rows(self, step: int) -> list[Row]:
-        """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays), and beside them
-        `step`, the version that was `trained` on it or None, the `versions` that sampled its tokens, and what these say
-        as `prompt` and `response`.
+        """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays),
+        and beside them `step`, the version that was `trained` on it or None, the `versions` that
+        sampled its tokens, and what these say as `prompt` and `response`.
 
         ShardError, naming the file, if a shard is damaged.
         """
@@ -62,30 +69,48 @@ class KeptRows:
             if not all((self.folder / name).exists() for name, _ in parts):
                 self.absent.append(ticket)
                 continue
-            shards |= {name: record_file.read(self.folder / name) for name, _ in parts if name not in shards}
+            shards |= {
+                name: record_file.read(self.folder / name)
+                for name, _ in parts
+                if name not in shards
+            }
             for row in ids_of(ticket, self._state.groups[ticket].episodes) if parts else ():
-                found.append(self._row(step, row, [(shards[name], fields) for name, fields in parts]))
+                found.append(
+                    self._row(step, row, [(shards[name], fields) for name, fields in parts])
+                )
         return found
 
     def _tickets(self, step: int) -> Sequence[int]:
-        """Tickets that ``step`` has taken so far or, before that, those left that are admitted for it."""
+        """Tickets that ``step`` has taken so far or, before that, those left that are admitted for
+        it."""
         if (taken := sorted(self._state.tickets_of(step))) or not self._state.tasks.in_sets:
             return taken
         size, groups = self.plan.prompts_per_step, self._state.groups
-        return [t for t in range(step * size, (step + 1) * size) if t in groups and groups[t].place == NO_STEP]
+        return [
+            t
+            for t in range(step * size, (step + 1) * size)
+            if t in groups and groups[t].place == NO_STEP
+        ]
 
     def _parts(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:
         """Shards in which fields of ``ticket`` lie, and which ones, oldest first."""
         group = self._state.groups.get(ticket)
         numbered = group.parts if group else ()
-        return [(check_name(self._state.shards[number].descriptor["name"]), fields) for number, fields in numbered]
+        return [
+            (check_name(self._state.shards[number].descriptor["name"]), fields)
+            for number, fields in numbered
+        ]
 
-    def _row(self, step: int, name: str, parts: list[tuple[dict[str, Row], tuple[str, ...]]]) -> Row:
+    def _row(
+        self, step: int, name: str, parts: list[tuple[dict[str, Row], tuple[str, ...]]]
+    ) -> Row:
         row: Row = {"row_id": name, "step": step, "trained": self._trained(step), "versions": []}
         for rows, fields in parts:
             row |= {field: rows[name][field] for field in fields}
         sampled = sorted(sampled_versions(row)) if "token_versions" in row else ()
-        return row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
+        return (
+            row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
+        )
 
     def _texts(self, row: Row) -> Row:
         if self.spell is None or "token_ids" not in row:
@@ -95,8 +120,14 @@ class KeptRows:
 
     def _trained(self, step: int) -> str | None:
         """The version that was trained on ``step`` in the surviving lineage."""
-        incarnations = [incarnation for incarnation, start in self._state.lineage.starts if start <= step]
-        return str(Version(incarnations[-1], step)) if step < self._state.progress.trained_steps else None
+        incarnations = [
+            incarnation for incarnation, start in self._state.lineage.starts if start <= step
+        ]
+        return (
+            str(Version(incarnations[-1], step))
+            if step < self._state.progress.trained_steps
+            else None
+        )
 
 
 def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int:
@@ -135,14 +166,20 @@ def _plain(value: Any) -> Any:
 
 
 def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
-    """A row group a step; fields that the schema does not know are JSON text in the column `other`."""
+    """A row group a step; fields that the schema does not know are JSON text in the column
+    `other`."""
     try:
         # Not a requirement, not even an optional one: whoever wants parquet has it.
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        text = "--format: parquet needs pyarrow, which is not installed: pip install pyarrow, or take jsonl"
+        text = (
+            "--format: parquet needs pyarrow, which is not installed: pip install pyarrow, or "
+            "take jsonl"
+        )
         raise ConfigError(text) from error
-    schema = pyarrow.schema({"step": pyarrow.int64(), "trained": pyarrow.string()} | _arrow_types(pyarrow))
+    schema = pyarrow.schema(
+        {"step": pyarrow.int64(), "trained": pyarrow.string()} | _arrow_types(pyarrow)
+    )
     with parquet.ParquetWriter(path, schema) as writer:
         for rows in batches:
             columns = {name: [_cell(row, name) for row in rows] for name in schema.names}
@@ -151,9 +188,15 @@ def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
     """Column -> type, in the order of the schema."""
-    types = {"versions": pyarrow.list_(pyarrow.string()), "prompt": pyarrow.string(), "response": pyarrow.string()}
+    types = {
+        "versions": pyarrow.list_(pyarrow.string()),
+        "prompt": pyarrow.string(),
+        "response": pyarrow.string(),
+    }
     for name, spec in FIELDS.items():
-        found = pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
+        found = (
+            pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
+        )
         for _ in (None, *spec.tail) if spec.kind == "token" else ():
             found = pyarrow.list_(found)
         types[name] = found
@@ -162,13 +205,17 @@ def _arrow_types(pyarrow: Any) -> dict[str, Any]:
 
 def _cell(row: Row, name: str) -> Any:
     if name == "other":
-        unknown = {key: value for key, value in row.items() if key not in FIELDS and key not in _BESIDE}
+        unknown = {
+            key: value for key, value in row.items() if key not in FIELDS and key not in _BESIDE
+        }
         return json.dumps(unknown, default=_plain) if unknown else None
     value = row.get(name)
     if name in FIELDS and isinstance(value, np.ndarray) and value.ndim > 1:
         return value.tolist()
     lies_as_text = name in FIELDS and not FIELDS[name].is_number and value is not None
-    return json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
+    return (
+        json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
+    )
 
 
 _BESIDE = ("step", "trained", "versions", "prompt", "response")

@@ -14,7 +14,8 @@ from relax_hpc.versions import Version
 
 
 class Fate(NamedTuple):
-    """`state`: accepted, trained or dropped; `about`: the version that was trained on it, or why it was dropped.
+    """`state`: accepted, trained or dropped; `about`: the version that was trained on it, or why it
+    was dropped.
 
     >>> str(Fate("dropped", "rolled_back"))
     'dropped rolled_back'
@@ -25,7 +26,8 @@ class Fate(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step that it was trained in, which above staleness 0 may be another than its ticket's."""
+        """The step that it was trained in, which above staleness 0 may be another than its
+        ticket's."""
         return Version.parse(self.about).number if self.state == "trained" else None
 
     def __str__(self) -> str:
@@ -33,12 +35,13 @@ class Fate(NamedTuple):
 
 
 Fates = dict[tuple[int, str], Fate]
-"""Fates by ticket and the shard that its rows were put in: a ticket that was drawn again has several. A put that nobody
-accepted has none."""
+"""Fates by ticket and the shard that its rows were put in: a ticket that was drawn again has
+several. A put that nobody accepted has none."""
 
 
 def read_fates(run: RunDir) -> Fates:
-    """Fates of all prompt groups of ``run``, also while it goes on. JournalError if the journal is damaged."""
+    """Fates of all prompt groups of ``run``, also while it goes on. JournalError if the journal is
+    damaged."""
     state, fates = QueueState(Plan.of(load_resolved(run.root))), Fates()
     shards: dict[int, str] = {}
     """Shard of each ticket's accepted rows."""
@@ -56,8 +59,14 @@ def read_fates(run: RunDir) -> Fates:
     return fates
 
 
-_STATES = {"accepted": "accepted", "returned": "accepted", "trained": "trained", "dropped": "dropped"}
-"""State by the name of an event; a ticket is returned when the weights that it was trained into are rolled back."""
+_STATES = {
+    "accepted": "accepted",
+    "returned": "accepted",
+    "trained": "trained",
+    "dropped": "dropped",
+}
+"""State by the name of an event; a ticket is returned when the weights that it was trained into are
+rolled back."""
 
 
 @lru_cache(maxsize=4096)

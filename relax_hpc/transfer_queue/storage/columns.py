@@ -12,7 +12,8 @@ from relax_hpc.transfer_queue.storage.shard import flat_of, parts_of
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One field of all rows: `values`, one a row, or `flat` numbers, end to end by `lengths` or (None) one a row."""
+    """One field of all rows: `values`, one a row, or `flat` numbers, end to end by `lengths` or
+    (None) one a row."""
 
     name: str
     values: list[Any] | None = None
@@ -30,9 +31,12 @@ class Columns:
 
 
 def columns_of(record: memoryview, name: str = "shard") -> Columns:
-    """The columns of a record of `shard.pack`, as read-only views into it; ShardError if it is none, or cut."""
+    """The columns of a record of `shard.pack`, as read-only views into it; ShardError if it is
+    none, or cut."""
     header, payload = parts_of(record, name)
-    return Columns(header["origin"], header["row_ids"], [_column(head, payload) for head in header["columns"]])
+    return Columns(
+        header["origin"], header["row_ids"], [_column(head, payload) for head in header["columns"]]
+    )
 
 
 def column_of(name: str, values: list[Any]) -> Column:

@@ -1,4 +1,5 @@
-"""Writes rows to HDF5: see `hdf5`. Nobody who makes or takes rows imports this, or the HDF5 library."""
+"""Writes rows to HDF5: see `hdf5`. Nobody who makes or takes rows imports this, or the HDF5
+library."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ Without a `unit` it is a pure number. `by`: the role that made it.
 
 
 def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> None:
-    """Write ``columns`` beside ``path`` and rename the file into place; ``sync``: so that it survives a power loss.
+    """Write ``columns`` beside ``path`` and rename the file into place; ``sync``: so that it
+    survives a power loss.
 
     ``origin`` (text or integers) becomes attributes of the file. OSError as the system says.
     """
@@ -47,7 +49,11 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
     for dataset in datasets:
         data.update(dataset.raw)
     with written_beside(path) as temporary:
-        places = _create(temporary, datasets, {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()})
+        places = _create(
+            temporary,
+            datasets,
+            {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()},
+        )
         descriptor = os.open(temporary, os.O_WRONLY)
         try:
             size = os.fstat(descriptor).st_size
@@ -64,7 +70,8 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    """One dataset to be: the field that it holds, or the offsets of others, and its numbers or (uint8) its text."""
+    """One dataset to be: the field that it holds, or the offsets of others, and its numbers or
+    (uint8) its text."""
 
     name: str
     kind: str
@@ -89,12 +96,17 @@ class _Dataset:
             return {"kind": "offsets", "meaning": "where each row begins, and the end of the last"}
         spec = FIELDS.get(self.name)
         about = {"kind": self.kind, "meaning": spec.meaning if spec else "not in the schema"}
-        about |= {name: text for name, text in (("unit", spec.unit), ("by", spec.by)) if text} if spec else {}
+        about |= (
+            {name: text for name, text in (("unit", spec.unit), ("by", spec.by)) if text}
+            if spec
+            else {}
+        )
         return about | ({"offsets": self.offsets} if self.offsets else {})
 
 
 def _datasets(columns: Columns) -> list[_Dataset]:
-    """Datasets in the order of the file; per-token fields of the same lengths share their offsets."""
+    """Datasets in the order of the file; per-token fields of the same lengths share their
+    offsets."""
     found = [_listed("row_id", columns.row_ids)]
     tables: dict[tuple[int, ...], str] = {}
     for column in columns.columns:
@@ -114,8 +126,8 @@ def _datasets(columns: Columns) -> list[_Dataset]:
 
 
 def _listed(name: str, values: list[Any]) -> _Dataset:
-    """Dataset of values that are not numbers, so that they come back as they are: as JSON, or (bytes, NaN) as
-    msgpack."""
+    """Dataset of values that are not numbers, so that they come back as they are: as JSON, or
+    (bytes, NaN) as msgpack."""
     try:
         kind, packed = "json", json.dumps(values, allow_nan=False).encode()
     except (TypeError, ValueError):
@@ -129,14 +141,26 @@ def _create(path: Path, datasets: list[_Dataset], about: dict[str, Any]) -> list
     Bytes written past the HDF5 library are not written under its lock.
     """
     block = len(_block(datasets, [1 << 60] * len(datasets), 1 << 60, 0))
-    how = {"userblock_size": block, "alignment_threshold": 1, "alignment_interval": _ALIGN, "locking": False}
+    how = {
+        "userblock_size": block,
+        "alignment_threshold": 1,
+        "alignment_interval": _ALIGN,
+        "locking": False,
+    }
     at_once = h5p.create(h5p.DATASET_CREATE)
     at_once.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     at_once.set_fill_time(h5d.FILL_TIME_NEVER)
     try:
         with h5py.File(path, "w", **how) as file:
-            about = {"format": "relax_hpc shard", "format_version": FORMAT_VERSION, "layout": _LAYOUT, **about}
-            _describe(file.id, about | {"digest_of": json.dumps([dataset.link for dataset in datasets])})
+            about = {
+                "format": "relax_hpc shard",
+                "format_version": FORMAT_VERSION,
+                "layout": _LAYOUT,
+                **about,
+            }
+            _describe(
+                file.id, about | {"digest_of": json.dumps([dataset.link for dataset in datasets])}
+            )
             return [_allocate(file.id, dataset, at_once) for dataset in datasets]
     except (RuntimeError, OSError) as error:
         if getattr(error, "errno", None) is not None:
@@ -166,12 +190,18 @@ def _describe(where: h5f.FileID | h5d.DatasetID, about: dict[str, str | int]) ->
 
 
 def _block(datasets: list[_Dataset], places: list[int], size: int, data: int) -> bytes:
-    """The user block: a line with the size of the file and its checksums, and one in JSON that says what lies where."""
+    """The user block: a line with the size of the file and its checksums, and one in JSON that says
+    what lies where."""
     keys = ("name", "kind", "dtype", "count", "at", "offsets", "tail")
     pairs = zip(datasets, places, strict=True)
-    parts = ((d.name, d.kind, d.flat.dtype.name, d.flat.size, at, d.offsets, d.flat.shape[1:]) for d, at in pairs)
+    parts = (
+        (d.name, d.kind, d.flat.dtype.name, d.flat.size, at, d.offsets, d.flat.shape[1:])
+        for d, at in pairs
+    )
     index = json.dumps([dict(zip(keys, part, strict=True)) for part in parts]).encode()
-    line = FIRST_LINE.format(FORMAT_VERSION, size, data, len(index), xxhash.xxh3_64_intdigest(index))
+    line = FIRST_LINE.format(
+        FORMAT_VERSION, size, data, len(index), xxhash.xxh3_64_intdigest(index)
+    )
     text = line.encode() + index + b"\n"
     return text.ljust(max(_SMALLEST_BLOCK, 1 << (len(text) - 1).bit_length()), b"\0")
 

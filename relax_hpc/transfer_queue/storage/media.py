@@ -1,9 +1,10 @@
-"""Media of prompts: stored once by content, named in the `spans` of samples, freed with the last row that names them.
+"""Media of prompts: stored once by content, named in the `spans` of samples, freed with the last
+row that names them.
 
-A blob lies in <run>/queue/media/ under the hash of its bytes, so all samples of a prompt group, and all groups of the
-same prompt, share it. That hash (blake2b) is made once, by who stores it; behind the bytes is a checksum (xxh3, ten
-times as fast) by which every process that reads them finds damage, once. The controller counts who needs a blob, and
-removes it when nobody does::
+A blob lies in <run>/queue/media/ under the hash of its bytes, so all samples of a prompt group, and
+all groups of the same prompt, share it. That hash (blake2b) is made once, by who stores it; behind
+the bytes is a checksum (xxh3, ten times as fast) by which every process that reads them finds
+damage, once. The controller counts who needs a blob, and removes it when nobody does::
 
     (media_id,) = store_media(client, ticket, [pixels])          # in rollout, once a prompt group
     row["spans"] = [{"kind": "image", "start": 3, "length": 64, "media_id": media_id}]
@@ -57,19 +58,30 @@ class BadMedia(BadRow):
 
 
 def check_id(media_id: object) -> str:
-    """``media_id``, if it is the hash of some content: 64 lower-case hex digits; else MediaError."""
+    """``media_id``, if it is the hash of some content: 64 lower-case hex digits; else
+    MediaError."""
     if not isinstance(media_id, str) or not _ID.fullmatch(media_id):
-        raise MediaError(f"media id {str(media_id)[:80]!r}: expected the 64 lower-case hex digits that put() returns")
+        raise MediaError(
+            f"media id {str(media_id)[:80]!r}: expected the 64 lower-case hex digits that put() "
+            "returns"
+        )
     return media_id
 
 
 class MediaStore:
     """Blobs of one run. Any number of processes may put, read and keep at the same time."""
 
-    def __init__(self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0) -> None:
-        """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it; where
-        the filesystem notes when a file was read, after that."""
-        self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
+    def __init__(
+        self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0
+    ) -> None:
+        """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever
+        names it; where the filesystem notes when a file was read, after that."""
+        self.folder, self.durable, self.max_bytes, self.grace_s = (
+            folder,
+            durable,
+            max_bytes,
+            grace_s,
+        )
         self._known: dict[str, tuple[int, ...]] = {}
         if not folder.exists():
             patiently(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -77,15 +89,18 @@ class MediaStore:
                 patiently(folder, lambda: sync_directory(folder.parent))
 
     def put(self, data: bytes | memoryview | np.ndarray, media_id: str = "") -> str:
-        """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if they are too many.
-        On a full disk it waits.
+        """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if
+        they are too many. On a full disk it waits.
 
-        ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The row that names the id
-        must be accepted within ``grace_s``, or its media put again.
+        ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The
+        row that names the id must be accepted within ``grace_s``, or its media put again.
         """
         blob = flat(data)
         if not 0 < blob.nbytes <= self.max_bytes:
-            raise MediaError(f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
+            raise MediaError(
+                f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before "
+                "the run"
+            )
         media_id = check_id(media_id) if media_id else id_of(blob)
         if not self._is_there(media_id):
             path, tail = self.folder / media_id, _checksum(blob)
@@ -95,7 +110,8 @@ class MediaStore:
         return media_id
 
     def _is_there(self, media_id: str) -> bool:
-        """Whether the blob is stored whole; if so its grace begins again, and it is as durable as a fresh one."""
+        """Whether the blob is stored whole; if so its grace begins again, and it is as durable as a
+        fresh one."""
         path = self.folder / media_id
         try:
             # The time of its bytes stays: by it readers know that they have seen them.
@@ -110,7 +126,8 @@ class MediaStore:
         return True
 
     def check(self, media_id: str) -> None:
-        """MediaError if the blob is missing, or not what was put; as cheap as a look at the file once that is known."""
+        """MediaError if the blob is missing, or not what was put; as cheap as a look at the file
+        once that is known."""
         path = self.folder / check_id(media_id)
         try:
             found = _identity(path.stat())
@@ -120,10 +137,11 @@ class MediaStore:
             self.read(media_id)
 
     def read(self, media_id: str, verify: bool = True) -> memoryview:
-        """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not what was put.
+        """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not
+        what was put.
 
-        This store compares the bytes of a file that it has not written with their checksum once, and again when a file
-        has changed.
+        This store compares the bytes of a file that it has not written with their checksum once,
+        and again when a file has changed.
         """
         path = self.folder / check_id(media_id)
         try:
@@ -135,7 +153,9 @@ class MediaStore:
         blob = whole[:-_TAIL_BYTES]
         if verify and self._known.get(media_id) != found:
             if _checksum(blob) != whole[-_TAIL_BYTES:]:
-                raise MediaError(f"{path}: damaged, {len(blob)} bytes that do not have the checksum behind them")
+                raise MediaError(
+                    f"{path}: damaged, {len(blob)} bytes that do not have the checksum behind them"
+                )
             self._remember(media_id, found)
         return blob
 
@@ -146,9 +166,11 @@ class MediaStore:
             self._known.pop(next(iter(self._known)), None)
 
     def keep(self, ids: Iterable[str]) -> list[str]:
-        """Remove blobs that are not in ``ids``, the media of all rows that live, and whose grace is over.
+        """Remove blobs that are not in ``ids``, the media of all rows that live, and whose grace is
+        over.
 
-        Returns what was removed. What writers that died have left goes as well. MediaError: not an id.
+        Returns what was removed. What writers that died have left goes as well. MediaError: not an
+        id.
         """
         kept, limit = {check_id(media_id) for media_id in ids}, self._now_ns() / 1e9 - self.grace_s
         for going in self.folder.glob(f"{_GOING}*"):
@@ -158,7 +180,8 @@ class MediaStore:
         return [name for name in old if self._remove(name, limit) and _ID.fullmatch(name)]
 
     def keep_only(self, ids: Iterable[str]) -> list[str]:
-        """Remove all other blobs, however young: who needs one has named it before it was stored. Returns their ids."""
+        """Remove all other blobs, however young: who needs one has named it before it was stored.
+        Returns their ids."""
         others = sorted(self.sizes().keys() - set(ids))
         for media_id in others:
             (self.folder / media_id).unlink(missing_ok=True)
@@ -166,7 +189,8 @@ class MediaStore:
         return others
 
     def _remove(self, name: str, limit: float) -> bool:
-        """Whether the file is gone. It is moved away first: has somebody just put it, its time tells, and it stays."""
+        """Whether the file is gone. It is moved away first: has somebody just put it, its time
+        tells, and it stays."""
         path, going = self.folder / name, self.folder / f"{_GOING}{name}"
         try:
             path.replace(going)
@@ -210,8 +234,8 @@ def media_ids(rows: Iterable[Row]) -> set[str]:
 
 
 def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
-    """Ids of the media that the rows of each prompt group name; BadMedia if a row's spans are not as the schema
-    says."""
+    """Ids of the media that the rows of each prompt group name; BadMedia if a row's spans are not
+    as the schema says."""
     found: dict[int, set[str]] = {}
     for row in rows:
         if named := {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}:
@@ -220,7 +244,8 @@ def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
 
 
 def placeholders_of(model: Path) -> dict[str, int]:
-    """Token id of the placeholder by kind of medium, as config.json in a Hugging Face model directory names them.
+    """Token id of the placeholder by kind of medium, as config.json in a Hugging Face model
+    directory names them.
 
     Empty for a text model, and where there is no such file.
     """
@@ -228,15 +253,19 @@ def placeholders_of(model: Path) -> dict[str, int]:
 
 
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
-    """The media tokens of ``row``; BadMedia, with the reason, where its spans and its tokens do not agree.
+    """The media tokens of ``row``; BadMedia, with the reason, where its spans and its tokens do not
+    agree.
 
-    A span covers copies of one placeholder token, the same for every span of a kind, which the policy has not sampled;
-    outside of the spans only the policy may have put one. ``placeholders`` (token id by kind) says which they are, and
-    finds rows that have lost their spans. `media_tokens`, if the row has it, is what whoever prepared the prompt has
-    counted for each medium.
+    A span covers copies of one placeholder token, the same for every span of a kind, which the
+    policy has not sampled; outside of the spans only the policy may have put one. ``placeholders``
+    (token id by kind) says which they are, and finds rows that have lost their spans.
+    `media_tokens`, if the row has it, is what whoever prepared the prompt has counted for each
+    medium.
     """
     tokens, counts = np.asarray(row["token_ids"]), Counter[str]()
-    sampled = np.asarray(row.get("token_versions", row.get("loss_mask", np.zeros(len(tokens))))) != 0
+    sampled = (
+        np.asarray(row.get("token_versions", row.get("loss_mask", np.zeros(len(tokens))))) != 0
+    )
     known, inside = dict(placeholders or {}), np.zeros(len(tokens), bool)
     for kind, start, length, media_id in _spans(row, len(tokens)):
         place, end = known.setdefault(kind, int(tokens[start])), start + length
@@ -244,7 +273,11 @@ def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
             raise _bad(row, f"{kind} span at {start} overlaps another one")
         if sampled[start:end].any() or (tokens[start:end] != place).any():
             fit = np.count_nonzero((tokens[start:end] == place) & ~sampled[start:end])
-            raise _bad(row, f"{kind} span at {start} has {length} tokens, {fit} of them are the placeholder {place}")
+            raise _bad(
+                row,
+                f"{kind} span at {start} has {length} tokens, {fit} of them are the placeholder "
+                f"{place}",
+            )
         inside[start:end] = True
         counts[media_id] += length
     present = np.count_nonzero(np.isin(tokens, list(known.values())) & ~sampled)
@@ -256,15 +289,22 @@ def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
 
 def _compare(row: Row, counts: Mapping[str, int], said: object) -> None:
     if not isinstance(said, Mapping):
-        raise _bad(row, f"media_tokens: found {str(said)[:80]}, expected a number for each media id", "bad_span")
+        raise _bad(
+            row,
+            f"media_tokens: found {str(said)[:80]}, expected a number for each media id",
+            "bad_span",
+        )
     for media_id in sorted(counts.keys() | said.keys(), key=str):
         covered, claimed = counts.get(media_id, 0), said.get(media_id, 0)
         if covered != claimed:
-            raise _bad(row, f"spans cover {covered} tokens of {media_id}, its media_tokens say {claimed}")
+            raise _bad(
+                row, f"spans cover {covered} tokens of {media_id}, its media_tokens say {claimed}"
+            )
 
 
 def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
-    """(kind, start, length, media id) of each span; BadMedia if one is malformed, or leads out of the row."""
+    """(kind, start, length, media id) of each span; BadMedia if one is malformed, or leads out of
+    the row."""
     if not isinstance(row.get("spans"), list):
         raise _bad(row, f"spans: found {str(row.get('spans'))[:200]}, expected a list", "bad_span")
     for span in row["spans"]:
@@ -274,9 +314,15 @@ def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
         except (KeyError, TypeError, MediaError) as error:
             raise _bad(row, f"span {str(span)[:200]}: {error!r}", "bad_span") from error
         if kind not in KINDS or type(start) is not int or type(length) is not int:
-            raise _bad(row, f"span {str(span)[:200]}: kind is one of {', '.join(KINDS)}, the rest integers", "bad_span")
+            raise _bad(
+                row,
+                f"span {str(span)[:200]}: kind is one of {', '.join(KINDS)}, the rest integers",
+                "bad_span",
+            )
         if start < 0 or length < 1 or start + length > tokens:
-            raise _bad(row, f"{kind} span of {length} tokens at {start} in a row of {tokens}", "bad_span")
+            raise _bad(
+                row, f"{kind} span of {length} tokens at {start} in a row of {tokens}", "bad_span"
+            )
         yield kind, start, length, span["media_id"]
 
 

@@ -1,8 +1,10 @@
-"""The durable copy of a shard while a run needs it: one immutable file, its record as it is in memory and a checksum.
+"""The durable copy of a shard while a run needs it: one immutable file, its record as it is in
+memory and a checksum.
 
-Whoever makes rows writes it, at the price of one `write` and, where rows must survive a power loss, one `fsync`: no
-HDF5 library, which takes milliseconds of CPU under one lock for however few rows. Of steps that are kept the hub makes
-one HDF5 file each (`controller.gathering`), for people and other programs.
+Whoever makes rows writes it, at the price of one `write` and, where rows must survive a power loss,
+one `fsync`: no HDF5 library, which takes milliseconds of CPU under one lock for however few rows.
+Of steps that are kept the hub makes one HDF5 file each (`controller.gathering`), for people and
+other programs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _MARK = b"RLXSHEND"
 
 
 def write(path: Path, record: memoryview, sync: bool) -> None:
-    """Write what `shard.pack` made beside ``path`` and rename it into place; ``sync``: have its bytes on disk before.
+    """Write what `shard.pack` made beside ``path`` and rename it into place; ``sync``: have its
+    bytes on disk before.
 
     The name survives a power loss once its folder is synced too. OSError as the filesystem says.
     """
@@ -51,7 +54,8 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Rows by row id, numbers as read-only views into the mapped file: of one that `write` made, or of HDF5.
+    """Rows by row id, numbers as read-only views into the mapped file: of one that `write` made, or
+    of HDF5.
 
     ShardError, naming the file and what is wrong, unless every row is as it was written.
     """
@@ -62,7 +66,9 @@ def read(path: Path) -> dict[str, Row]:
         raise ShardError(f"{path}: {len(whole)} bytes, too few for a shard: truncated")
     record, (mark, digest) = whole[: -_END.size], _END.unpack(whole[-_END.size :])
     if mark != _MARK:
-        raise ShardError(f"{path}: {len(whole)} bytes without the mark of its end: truncated or overwritten")
+        raise ShardError(
+            f"{path}: {len(whole)} bytes without the mark of its end: truncated or overwritten"
+        )
     if xxhash.xxh3_64_intdigest(record) != digest:
         raise ShardError(f"{path}: checksum does not match")
     try:

@@ -1,4 +1,5 @@
-"""Shards as files of one folder on the shared filesystem: always there, readable by every node, and by anyone."""
+"""Shards as files of one folder on the shared filesystem: always there, readable by every node, and
+by anyone."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ class ShardFiles:
         self._open: dict[str, dict[str, Row]] = {}
 
     def write(self, name: str, record: memoryview) -> dict[str, Any]:
-        """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others read it."""
+        """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others
+        read it."""
         self.write_some({name: record})
         return {"name": name, "bytes": len(record)}
 
-    def write_some(self, records: Mapping[str, memoryview], until: Callable[[], bool] = lambda: True) -> None:
-        """Write ``records`` by name, their folder being synced once for all; tried again while the disk is full, but
-        not once ``until()``."""
+    def write_some(
+        self, records: Mapping[str, memoryview], until: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Write ``records`` by name, their folder being synced once for all; tried again while the
+        disk is full, but not once ``until()``."""
         for name, record in records.items():
             path = self.folder / check_name(name)
             patiently(path, partial(record_file.write, path, record, self.durable), until)

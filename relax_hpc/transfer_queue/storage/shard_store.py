@@ -1,4 +1,5 @@
-"""The shards of one process: what it makes, in memory at once and on disk soon after, and what it reads of others'."""
+"""The shards of one process: what it makes, in memory at once and on disk soon after, and what it
+reads of others'."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _READ_S = 10.0
 
 
 class ShardReader:
-    """Reads by the best plane that both sides have, the file last. Shards stay mapped until they are forgotten."""
+    """Reads by the best plane that both sides have, the file last. Shards stay mapped until they
+    are forgotten."""
 
     def __init__(self, files: ShardFiles, planes: Sequence[Plane] = ()) -> None:
         self.files, self.planes = files, planes
@@ -45,7 +47,8 @@ class ShardReader:
         return self._open[name]
 
     def columns(self, descriptor: Descriptor, room: memoryview | None = None) -> Columns | None:
-        """A shard by field, as views, of ``room`` if all of it fits there; None if it is not to be had from memory."""
+        """A shard by field, as views, of ``room`` if all of it fits there; None if it is not to be
+        had from memory."""
 
         def parse(record: memoryview, name: str) -> Columns:
             if room is not None and len(record) <= len(room):
@@ -57,9 +60,14 @@ class ShardReader:
         return self._from_memory(check_name(descriptor["name"]), descriptor, parse, [])
 
     def _from_memory(
-        self, name: str, descriptor: Descriptor, parse: Callable[[memoryview, str], _Parsed], why_not: list[str]
+        self,
+        name: str,
+        descriptor: Descriptor,
+        parse: Callable[[memoryview, str], _Parsed],
+        why_not: list[str],
     ) -> _Parsed | None:
-        """Shard parsed from the first plane that brings it, or None; ``why_not`` gets what went wrong with others."""
+        """Shard parsed from the first plane that brings it, or None; ``why_not`` gets what went
+        wrong with others."""
         offers = descriptor.get("planes")
         for plane in self.planes:
             if isinstance(offers, dict) and isinstance(offer := offers.get(plane.name), dict):
@@ -106,8 +114,8 @@ class ShardStore(ShardReader):
         self.pool, self.max_bytes, self.on_saved = pool, max_bytes, on_saved
         self._lock = threading.Condition()
         self.failure: OSError | None = None
-        """Error by which files can be written no more. A disk that is full for a while is no reason: it is waited
-        for."""
+        """Error by which files can be written no more. A disk that is full for a while is no
+        reason: it is waited for."""
         self._held: dict[str, Slab] = {}
         self._unwritten: dict[str, memoryview] = {}
         self._to_write: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -118,10 +126,13 @@ class ShardStore(ShardReader):
     def make(
         self, name: str, rows: Sequence[Row], fields: Sequence[str], origin: Mapping[str, Any]
     ) -> tuple[Descriptor, bool]:
-        """Pack rows into a shard; its descriptor, and whether it is saved already. BadRow as `pack` says."""
+        """Pack rows into a shard; its descriptor, and whether it is saved already. BadRow as `pack`
+        says."""
         check_name(name)
         if self.failure:
-            raise RelaxError(f"{self.files.folder}: cannot be written: {self.failure}; free space, then resume")
+            raise RelaxError(
+                f"{self.files.folder}: cannot be written: {self.failure}; free space, then resume"
+            )
         slabs: list[Slab] = []
 
         def allocate(size: int) -> memoryview:
@@ -180,10 +191,13 @@ class ShardStore(ShardReader):
             return bool(done) and not self.failure
 
     def _save(self) -> None:
-        """Write the files of what is to be saved, all that there are at a time, and tell of them."""
+        """Write the files of what is to be saved, all that there are at a time, and tell of
+        them."""
         while names := self._next_names():
             try:
-                self.files.write_some({name: self._unwritten[name] for name in names}, until=self._closing.is_set)
+                self.files.write_some(
+                    {name: self._unwritten[name] for name in names}, until=self._closing.is_set
+                )
             except OSError as error:
                 with self._lock:
                     self.failure = error
@@ -224,7 +238,9 @@ def planes_of(run: RunDir, config: Config, group: str, owner: str, pool: SlabPoo
     modes = planes_wanted(config)
     # A maker whose group is taken for dead after so long is not waited for beyond that.
     silence_s = config.liveness.lease_s
-    planes, absent = make_planes(modes, run.token(), pool, own_address(config, group), owner, silence_s)
+    planes, absent = make_planes(
+        modes, run.token(), pool, own_address(config, group), owner, silence_s
+    )
     for name, why in absent.items():
         if modes[name] == "required":
             raise ConfigError(missing_plane(name, why))

@@ -15,12 +15,14 @@ from relax_hpc.algorithms.batch import TokenBatch
 
 PROMPTS, SAMPLES, TOKENS = 3, 4, 12
 LARGEST = 3.0
-"""Log-ratios are of about this size in every third batch, nats, where clips and caps decide; of 0.2 in the others."""
+"""Log-ratios are of about this size in every third batch, nats, where clips and caps decide; of 0.2
+in the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step of b = `PROMPTS` * `SAMPLES` rows of s = `TOKENS` tokens, [b, s] float64 but for what says otherwise."""
+    """A step of b = `PROMPTS` * `SAMPLES` rows of s = `TOKENS` tokens, [b, s] float64 but for what
+    says otherwise."""
 
     logprobs: Tensor
     old: Tensor
@@ -59,7 +61,19 @@ def draw(seed: int) -> Case:
     rewards = random.integers(0, 3, (PROMPTS, SAMPLES)).astype(float)
     rewards[0] = 1.0
     advantages = random.normal(0.0, 1.0, (shape[0], 1))
-    arrays = logprobs, old, rollout, ref, values, predicted, returns, whole * holes, whole, advantages, rewards.ravel()
+    arrays = (
+        logprobs,
+        old,
+        rollout,
+        ref,
+        values,
+        predicted,
+        returns,
+        whole * holes,
+        whole,
+        advantages,
+        rewards.ravel(),
+    )
     return Case(*map(torch.from_numpy, arrays))
 
 
@@ -76,7 +90,9 @@ def prompts_of(case: Case, mask: Tensor) -> list[Prompt]:
         }
         for row in range(len(mask))
     ]
-    return [[[row] for row in rows[place : place + SAMPLES]] for place in range(0, len(rows), SAMPLES)]
+    return [
+        [[row] for row in rows[place : place + SAMPLES]] for place in range(0, len(rows), SAMPLES)
+    ]
 
 
 Answer = Callable[[Case], Tensor]
@@ -123,7 +139,9 @@ def our_advantages(algorithm: Algorithm, holes: bool = True) -> Answer:
 
     def answer(case: Case) -> Tensor:
         prompts = prompts_of(case, case.mask if holes else case.whole)
-        return torch.from_numpy(np.stack(algorithm.whitened(algorithm.token_advantages(prompts), prompts))).double()
+        return torch.from_numpy(
+            np.stack(algorithm.whitened(algorithm.token_advantages(prompts), prompts))
+        ).double()
 
     return answer
 

@@ -17,24 +17,38 @@ SINGLE = 1e-6
 
 
 def comparisons() -> Iterator[Comparison]:
-    """Of losses, divergences and returns that both have; means over tokens and whitening are other code of its."""
+    """Of losses, divergences and returns that both have; means over tokens and whitening are other
+    code of its."""
     clipped = {"eps_clip": 0.2, "eps_clip_high": 0.28}
     yield Comparison("grpo", "loss", our_loss(Grpo(**PARTS)), their_loss(**clipped))
-    yield Comparison("dual_clip", "loss", our_loss(DualClip(**PARTS)), their_loss(**clipped, eps_clip_c=3.0))
+    yield Comparison(
+        "dual_clip", "loss", our_loss(DualClip(**PARTS)), their_loss(**clipped, eps_clip_c=3.0)
+    )
     yield Comparison("cispo", "loss", our_loss(Cispo(**PARTS)), their_cispo)
     gspo = Gspo(**PARTS, reduction="token_mean")
     yield Comparison("gspo", "loss, mean over tokens", our_loss(gspo), their_gspo)
     kl = KlConfig(coefficient=0.1, cap=0.0)
     with_kl = Grpo(**PARTS, kl=kl)
-    yield Comparison("grpo", "loss with KL k3", our_loss(with_kl), their_loss(**clipped, kl="k3"), SINGLE, "float32")
+    yield Comparison(
+        "grpo",
+        "loss with KL k3",
+        our_loss(with_kl),
+        their_loss(**clipped, kl="k3"),
+        SINGLE,
+        "float32",
+    )
     ours = our_advantages(ReinforcePP(kl_in_reward=0.1))
-    yield Comparison("reinforce_pp", "advantages, KL in the reward", ours, their_returns, SINGLE, "float32")
+    yield Comparison(
+        "reinforce_pp", "advantages, KL in the reward", ours, their_returns, SINGLE, "float32"
+    )
     ours = our_advantages(ReinforcePPBaseline())
     yield Comparison("reinforce_pp_baseline", "advantages", ours, their_baseline, SINGLE, "float32")
 
 
 def mean_over_tokens(function: Callable[[Tensor], Tensor], case: Case) -> Tensor:
-    return with_gradient(lambda logprobs: (function(logprobs) * case.mask).sum() / case.mask.sum(), case.logprobs)
+    return with_gradient(
+        lambda logprobs: (function(logprobs) * case.mask).sum() / case.mask.sum(), case.logprobs
+    )
 
 
 def their_loss(kl: str = "", **settings: float) -> Answer:
@@ -56,7 +70,10 @@ def their_cispo(case: Case) -> Tensor:
 
     advantages = case.advantages.expand_as(case.mask)
     return mean_over_tokens(
-        lambda logprobs: compute_cispo_loss(case.old - logprobs, logprobs, advantages, 0.2, 0.28)[0], case
+        lambda logprobs: compute_cispo_loss(case.old - logprobs, logprobs, advantages, 0.2, 0.28)[
+            0
+        ],
+        case,
     )
 
 
@@ -76,7 +93,9 @@ def their_returns(case: Case) -> Tensor:
 
     lengths = [case.mask.shape[1]] * len(case.mask)
     kl = list((case.old - case.ref) * case.mask)
-    found = get_reinforce_plus_plus_returns(case.rewards, kl, list(case.mask), lengths, lengths, 0.1, 1.0)
+    found = get_reinforce_plus_plus_returns(
+        case.rewards, kl, list(case.mask), lengths, lengths, 0.1, 1.0
+    )
     return whitened(torch.stack(found), case.mask)
 
 
@@ -85,11 +104,14 @@ def their_baseline(case: Case) -> Tensor:
 
     by_prompt = case.rewards.reshape(-1, (case.index == 0).sum())
     centred = (by_prompt - by_prompt.mean(1, keepdim=True)).reshape(-1)
-    found = get_reinforce_plus_plus_baseline_advantages(centred, list(case.ref), list(case.mask), 0.0)
+    found = get_reinforce_plus_plus_baseline_advantages(
+        centred, list(case.ref), list(case.mask), 0.0
+    )
     return whitened(torch.stack(found), case.mask)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """With mean 0 and unbiased variance 1 over tokens with mask 1, as by either side; 0 elsewhere."""
+    """With mean 0 and unbiased variance 1 over tokens with mask 1, as by either side; 0
+    elsewhere."""
     kept = values[mask > 0]
     return (values - kept.mean()) / (kept.var() + 1e-8).sqrt() * mask

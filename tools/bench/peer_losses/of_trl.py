@@ -1,4 +1,5 @@
-"""TRL: the losses of its GRPOTrainer, whose method is called with a stand-in for all of a trainer but its settings."""
+"""TRL: the losses of its GRPOTrainer, whose method is called with a stand-in for all of a trainer
+but its settings."""
 
 from __future__ import annotations
 
@@ -23,22 +24,35 @@ UNBIASED = KlConfig(coefficient=0.1, cap=0.0, importance=True)
 
 
 def comparisons() -> Iterator[Comparison]:
-    """Of all losses that both have. Its advantages are lines of a longer method, and no function to call."""
+    """Of all losses that both have. Its advantages are lines of a longer method, and no function to
+    call."""
     pairs: list[tuple[str, Algorithm, dict[str, Any]]] = [
         ("mean over tokens", Grpo(**PARTS), {"loss_type": "dapo"}),
         ("mean over responses", Grpo(**PARTS, reduction="sequence_mean"), {"loss_type": "grpo"}),
-        ("constant normaliser", Grpo(**PARTS, reduction="constant", constant_tokens=TOKENS), {"loss_type": "dr_grpo"}),
+        (
+            "constant normaliser",
+            Grpo(**PARTS, reduction="constant", constant_tokens=TOKENS),
+            {"loss_type": "dr_grpo"},
+        ),
         ("with KL k3", Grpo(**PARTS, kl=KL), {"loss_type": "dapo", "beta": 0.1}),
-        ("with KL k3, weighed", Grpo(**PARTS, kl=UNBIASED), {"loss_type": "dapo", "beta": 0.1, "unbiased_kl": True}),
+        (
+            "with KL k3, weighed",
+            Grpo(**PARTS, kl=UNBIASED),
+            {"loss_type": "dapo", "beta": 0.1, "unbiased_kl": True},
+        ),
         ("loss", DualClip(**PARTS, clip_cap=3.0), {"loss_type": "dapo", "delta": 3.0}),
         ("loss", Cispo(correction=OFF, clip_high=4.0), {"loss_type": "cispo", "epsilon_high": 5.0}),
         ("loss", Gspo(**PARTS), {"loss_type": "grpo", "level": "sequence"}),
     ]
     for what, algorithm, settings in pairs:
         # Without its correction for vLLM, TRL weighs a KL by policy / old.
-        yield Comparison(algorithm.name, what, our_loss(algorithm, drawn_by_old=True), their_loss(**settings))
+        yield Comparison(
+            algorithm.name, what, our_loss(algorithm, drawn_by_old=True), their_loss(**settings)
+        )
     sapo = our_loss(Sapo(correction=OFF))
-    yield Comparison("sapo", "loss", sapo, their_loss("sapo"), 1e-6, "their temperatures are float32")
+    yield Comparison(
+        "sapo", "loss", sapo, their_loss("sapo"), 1e-6, "their temperatures are float32"
+    )
 
 
 @dataclass(slots=True)
@@ -69,7 +83,8 @@ def their_loss(
 
     defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
     args = SimpleNamespace(
-        **defaults | {"delta": delta, "use_bias_correction_kl": unbiased_kl, "steps_per_generation": 1}
+        **defaults
+        | {"delta": delta, "use_bias_correction_kl": unbiased_kl, "steps_per_generation": 1}
     )
     trainer = SimpleNamespace(
         args=args,
@@ -107,7 +122,11 @@ def their_loss(
         }
 
         def loss(logprobs: Tensor) -> Tensor:
-            trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)
+            trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+                logprobs,
+                torch.zeros_like(logprobs),
+                None,
+            )
             return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
         return with_gradient(loss, case.logprobs)

@@ -53,11 +53,20 @@ def of_advantages() -> Iterator[Comparison]:
         (ReinforcePPBaseline(), "reinforce_plus_plus_baseline", {}),
     ]:
         theirs = their_advantages(name, settings)
-        yield Comparison(algorithm.name, "advantages", our_advantages(algorithm), theirs, SINGLE, "float32")
+        yield Comparison(
+            algorithm.name, "advantages", our_advantages(algorithm), theirs, SINGLE, "float32"
+        )
     for penalty in (0.0, 0.1):
         ours = our_advantages(ReinforcePP(kl_in_reward=penalty), holes=False)
         what = "advantages, KL in the reward" if penalty else "advantages"
-        yield Comparison("reinforce_pp", what, ours, their_returns(penalty), SINGLE, "float32; theirs end at holes")
+        yield Comparison(
+            "reinforce_pp",
+            what,
+            ours,
+            their_returns(penalty),
+            SINGLE,
+            "float32; theirs end at holes",
+        )
     ours = our_advantages(Ppo(gamma=GAMMA, gae_lambda=LAMBDA))
     yield Comparison("ppo", "generalized advantages, whitened", ours, their_gae, SINGLE, "float32")
 
@@ -76,9 +85,16 @@ def of_losses() -> Iterator[Comparison]:
         ("loss", Cispo(**PARTS), "cispo", {}, "token-mean"),
     ]
     for what, algorithm, name, settings, mean in pairs:
-        yield Comparison(algorithm.name, what, our_loss(algorithm), their_loss(name, mean, **settings))
+        yield Comparison(
+            algorithm.name, what, our_loss(algorithm), their_loss(name, mean, **settings)
+        )
     over_responses: list[tuple[str, Algorithm, str, dict[str, Any]]] = [
-        ("mean over responses", Grpo(**PARTS, reduction="sequence_mean"), "vanilla", {"clip_ratio_c": NO_CAP}),
+        (
+            "mean over responses",
+            Grpo(**PARTS, reduction="sequence_mean"),
+            "vanilla",
+            {"clip_ratio_c": NO_CAP},
+        ),
         ("loss", Gspo(**PARTS), "gspo", {}),
         ("loss", Sapo(correction=OFF), "sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
     ]
@@ -98,7 +114,7 @@ def of_parts() -> Iterator[Comparison]:
     yield Comparison("ppo", "loss of values", our_value_loss, their_value_loss)
 
 
-# -- theirs --------------------------------------------------------------------------------------------------------
+# -- theirs ----------------------------------------------------------------------------------------
 
 
 def token_rewards(case: Case, mask: Tensor) -> Tensor:
@@ -119,7 +135,10 @@ def their_advantages(name: str, settings: dict[str, Any]) -> Answer:
 
 def their_returns(penalty: float) -> Answer:
     def answer(case: Case) -> Tensor:
-        from verl.trainer.ppo.core_algos import compute_reinforce_plus_plus_outcome_advantage, compute_rewards
+        from verl.trainer.ppo.core_algos import (
+            compute_reinforce_plus_plus_outcome_advantage,
+            compute_rewards,
+        )
 
         rewards = compute_rewards(token_rewards(case, case.whole), case.old, case.ref, penalty)
         config = SimpleNamespace(gamma=1.0)
@@ -146,7 +165,8 @@ def their_loss(name: str, mean: str, **settings: Any) -> Answer:
         function = get_policy_loss_fn(name)
         advantages = case.advantages.expand_as(case.mask)
         return with_gradient(
-            lambda logprobs: function(case.old, logprobs, advantages, case.mask, mean, config)[0], case.logprobs
+            lambda logprobs: function(case.old, logprobs, advantages, case.mask, mean, config)[0],
+            case.logprobs,
         )
 
     return answer
@@ -166,7 +186,10 @@ def their_weights(level: str, threshold: float | str) -> Answer:
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
         difference = case.old - case.rollout
-        return compute_rollout_correction_weights(difference, case.mask, level, threshold)[0] * case.mask
+        return (
+            compute_rollout_correction_weights(difference, case.mask, level, threshold)[0]
+            * case.mask
+        )
 
     return answer
 
@@ -175,11 +198,14 @@ def their_value_loss(case: Case) -> Tensor:
     from verl.trainer.ppo.core_algos import compute_value_loss
 
     return with_gradient(
-        lambda predicted: compute_value_loss(predicted, case.returns, case.values, case.mask, 0.2)[0], case.predicted
+        lambda predicted: compute_value_loss(predicted, case.returns, case.values, case.mask, 0.2)[
+            0
+        ],
+        case.predicted,
     )
 
 
-# -- ours ----------------------------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 def our_kl(name: str) -> Answer:
@@ -195,19 +221,27 @@ def our_kl(name: str) -> Answer:
 
 def kl_with_gradient(function: Callable[[Tensor], Tensor], case: Case) -> Tensor:
     return torch.cat(
-        [function(case.logprobs).reshape(-1), with_gradient(lambda x: function(x).sum(), case.logprobs)[1:]]
+        [
+            function(case.logprobs).reshape(-1),
+            with_gradient(lambda x: function(x).sum(), case.logprobs)[1:],
+        ]
     )
 
 
 def our_weights(settings: CorrectionConfig) -> Answer:
     def answer(case: Case) -> Tensor:
-        return correction(case.old * case.mask, case.rollout * case.mask, settings).weight * case.mask
+        return (
+            correction(case.old * case.mask, case.rollout * case.mask, settings).weight * case.mask
+        )
 
     return answer
 
 
 def our_value_loss(case: Case) -> Tensor:
     def mean(predicted: Tensor) -> Tensor:
-        return clipped_value_loss(predicted, case.values, case.returns, case.mask, 0.2)[0] / case.mask.sum()
+        return (
+            clipped_value_loss(predicted, case.values, case.returns, case.mask, 0.2)[0]
+            / case.mask.sum()
+        )
 
     return with_gradient(mean, case.predicted)

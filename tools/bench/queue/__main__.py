@@ -1,8 +1,10 @@
-"""The queue beside its peer (TransferQueue 0.1.11 on Ray) and a memcpy: the same work in one run, sides taking turns.
+"""The queue beside its peer (TransferQueue 0.1.11 on Ray) and a memcpy: the same work in one run,
+sides taking turns.
 
-Every figure is a median of `--rounds`, with the least and the most of them, and the load of the machine is printed
-before each row: the peer's processes starve where other work is. Memcpys are single-threaded, of the same bytes and in
-the same process. Without `--peer-python`, a Python with TransferQueue and ray, the peer's columns are empty. Rows:
+Every figure is a median of `--rounds`, with the least and the most of them, and the load of the
+machine is printed before each row: the peer's processes starve where other work is. Memcpys are
+single-threaded, of the same bytes and in the same process. Without `--peer-python`, a Python with
+TransferQueue and ray, the peer's columns are empty. Rows:
 
   fixed     put and get of 512 x 8192 x 4 int32 between two processes of a node; bytes are compared in a round before
   variable  the same with lengths of an eighth of that and more
@@ -31,7 +33,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from control import BATCH, CLAIM_ROWS, GROUP, Crowd, crowd, deep_queue, timed_claims, without_sockets
+from control import (
+    BATCH,
+    CLAIM_ROWS,
+    GROUP,
+    Crowd,
+    crowd,
+    deep_queue,
+    timed_claims,
+    without_sockets,
+)
 from data import HOW, Load, move_of
 from peer import Peer, peer_of
 from pictures import Pictures, gallery
@@ -68,17 +79,21 @@ class Setting:
             yield Path(name)
 
     def load(self, load: Load) -> Load:
-        return replace(load, samples=min(load.samples, 16), tokens=min(load.tokens, 64)) if self.quick else load
+        return (
+            replace(load, samples=min(load.samples, 16), tokens=min(load.tokens, 64))
+            if self.quick
+            else load
+        )
 
     def moves(self, load: Load) -> int:
-        """Rounds of three moves each: of a quick session further than engines may lag once, as rows differ in their
-        bytes alone."""
+        """Rounds of three moves each: of a quick session further than engines may lag once, as rows
+        differ in their bytes alone."""
         if not self.quick:
             return self.rounds
         return QUICK_STEPS // 3 if load == self.load(FIXED) else 2
 
 
-# -- rows with their bytes ---------------------------------------------------------------------------------------------
+# -- rows with their bytes -------------------------------------------------------------------------
 
 
 def moved(setting: Setting, load: Load) -> dict[str, list[float]]:
@@ -95,38 +110,56 @@ def moved(setting: Setting, load: Load) -> dict[str, list[float]]:
             checked = move.round(check=True)
             found |= {how: checked[how] for how in HOW if how in checked and how not in found}
             theirs = setting.peer.ask("move") if setting.peer else {}
-            for name, value in {**found, **{f"peer {name}": value for name, value in theirs.items()}}.items():
+            for name, value in {
+                **found,
+                **{f"peer {name}": value for name, value in theirs.items()},
+            }.items():
                 seconds.setdefault(name, []).append(value)
     return seconds
 
 
 def speeds_of(setting: Setting, load: Load) -> dict[str, list[float]]:
     """GB/s of each round, by what was timed."""
-    return {what: [load.bytes / one / 1e9 for one in found] for what, found in moved(setting, load).items()}
+    return {
+        what: [load.bytes / one / 1e9 for one in found]
+        for what, found in moved(setting, load).items()
+    }
 
 
-def speed_line(speeds: dict[str, list[float]], name: str, what: str, targets: dict[str, float], limit: str) -> Line:
+def speed_line(
+    speeds: dict[str, list[float]], name: str, what: str, targets: dict[str, float], limit: str
+) -> Line:
     """Of ``what``, beside the peer's put or get, and a memcpy in the process that did ours."""
     side = what.split()[0]
     theirs, memcpy = speeds.get(f"peer {side}", []), median(speeds[f"{side} memcpy"])
-    peer, rounds = median(theirs) if theirs else None, {"rounds": speeds[what], "peer_rounds": theirs}
+    peer, rounds = (
+        median(theirs) if theirs else None,
+        {"rounds": speeds[what], "peer_rounds": theirs},
+    )
     return Line(name, "GB/s", median(speeds[what]), peer, memcpy, targets, limit, **rounds)
 
 
-def data_lines(setting: Setting, name: str, load: Load, targets: dict[str, dict[str, float]]) -> Lines:
+def data_lines(
+    setting: Setting, name: str, load: Load, targets: dict[str, dict[str, float]]
+) -> Lines:
     """GB/s of a put, of a get, and of gets in other ways."""
     load = setting.load(load)
     speeds = speeds_of(setting, load)
     limits = {
-        "put": "1 memory copy, row by row and so through the cache (0.65 of one that is not), and a look at versions",
+        "put": "1 memory copy, row by row and so through the cache (0.65 of one that is not), and "
+        "a look at versions",
         "get": "1 memory copy, out of it: a memcpy",
-        "get while written": "1 memory copy, while another core reads and writes the same bytes for the disk",
+        (
+            "get while written"
+        ): "1 memory copy, while another core reads and writes the same bytes for the disk",
         "get rows": "1 memory copy, row by row, with a Python object for each row and field",
         "get tcp": "3 copies (kernel, kernel, reader) and a checksum at each end; checked",
         "get file": "1 copy and a checksum, of the file's pages in memory; checked",
     }
     if load.tokens <= 256:
-        each = {what: 1e-3 * load.bytes / median(speeds[what]) / load.samples for what in ("put", "get")}
+        each = {
+            what: 1e-3 * load.bytes / median(speeds[what]) / load.samples for what in ("put", "get")
+        }
         about = f"Python objects of {load.samples} samples x {load.fields} fields; "
         limits |= {what: f"{about}{value:.1f} us a sample" for what, value in each.items()}
     for what in ("put", *HOW):
@@ -182,14 +215,19 @@ def latency(setting: Setting) -> Lines:
             peers = [1e3 * quantile(one, share) for one in theirs]
             targets = {"most": most} if durability == "flush" else {}
             limit = (
-                f"two requests, each through 2 processes and 3 threads: one that does nothing takes {request:.3f} ms"
+                "two requests, each through 2 processes and 3 threads: one that does nothing "
+                f"takes {request:.3f} ms"
             )
-            limit += "; a put is journaled before it is told" + (", by fdatasync" if durability == "commit" else "")
+            limit += "; a put is journaled before it is told" + (
+                ", by fdatasync" if durability == "commit" else ""
+            )
             name = f"one sample, p{100 * share:.0f}, {durability}"
             yield milliseconds(name, rounds, peers, targets, limit)
 
 
-def milliseconds(name: str, rounds: list[float], peers: list[float], targets: dict[str, float], limit: str) -> Line:
+def milliseconds(
+    name: str, rounds: list[float], peers: list[float], targets: dict[str, float], limit: str
+) -> Line:
     peer, each = median(peers) if peers else None, {"rounds": rounds, "peer_rounds": peers}
     return Line(name, "ms", median(rounds), peer, None, targets, limit, less_is_better=True, **each)
 
@@ -205,7 +243,8 @@ WAY = ("store", "put", "claim", "check", "read")
 
 
 def media(setting: Setting) -> Lines:
-    """Milliseconds of the whole way of media, beside the peer's put and get of the same bytes, and of its parts."""
+    """Milliseconds of the whole way of media, beside the peer's put and get of the same bytes, and
+    of its parts."""
     for about in (Pictures("bytes", 2, 2, 2, 12, 8),) if setting.quick else MEDIA:
         found: dict[str, list[float]] = {}
         if setting.peer:
@@ -215,14 +254,20 @@ def media(setting: Setting) -> Lines:
             both.round()
             for _ in range(QUICK_STEPS if setting.quick else setting.rounds):
                 theirs = setting.peer.ask("move") if setting.peer else {}
-                for name, seconds in {**both.round(), **({"peer": sum(theirs.values())} if theirs else {})}.items():
+                for name, seconds in {
+                    **both.round(),
+                    **({"peer": sum(theirs.values())} if theirs else {}),
+                }.items():
                     found.setdefault(name, []).append(1e3 * seconds)
         yield from media_lines(about, found)
 
 
 def media_lines(about: Pictures, found: dict[str, list[float]]) -> Lines:
     """The whole way and its parts, of milliseconds of each round."""
-    name, peers = f"{about.groups * about.pictures} {about.name}, {about.bytes / 1e6:.0f} MB", found.get("peer", [])
+    name, peers = (
+        f"{about.groups * about.pictures} {about.name}, {about.bytes / 1e6:.0f} MB",
+        found.get("peer", []),
+    )
     way = [sum(parts) for parts in zip(*(found[part] for part in WAY), strict=True)]
     limit = f"a memcpy takes {median(found['memcpy']):.3g} ms; the peer looks at no checksum"
     yield milliseconds(f"{name}: {', '.join(WAY)}", way, peers, {"peer": 1 / 1.2}, limit)
@@ -248,16 +293,23 @@ def stream(setting: Setting) -> Lines:
                 for kind, seconds in streamed(folder, load, durability, puts).items():
                     rates[kind].append(load.bytes / median(seconds) / 1e9)
         shares = [one / alone for one, alone in zip(rates["stream"], rates["alone"], strict=True)]
-        for kind, limit in (("alone", "as `put`"), ("stream", "as `put`, while the last is written to its file")):
+        for kind, limit in (
+            ("alone", "as `put`"),
+            ("stream", "as `put`, while the last is written to its file"),
+        ):
             yield Line(
-                f"put of 2 MB, {durability}: {kind}", "GB/s", median(rates[kind]), limit=limit, rounds=rates[kind]
+                f"put of 2 MB, {durability}: {kind}",
+                "GB/s",
+                median(rates[kind]),
+                limit=limit,
+                rounds=rates[kind],
             )
         targets = {"least": 0.7} if durability == "flush" else {}
         name = f"put of 2 MB, {durability}: stream / alone"
         yield Line(name, "", median(shares), None, None, targets, "1", rounds=shares)
 
 
-# -- the control plane -------------------------------------------------------------------------------------------------
+# -- the control plane -----------------------------------------------------------------------------
 
 
 def claims(setting: Setting) -> Lines:
@@ -275,13 +327,16 @@ def claims(setting: Setting) -> Lines:
         limit = "a request, and the tickets that it gets"
         yield milliseconds(f"claim of {CLAIM_ROWS} of {depth:,} rows", ours, theirs, {}, limit)
     growth = max(medians) / min(medians)
-    yield Line("claims: slowest / fastest", "", growth, None, None, {"most": 1.5}, less_is_better=True)
+    yield Line(
+        "claims: slowest / fastest", "", growth, None, None, {"most": 1.5}, less_is_better=True
+    )
     name = f"controller's memory, {depths[-1]:,} rows"
     yield Line(name, "MB/1e6", found.bytes_per_row, less_is_better=True)
 
 
 def control(setting: Setting) -> Lines:
-    """Samples a second through the whole of a controller, and its memory at the first and the last fifth."""
+    """Samples a second through the whole of a controller, and its memory at the first and the last
+    fifth."""
     about = Crowd(16_384, 2, 2, 16_384 // GROUP // QUICK_STEPS) if setting.quick else Crowd()
     for durability in DURABILITIES:
         found, alone = [], []
@@ -290,16 +345,38 @@ def control(setting: Setting) -> Lines:
                 found.append(crowd(folder, about, durability))
             with setting.place() as folder:
                 alone.append(without_sockets(folder, about.samples // 5, durability == "commit"))
-        cost = {who: median([one[f"{who}_cpu_us_per_sample"] for one in found]) for who in ("controller", "clients")}
-        limit = f"{median(alone):,.0f} by one process without sockets; {os.cpu_count()} cores for CPU time of "
-        limit += " and ".join(f"{value:.2f} us ({who})" for who, value in cost.items()) + " a sample"
-        name = f"{about.producers} x {about.consumers}, {about.samples:,} samples, by {BATCH}, {durability}"
-        rates, targets = [one["samples_per_s"] for one in found], {"least": CONTROL_TARGETS[durability]}
+        cost = {
+            who: median([one[f"{who}_cpu_us_per_sample"] for one in found])
+            for who in ("controller", "clients")
+        }
+        limit = (
+            f"{median(alone):,.0f} by one process without sockets; {os.cpu_count()} cores for "
+            "CPU time of "
+        )
+        limit += (
+            " and ".join(f"{value:.2f} us ({who})" for who, value in cost.items()) + " a sample"
+        )
+        name = (
+            f"{about.producers} x {about.consumers}, {about.samples:,} samples, by {BATCH}, "
+            f"{durability}"
+        )
+        rates, targets = (
+            [one["samples_per_s"] for one in found],
+            {"least": CONTROL_TARGETS[durability]},
+        )
         yield Line(name, "samples/s", median(rates), None, None, targets, limit, rounds=rates)
         memory = [(one["controller_mb"][0], one["controller_mb"][-1]) for one in found]
         first, last = (median(values) for values in zip(*memory, strict=True))
         limit = f"{first:.0f} MB at a fifth of the run, {last:.0f} MB at its end"
-        yield Line(f"memory of the controller, {durability}", "x", last / first, None, None, {"most": 1.2}, limit)
+        yield Line(
+            f"memory of the controller, {durability}",
+            "x",
+            last / first,
+            None,
+            None,
+            {"most": 1.2},
+            limit,
+        )
 
 
 ROWS: dict[str, Callable[[Setting], Lines]] = {
@@ -316,12 +393,20 @@ ROWS: dict[str, Callable[[Setting], Lines]] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", action="append", choices=list(ROWS), help="default: all")
-    parser.add_argument("--peer-python", type=Path, help="a Python with TransferQueue 0.1.11 and ray")
+    parser.add_argument(
+        "--peer-python", type=Path, help="a Python with TransferQueue 0.1.11 and ray"
+    )
     parser.add_argument("--rounds", type=int, help="default: 5")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where runs are made: its disk matters")
-    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="where runs are made: its disk matters"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="little of everything, to see that it works"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(argv)
     options.rounds = options.rounds or (1 if options.quick else 5)
@@ -333,7 +418,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if a target is missed."""
     options = parse(argv)
-    about = {"rounds": options.rounds, "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)}
+    about = {
+        "rounds": options.rounds,
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
     lines: list[Line] = []
     loads: dict[str, float] = {}
     try:
@@ -350,7 +439,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What was measured is told, whatever ends the rest.
         print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
         if options.json:
-            found = {"lines": [line.record() for line in lines], "settings": about | {"loads": loads}}
+            found = {
+                "lines": [line.record() for line in lines],
+                "settings": about | {"loads": loads},
+            }
             print(json.dumps(found), flush=True)
     return int(not options.quick and any(line.met() is False for line in lines))
 

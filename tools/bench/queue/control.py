@@ -1,7 +1,7 @@
 """The queue's control plane: tickets, puts, claims and acknowledgements, without any rows' bytes.
 
-A sample is admitted, put, claimed by a forward task, answered by it, claimed by the actor, trained and retired; in the
-end every ticket is accounted for.
+A sample is admitted, put, claimed by a forward task, answered by it, claimed by the actor, trained
+and retired; in the end every ticket is accounted for.
 """
 
 from __future__ import annotations
@@ -73,14 +73,19 @@ class Table:
 
     def __init__(self, folder: Path, plan: Plan, durable: bool) -> None:
         (folder / "journal").mkdir()
-        self.journal, self.events = Journal(folder / "journal", 1, durable), EventLog(folder / "events.jsonl", 1)
+        self.journal, self.events = (
+            Journal(folder / "journal", 1, durable),
+            EventLog(folder / "events.jsonl", 1),
+        )
         list(self.journal.replay())
         self.service = QueueService(plan, 1, QueueState(plan), self.journal)
         self._numbers = itertools.count(1)
 
     def ask(self, group: str, op: str, **args: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self.service.handle(Request(0, number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0))
+        answer = self.service.handle(
+            Request(0, number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0)
+        )
         if not number % TOGETHER:
             self.commit()
         return answer
@@ -113,7 +118,8 @@ def without_sockets(folder: Path, samples: int, durable: bool) -> float:
 
 
 def crowd(folder: Path, about: Crowd, durability: str) -> Figures:
-    """Samples a second through sockets, what they cost the controller, and its memory at each fifth of the run."""
+    """Samples a second through sockets, what they cost the controller, and its memory at each fifth
+    of the run."""
     plan = plan_of(about.samples, GROUP, about.step_groups, AHEAD)
     kinds = [("train", "t")] + [("consume", f"c{number}") for number in range(about.consumers)]
     kinds += [("produce", f"p{number}") for number in range(about.producers)]
@@ -134,7 +140,9 @@ def crowd(folder: Path, about: Crowd, durability: str) -> Figures:
     check_all_taken([taken for _, taken, _ in ends], plan)
     seconds = max(end for end, _, _ in ends) - started
     spent = {"controller": cost["cpu_s"], "clients": sum(cpu_s for _, _, cpu_s in ends)}
-    figures = {f"{who}_cpu_us_per_sample": 1e6 * cpu_s / samples_of(plan) for who, cpu_s in spent.items()}
+    figures = {
+        f"{who}_cpu_us_per_sample": 1e6 * cpu_s / samples_of(plan) for who, cpu_s in spent.items()
+    }
     return figures | {"samples_per_s": samples_of(plan) / seconds, "controller_mb": memory}
 
 
@@ -163,7 +171,9 @@ class Deep:
 def deep_queue(folder: Path, depth: int) -> Iterator[Deep]:
     """``depth`` rows that wait for the reference, the oldest ticket being in generation yet."""
     plan = plan_of(depth + GROUP, GROUP, depth // GROUP + 1, 1 << 40)
-    plan = replace(plan, tasks=plan.tasks | {"reference": replace(plan.tasks["reference"], in_order=False)})
+    plan = replace(
+        plan, tasks=plan.tasks | {"reference": replace(plan.tasks["reference"], in_order=False)}
+    )
     with hub(folder, plan, "flush") as server:
         line, before = server.line("all"), resident(server.pid)
         begin(line.ask)

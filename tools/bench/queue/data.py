@@ -1,7 +1,9 @@
-"""Rows with their bytes, from one process to another, beside a memcpy of the same bytes in each of the two.
+"""Rows with their bytes, from one process to another, beside a memcpy of the same bytes in each of
+the two.
 
-A get ends when every byte has been copied into memory that its reader has had for long, field by field. Puts and gets
-come one after the other; between them, untimed, the durable copy is written, unless it is asked for otherwise.
+A get ends when every byte has been copied into memory that its reader has had for long, field by
+field. Puts and gets come one after the other; between them, untimed, the durable copy is written,
+unless it is asked for otherwise.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ HOW = ("get", "get while written", "get rows", "get tcp", "get file")
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of ``fields`` int32 fields of ``tokens`` entries; ``variable``: of an eighth of that and more.
+    """Rows of ``fields`` int32 fields of ``tokens`` entries; ``variable``: of an eighth of that and
+    more.
 
-    ``plain``: none of them is one of which the queue looks at each entry, as it does at a sample's token_versions.
+    ``plain``: none of them is one of which the queue looks at each entry, as it does at a sample's
+    token_versions.
     """
 
     samples: int
@@ -50,12 +54,18 @@ class Load:
     @cached_property
     def lengths(self) -> list[int]:
         least = self.tokens // 8 if self.variable else self.tokens
-        return np.random.default_rng(self.samples).integers(least, self.tokens + 1, self.samples).tolist()
+        return (
+            np.random.default_rng(self.samples)
+            .integers(least, self.tokens + 1, self.samples)
+            .tolist()
+        )
 
     @property
     def names(self) -> list[str]:
         known = ["token_ids"] if self.plain else ["token_ids", "token_versions"]
-        return [*known, *(f"field{number}" for number in range(len(known), self.fields))][: self.fields]
+        return [*known, *(f"field{number}" for number in range(len(known), self.fields))][
+            : self.fields
+        ]
 
     @property
     def bytes(self) -> int:
@@ -69,7 +79,10 @@ class Load:
     def columns(self) -> dict[str, list[np.ndarray]]:
         """Of each field its rows."""
         random, ends = np.random.default_rng(0), np.cumsum(self.lengths)[:-1]
-        flat = {name: random.integers(0, 150_000, sum(self.lengths), dtype=np.int32) for name in self.names}
+        flat = {
+            name: random.integers(0, 150_000, sum(self.lengths), dtype=np.int32)
+            for name in self.names
+        }
         if "token_versions" in flat:
             flat["token_versions"][:] = VERSION.encode()
         columns = {name: np.split(values, ends) for name, values in flat.items()}
@@ -105,11 +118,13 @@ def digest_of(columns: list[list[np.ndarray]] | list[np.ndarray]) -> str:
     """Of all numbers of all fields, in their order."""
     found = xxhash.xxh3_64()
     for column in columns:
-        found.update(np.ascontiguousarray(np.concatenate(column) if isinstance(column, list) else column))
+        found.update(
+            np.ascontiguousarray(np.concatenate(column) if isinstance(column, list) else column)
+        )
     return found.hexdigest()
 
 
-# -- the process that puts ---------------------------------------------------------------------------------------------
+# -- the process that puts -------------------------------------------------------------------------
 
 
 def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
@@ -120,7 +135,9 @@ def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
         client.connection.call("serve", reader="r", version=str(VERSION))
         pipe.send(digest_of([columns[name] for name in load.names]))
         while pipe.recv() != "end":
-            tickets = client.connection.call("admit", reader="r", count=config.prompts_per_step)["tickets"]
+            tickets = client.connection.call("admit", reader="r", count=config.prompts_per_step)[
+                "tickets"
+            ]
             rows = rows_of(columns, tickets, config.samples_per_prompt)
             pipe.send("ready")
             pipe.recv()
@@ -133,7 +150,10 @@ def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
             client.settle()
             pipe.send(memcpy())
             pipe.recv()
-            wait_for(lambda: not client.store.pool.taken, "memory of rows that nobody needs was not freed")
+            wait_for(
+                lambda: not client.store.pool.taken,
+                "memory of rows that nobody needs was not freed",
+            )
             pipe.send("free")
     pipe.send("ended")
 
@@ -155,7 +175,7 @@ def wait_for(done: Callable[[], bool], complaint: str) -> None:
         time.sleep(POLL_S)
 
 
-# -- the process that gets ---------------------------------------------------------------------------------------------
+# -- the process that gets -------------------------------------------------------------------------
 
 
 class Taker:
@@ -189,7 +209,8 @@ class Taker:
         self.columns = self.client.columns(claim, list(self.room), self.copied)
 
     def get_otherwise(self, claim: Claim) -> dict[str, float]:
-        """Seconds to read the same row by row, and by the planes that compare checksums; the claim is not in them."""
+        """Seconds to read the same row by row, and by the planes that compare checksums; the claim
+        is not in them."""
         started = time.perf_counter()
         self.copy(self.client.rows(claim))
         seconds = {"get rows": time.perf_counter() - started}
@@ -230,7 +251,11 @@ def take(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
                 claim, seconds = taker.get()
                 pipe.send({"get": seconds, "get memcpy": taker.memcpy()})
             pipe.recv()
-            taker.digest = digest_of([column.flat for column in taker.columns.values()]) if what == "check" else ""
+            taker.digest = (
+                digest_of([column.flat for column in taker.columns.values()])
+                if what == "check"
+                else ""
+            )
             otherwise = taker.get_otherwise(claim) if what == "check" else {}
             pipe.send({"digest": taker.digest, **otherwise} if what == "check" else {})
             taker.train(claim)
@@ -238,7 +263,7 @@ def take(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
     pipe.send("ended")
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 class Move:
@@ -254,7 +279,8 @@ class Move:
         return receive(pipe)
 
     def round(self, while_written: bool = False, check: bool = False) -> dict[str, float]:
-        """Seconds of a put, of a get, and of a memcpy beside each; ``check``: RuntimeError if the bytes differ."""
+        """Seconds of a put, of a get, and of a memcpy beside each; ``check``: RuntimeError if the
+        bytes differ."""
         what = "check" if check else "get"
         self._ask(self.maker, "next")
         started, ended = self._ask(self.maker, "put")
@@ -272,7 +298,8 @@ class Move:
         return seconds | got | told
 
     def latency(self) -> dict[str, float]:
-        """Seconds until a put is answered, until one who waits for it has read it, and of a request alone."""
+        """Seconds until a put is answered, until one who waits for it has read it, and of a request
+        alone."""
         self._ask(self.maker, "next")
         request = self._ask(self.taker, "wait")
         started, ended = self._ask(self.maker, "put")

@@ -1,7 +1,9 @@
-"""The peer's side of the benchmark: TransferQueue with its SimpleStorage on Ray, in an environment of its own.
+"""The peer's side of the benchmark: TransferQueue with its SimpleStorage on Ray, in an environment
+of its own.
 
-It imports nothing of this project. Commands come as lines of JSON on standard input, and answers go as such to what was
-standard output: what the libraries print goes to standard error. A writer and a reader are two Ray actors.
+It imports nothing of this project. Commands come as lines of JSON on standard input, and answers go
+as such to what was standard output: what the libraries print goes to standard error. A writer and a
+reader are two Ray actors.
 """
 
 from __future__ import annotations
@@ -95,7 +97,13 @@ class Side:
             self.client.put(data=row, partition_id=part)
 
     def claim(self, part: str, count: int) -> float:
-        about = {"data_fields": ["x"], "batch_size": count, "partition_id": part, "mode": "fetch", "task_name": "t"}
+        about = {
+            "data_fields": ["x"],
+            "batch_size": count,
+            "partition_id": part,
+            "mode": "fetch",
+            "task_name": "t",
+        }
         return timed(self.client.get_meta, **about)[0]
 
     def clear_all(self, part: str) -> None:
@@ -105,7 +113,10 @@ class Side:
 def sums(rows: TensorDict) -> list[int]:
     """Of every field, in their order."""
     values = [rows[name] for name in sorted(rows.keys())]
-    return [int((value.values() if value.is_nested else value).to(torch.int64).sum()) for value in values]
+    return [
+        int((value.values() if value.is_nested else value).to(torch.int64).sum())
+        for value in values
+    ]
 
 
 class Peer:
@@ -125,7 +136,8 @@ class Peer:
         return ray.get(self.writer.load.remote(lengths, fields, 0))
 
     def move(self, check: bool = False) -> dict[str, float]:
-        """A put and a get of what was loaded; with ``check`` what comes is compared with what went."""
+        """A put and a get of what was loaded; with ``check`` what comes is compared with what
+        went."""
         self.rounds += 1
         part = f"part{self.rounds}"
         put = ray.get(self.writer.put.remote(part))

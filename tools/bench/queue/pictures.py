@@ -1,4 +1,5 @@
-"""Media from the process that stores them to one that claims the samples which name them, checks and reads them."""
+"""Media from the process that stores them to one that claims the samples which name them, checks
+and reads them."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Pictures:
     def rows(self, ticket: int, ids: list[str]) -> list[Row]:
         prompt = np.full(self.pictures * self.tokens, PLACEHOLDER, np.int32)
         tokens = np.concatenate([prompt, np.arange(200, 200 + self.tokens, dtype=np.int32)])
-        versions = np.where(np.arange(len(tokens)) < len(prompt), 0, VERSION.encode()).astype(np.int32)
+        versions = np.where(np.arange(len(tokens)) < len(prompt), 0, VERSION.encode()).astype(
+            np.int32
+        )
         places = {"kind": "image", "length": self.tokens}
         row = {
             "prompt_id": "p",
@@ -65,25 +68,41 @@ class Pictures:
             "token_versions": versions,
             "reward": 1.0,
             "finish_reason": "stop",
-            "spans": [{**places, "start": self.tokens * k, "media_id": name} for k, name in enumerate(ids)],
+            "spans": [
+                {**places, "start": self.tokens * k, "media_id": name} for k, name in enumerate(ids)
+            ],
             "media_tokens": dict.fromkeys(ids, self.tokens),
         }
-        return [{"row_id": row_id(ticket, k), "episode": k, "row": 0, **row} for k in range(self.samples)]
+        return [
+            {"row_id": row_id(ticket, k), "episode": k, "row": 0, **row}
+            for k in range(self.samples)
+        ]
 
 
 def make(run: RunDir, about: Pictures, pipe: Connection) -> None:
-    """Store media that nobody has seen, and put the rows that name them; tell the seconds of each."""
+    """Store media that nobody has seen, and put the rows that name them; tell the seconds of
+    each."""
     random = np.random.default_rng(0)
     with QueueClient(run, about.config(), "rollout", 1) as client:
         client.connection.call("serve", reader="r", version=str(VERSION))
         pipe.send("ready")
         while pipe.recv() != "end":
             tickets = client.connection.call("admit", reader="r", count=about.groups)["tickets"]
-            media = [[random.integers(0, 256, about.size, np.uint8) for _ in range(about.pictures)] for _ in tickets]
+            media = [
+                [random.integers(0, 256, about.size, np.uint8) for _ in range(about.pictures)]
+                for _ in tickets
+            ]
             began = time.perf_counter()
-            ids = [store_media(client, ticket, found) for ticket, found in zip(tickets, media, strict=True)]
+            ids = [
+                store_media(client, ticket, found)
+                for ticket, found in zip(tickets, media, strict=True)
+            ]
             stored = time.perf_counter()
-            rows = [row for ticket, names in zip(tickets, ids, strict=True) for row in about.rows(ticket, names)]
+            rows = [
+                row
+                for ticket, names in zip(tickets, ids, strict=True)
+                for row in about.rows(ticket, names)
+            ]
             made = time.perf_counter()
             assert client.generated(rows) == {}
             seconds = {"store": stored - began, "put": time.perf_counter() - made}
@@ -100,15 +119,19 @@ class Gallery:
         self.room = np.zeros(about.bytes, np.uint8)
 
     def round(self) -> dict[str, float]:
-        """Seconds to store the media of a step, to put and claim the rows that name them, to check these and read
-        everything, to check once more, and of a memcpy of the media."""
+        """Seconds to store the media of a step, to put and claim the rows that name them, to check
+        these and read everything, to check once more, and of a memcpy of the media."""
         self.maker.send("next")
         seconds = receive(self.maker)
         began = time.perf_counter()
         claim = self.client.claim("actor", ALL)
         assert claim is not None
         seconds["claim"] = time.perf_counter() - began
-        seconds |= {"check": self._check(claim), "read": self._read(claim), "check again": self._check(claim)}
+        seconds |= {
+            "check": self._check(claim),
+            "read": self._read(claim),
+            "check again": self._check(claim),
+        }
         seconds["memcpy"] = self.memcpy()
         self.client.connection.call("trained", step=self.step, leases=[claim.lease])
         self.step += 1
@@ -134,7 +157,10 @@ class Gallery:
 def gallery(folder: Path, about: Pictures) -> Iterator[Gallery]:
     config = about.config()
     with hub(folder, Plan.of(config), "flush") as server:
-        with QueueClient(server.run, config, "actor", 1) as client, process(make, server.run, about) as maker:
+        with (
+            QueueClient(server.run, config, "actor", 1) as client,
+            process(make, server.run, about) as maker,
+        ):
             begin(lambda _, op, **args: client.connection.call(op, **args))
             receive(maker)
             yield Gallery(client, maker, about)

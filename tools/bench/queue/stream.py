@@ -1,6 +1,8 @@
-"""Puts that follow one another, beside puts each of which waits until the files of those before are written.
+"""Puts that follow one another, beside puts each of which waits until the files of those before are
+written.
 
-The durable copy of a shard is written beside all else: what of the next put's time that takes is what is looked at.
+The durable copy of a shard is written beside all else: what of the next put's time that takes is
+what is looked at.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _put(run: RunDir, config: Config, load: Load, puts: int, pipe: Connection) -
         client.connection.call("serve", reader="r", version=str(VERSION))
         for kind in ("alone", "stream") * 2:
             for _ in range(puts // 2):
-                tickets = client.connection.call("admit", reader="r", count=config.prompts_per_step)["tickets"]
+                tickets = client.connection.call(
+                    "admit", reader="r", count=config.prompts_per_step
+                )["tickets"]
                 rows = rows_of(columns, tickets, config.samples_per_prompt)
                 if kind == "alone":
                     client.settle()

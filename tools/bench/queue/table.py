@@ -1,4 +1,5 @@
-"""One line of the benchmark's table: our figure beside the peer's and a memcpy's, with its target and its limit."""
+"""One line of the benchmark's table: our figure beside the peer's and a memcpy's, with its target
+and its limit."""
 
 from __future__ import annotations
 
@@ -7,14 +8,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-HEAD = ("what", "unit", "queue", "[rounds]", "peer", "[rounds]", "memcpy", "/ peer", "/ memcpy", "target", "")
+HEAD = (
+    "what",
+    "unit",
+    "queue",
+    "[rounds]",
+    "peer",
+    "[rounds]",
+    "memcpy",
+    "/ peer",
+    "/ memcpy",
+    "target",
+    "",
+)
 _WIDTHS = (40, 9, 7, 20, 7, 20, 7, 6, 8, 30, 6)
 """Known before, as lines are printed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Medians, in ``unit``. ``targets``: of `ratios`, or of `ours` itself, the least ("least") or most ("most")."""
+    """Medians, in ``unit``. ``targets``: of `ratios`, or of `ours` itself, the least ("least") or
+    most ("most")."""
 
     what: str
     unit: str
@@ -34,7 +48,10 @@ class Line:
         """How many times as good ours is as each of the others."""
         others = {"peer": self.peer, "memcpy": self.memcpy}
         known = {name: value for name, value in others.items() if value}
-        return {name: value / self.ours if self.less_is_better else self.ours / value for name, value in known.items()}
+        return {
+            name: value / self.ours if self.less_is_better else self.ours / value
+            for name, value in known.items()
+        }
 
     def met(self) -> bool | None:
         """Whether all targets that can be compared are met; None: there is none."""
@@ -44,13 +61,23 @@ class Line:
         return all(known) if known else None
 
     def target(self) -> str:
-        signs = {"peer": ">= {} x peer", "memcpy": ">= {} x memcpy", "least": ">= {}", "most": "<= {}"}
+        signs = {
+            "peer": ">= {} x peer",
+            "memcpy": ">= {} x memcpy",
+            "least": ">= {}",
+            "most": "<= {}",
+        }
         return ", ".join(signs[name].format(number(value)) for name, value in self.targets.items())
 
     def cells(self) -> list[str]:
         ratios, met = self.ratios(), self.met()
-        ours, theirs = (number(self.ours), spread(self.rounds)), (number(self.peer), spread(self.peer_rounds))
-        others = [number(value) for value in (self.memcpy, ratios.get("peer"), ratios.get("memcpy"))]
+        ours, theirs = (
+            (number(self.ours), spread(self.rounds)),
+            (number(self.peer), spread(self.peer_rounds)),
+        )
+        others = [
+            number(value) for value in (self.memcpy, ratios.get("peer"), ratios.get("memcpy"))
+        ]
         word = {True: "met", False: "MISSED", None: ""}[met]
         return [self.what, self.unit, *ours, *theirs, *others, self.target() or "-", word]
 

@@ -1,4 +1,5 @@
-"""What the clients of a queue do, without any rows' bytes, by whatever way of asking; and processes that do it."""
+"""What the clients of a queue do, without any rows' bytes, by whatever way of asking; and processes
+that do it."""
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ Ask = Callable[..., dict[str, Any]]
 
 
 def plan_of(samples: int, group: int, step_groups: int, ahead: int) -> Plan:
-    """A run of ``samples`` in prompt groups of ``group``, at most ``ahead`` samples of it waiting at a time."""
+    """A run of ``samples`` in prompt groups of ``group``, at most ``ahead`` samples of it waiting
+    at a time."""
     roles = ("rollout", "actor", "reference")
     config = Config(
-        groups={name: GroupConfig(roles=[name]) for name in roles}, samples_per_prompt=group, max_staleness=1
+        groups={name: GroupConfig(roles=[name]) for name in roles},
+        samples_per_prompt=group,
+        max_staleness=1,
     )
     config.eval.every = config.queue.keep_steps = 0
-    shape = {"steps": -(-samples // (group * step_groups)), "prompts_per_step": step_groups, "max_rows": ahead}
+    shape = {
+        "steps": -(-samples // (group * step_groups)),
+        "prompts_per_step": step_groups,
+        "max_rows": ahead,
+    }
     # Readers serve the first version to the end, so engines lag as far as the run is long.
     endless = {"max_staleness": shape["steps"], "publish_lag": shape["steps"], "max_bytes": 1 << 60}
     return replace(Plan.of(config), **endless, **shape)
@@ -50,7 +58,7 @@ def samples_of(plan: Plan) -> int:
     return plan.steps * plan.prompts_per_step * plan.samples_per_prompt
 
 
-# -- the work ----------------------------------------------------------------------------------------------------------
+# -- the work --------------------------------------------------------------------------------------
 
 
 def begin(ask: Ask) -> None:
@@ -69,10 +77,15 @@ def put(ask: Ask, plan: Plan, tickets: list[int], name: str, lease: int = 0) -> 
     codes = [] if lease else [VERSION.encode()]
     lengths = b"" if lease else packed([WIDTH] * plan.samples_per_prompt)
     rows = [
-        {"ticket": ticket, "episodes": plan.undeclared, "lengths": lengths, "versions": codes} for ticket in tickets
+        {"ticket": ticket, "episodes": plan.undeclared, "lengths": lengths, "versions": codes}
+        for ticket in tickets
     ]
     group, fields = ("reference", ["ref_logprobs"]) if lease else ("rollout", list(GENERATED))
-    shard = {"plane": "file", "name": f"{group}-i000001-{name}.shard", "bytes": 16 * WIDTH * len(rows)}
+    shard = {
+        "plane": "file",
+        "name": f"{group}-i000001-{name}.shard",
+        "bytes": 16 * WIDTH * len(rows),
+    }
     assert ask(group, "put", shard=shard, rows=rows, fields=fields, lease=lease)["refused"] == {}
 
 
@@ -88,9 +101,16 @@ def produce(ask: Ask, plan: Plan, batch: int, name: str) -> Iterator[None]:
 
 
 def consume(ask: Ask, plan: Plan, batch: int, name: str, taken: array) -> Iterator[None]:
-    """Claims of at most ``batch`` samples, and their answers, until there are no more; ``taken``: their tickets."""
+    """Claims of at most ``batch`` samples, and their answers, until there are no more; ``taken``:
+    their tickets."""
     for number in itertools.count():
-        claim = ask("reference", "claim", task="reference", budget=batch * WIDTH, boundary=plan.prompts_per_step)
+        claim = ask(
+            "reference",
+            "claim",
+            task="reference",
+            budget=batch * WIDTH,
+            boundary=plan.prompts_per_step,
+        )
         if "finished" in claim:
             return
         taken.extend(claim["tickets"])
@@ -110,10 +130,12 @@ def train(ask: Ask, plan: Plan) -> Iterator[None]:
 def check_all_taken(taken: Sequence[array], plan: Plan) -> None:
     """Every ticket went to one consumer, once."""
     tickets = sorted(itertools.chain.from_iterable(taken))
-    assert tickets == list(range(plan.steps * plan.prompts_per_step)), f"{len(tickets)} tickets were taken"
+    assert tickets == list(range(plan.steps * plan.prompts_per_step)), (
+        f"{len(tickets)} tickets were taken"
+    )
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class Line:
@@ -212,8 +234,11 @@ def _serve(run: RunDir, plan: Plan, durability: str, pipe: Connection) -> None:
     controller.close()
 
 
-def work(kind: str, name: str, token: bytes, endpoint: str, plan: Plan, batch: int, pipe: Connection) -> None:
-    """A client's process: waits for the word, then tells when it ended, what it took, and its CPU seconds."""
+def work(
+    kind: str, name: str, token: bytes, endpoint: str, plan: Plan, batch: int, pipe: Connection
+) -> None:
+    """A client's process: waits for the word, then tells when it ended, what it took, and its CPU
+    seconds."""
     line, taken = Line(token, endpoint, name), array("q")
     jobs: dict[str, Callable[[], Iterator[None]]] = {
         "produce": lambda: produce(line.ask, plan, batch, name),

@@ -1,5 +1,5 @@
-"""Interfaces by which clients ask for answers, one file each: what they send is read as a `ChatRequest`, and what they
-get is an `Answer` as they expect it."""
+"""Interfaces by which clients ask for answers, one file each: what they send is read as a
+`ChatRequest`, and what they get is an `Answer` as they expect it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ class Dialect(Protocol):
     """Module of an interface."""
 
     TOO_LONG: str
-    """Words by which its clients know that a chat is too long, with places for its ``tokens`` and the ``limit``."""
+    """Words by which its clients know that a chat is too long, with places for its ``tokens`` and
+    the ``limit``."""
 
-    def parse(self, asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> ChatRequest:
-        """The request in ``asked``; ``chats`` so far, by the names of their last answers. Refused: it is none."""
+    def parse(
+        self, asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]
+    ) -> ChatRequest:
+        """The request in ``asked``; ``chats`` so far, by the names of their last answers. Refused:
+        it is none."""
 
     def reply(self, request: ChatRequest, answer: Answer) -> Reply:
         """The reply to a client: an object, or the events of a stream, all at once."""
@@ -31,5 +35,8 @@ DIALECTS: dict[str, Dialect] = {
     MESSAGES: messages,
 }
 """Interfaces by the path of a request."""
-COUNTERS: dict[str, Dialect] = {"/v1/responses/input_tokens": responses, f"{MESSAGES}/count_tokens": messages}
+COUNTERS: dict[str, Dialect] = {
+    "/v1/responses/input_tokens": responses,
+    f"{MESSAGES}/count_tokens": messages,
+}
 """The same by the path of a request for the number of a chat's tokens."""

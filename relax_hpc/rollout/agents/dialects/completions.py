@@ -25,17 +25,34 @@ from relax_hpc.rollout.agents.chat import (
     wrong,
 )
 
-# Two sentences of OpenAI's: litellm and verifiers look for the first, langchain-openai 1.7 for the last.
+# Two sentences of OpenAI's: litellm and verifiers look for the first, langchain-openai 1.7 for the
+# last.
 TOO_LONG = (
-    "This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. Please "
+    "This model's maximum context length is {limit} tokens. However, your messages resulted in "
+    "{tokens} tokens. Please "
     "reduce the length of the messages. Input tokens exceed the configured limit of {limit} tokens."
 )
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _THOUGHTS = ("reasoning_content", "reasoning")
 """Fields of a message that have a thought, as servers of SGLang and vLLM name them."""
 _FIELDS = Fields(
     read=frozenset(
-        ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
+        (
+            "model",
+            "messages",
+            "tools",
+            "max_tokens",
+            "max_completion_tokens",
+            "stop",
+            "stream",
+            "stream_options",
+        )
     ),
     hints=frozenset(
         (
@@ -84,7 +101,11 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
 def _message(given: Mapping[str, Any]) -> Message:
     role = role_in(given, "messages.role", _ROLES)
     if role != "assistant" and given.get("content") is None:
-        raise wrong("messages.content", None, f"a text or parts, which a message of role {given['role']} has to have")
+        raise wrong(
+            "messages.content",
+            None,
+            f"a text or parts, which a message of role {given['role']} has to have",
+        )
     message: Message = {"role": role, "content": text_of(given.get("content"))}
     if role == "assistant" and THOUGHT not in message["content"]:
         message["content"] = _thought(given) + message["content"]
@@ -104,8 +125,8 @@ def _message(given: Mapping[str, Any]) -> Message:
 
 
 def _thought(given: Mapping[str, Any]) -> str:
-    """The thought of an assistant's message, with the marks that the policy writes around it. litellm and others move
-    it from the content to a field."""
+    """The thought of an assistant's message, with the marks that the policy writes around it.
+    litellm and others move it from the content to a field."""
     thought = next((text_in(given, field) for field in _THOUGHTS if given.get(field)), "")
     return f"{THINK}{thought}{THOUGHT}" if thought else ""
 
@@ -121,7 +142,11 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
     """See `Dialect.reply`."""
     about = {"id": f"chatcmpl-{answer.number}", "created": int(time.time()), "model": MODEL}
     calls = [
-        {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+        {
+            "id": name,
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments_of(call)},
+        }
         for name, call in answer.named_calls
     ]
     reason = "tool_calls" if calls else "length" if answer.is_cut else "stop"
@@ -136,7 +161,9 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
         return streamed(_events(about, said, calls, reason, usage if request.tells_usage else None))
     message = {**said, **({"tool_calls": calls} if calls else {})}
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    return Reply(200, as_json(about | {"object": "chat.completion", "choices": [choice], "usage": usage}))
+    return Reply(
+        200, as_json(about | {"object": "chat.completion", "choices": [choice], "usage": usage})
+    )
 
 
 def _events(

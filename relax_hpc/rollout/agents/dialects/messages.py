@@ -27,7 +27,18 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks that this policy never gave."""
 _ROLES = {"user": "user", "assistant": "assistant"}
 _FIELDS = Fields(
-    read=frozenset(("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream")),
+    read=frozenset(
+        (
+            "model",
+            "messages",
+            "system",
+            "tools",
+            "tool_choice",
+            "max_tokens",
+            "stop_sequences",
+            "stream",
+        )
+    ),
     hints=frozenset(("metadata", "service_tier", "thinking", "cache_control")),
     neutral={"mcp_servers": [[]]},
 )
@@ -82,7 +93,11 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
         match block.get("type"):
             case "tool_result" if role == "user":
                 text = _result(block)
-                yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
+                yield {
+                    "role": "tool",
+                    "tool_call_id": str(block.get("tool_use_id")),
+                    "content": text,
+                }
             case "tool_use" if role == "assistant":
                 calls.append(call_of(block.get("name"), block.get("input"), block.get("id")))
             case kind if role != "assistant" or kind not in _THOUGHTS:
@@ -92,8 +107,8 @@ def _messages(given: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _result(block: Mapping[str, Any]) -> str:
-    """Text of a tool's result. Chat templates have no field for a failure, so the text says it, as that of a tool of
-    `environment.kind: tools` does."""
+    """Text of a tool's result. Chat templates have no field for a failure, so the text says it, as
+    that of a tool of `environment.kind: tools` does."""
     text = text_of(block.get("content"))
     says_error = text.lstrip().lower().startswith("error")
     return f"Error: {text}" if block.get("is_error") and not says_error else text
@@ -142,7 +157,10 @@ def _events(message: Mapping[str, Any], answer: Answer) -> Iterator[tuple[str, M
         if block["type"] == "text":
             start, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
-            start, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": next(arguments)}
+            start, delta = (
+                {**block, "input": {}},
+                {"type": "input_json_delta", "partial_json": next(arguments)},
+            )
         yield event("content_block_start", index=index, content_block=start)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)

@@ -29,10 +29,28 @@ TOO_LONG = f"Your input exceeds the context window of this model. {completions.T
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
 _FIELDS = Fields(
-    read=frozenset(("model", "input", "instructions", "previous_response_id", "tools", "max_output_tokens", "stream")),
+    read=frozenset(
+        (
+            "model",
+            "input",
+            "instructions",
+            "previous_response_id",
+            "tools",
+            "max_output_tokens",
+            "stream",
+        )
+    ),
     hints=frozenset(
         (
-            *("user", "metadata", "store", "service_tier", "safety_identifier", "reasoning", "stream_options"),
+            *(
+                "user",
+                "metadata",
+                "store",
+                "service_tier",
+                "safety_identifier",
+                "reasoning",
+                "stream_options",
+            ),
             *("prompt_cache_key", "prompt_cache_retention"),
         )
     ),
@@ -62,11 +80,20 @@ def parse(asked: Mapping[str, Any], chats: Mapping[str, Sequence[Message]]) -> C
     if text.get("format") not in (None, {"type": "text"}):
         raise wrong("text.format", text["format"], '{"type": "text"} or nothing')
     _FIELDS.check({name: value for name, value in asked.items() if name != "text"})
-    instructions, before = text_of(asked.get("instructions")), text_in(asked, "previous_response_id")
+    instructions, before = (
+        text_of(asked.get("instructions")),
+        text_in(asked, "previous_response_id"),
+    )
     if before and before not in chats:
-        raise Refused(404, "unknown_response", f"previous_response_id: found {before[:80]!r}, which is no answer")
+        raise Refused(
+            404,
+            "unknown_response",
+            f"previous_response_id: found {before[:80]!r}, which is no answer",
+        )
     given = asked.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else list_in(asked, "input")
+    items = (
+        [{"role": "user", "content": given}] if isinstance(given, str) else list_in(asked, "input")
+    )
     first = [{"role": "system", "content": instructions}] if instructions else []
     tools = [_tool(tool) for tool in list_in(asked, "tools")] if asked.get("tools") else []
     return ChatRequest(
@@ -93,7 +120,11 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
             case "message":
                 role = role_in(item, "input.role", _ROLES)
                 if role != "assistant" and item.get("content") is None:
-                    raise wrong("input.content", None, f"a text or parts, which a message of role {role} has to have")
+                    raise wrong(
+                        "input.content",
+                        None,
+                        f"a text or parts, which a message of role {role} has to have",
+                    )
                 found.append({"role": role, "content": text_of(item.get("content"), _TEXTS)})
             case "function_call":
                 if not found or found[-1]["role"] != "assistant":
@@ -102,7 +133,9 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
                 found[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 text = text_of(item.get("output"), _TEXTS)
-                found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+                found.append(
+                    {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text}
+                )
             case "reasoning":
                 # This policy never gave any.
                 pass
@@ -141,7 +174,12 @@ def reply(request: ChatRequest, answer: Answer) -> Reply:
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
     part = {"type": "output_text", "text": answer.content, "annotations": []}
-    about = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "status": "completed"}
+    about = {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+    }
     text = [{**about, "content": [part]}] if answer.content or not answer.calls else []
     calls = [
         {
@@ -158,7 +196,13 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _events(response: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {
+        **response,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
     found = [("response.created", {"response": begun})]
     for index, item in enumerate(response["output"]):
         found += _item_events({"output_index": index, "item_id": item["id"]}, item)
@@ -167,10 +211,15 @@ def _events(response: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
         yield kind, {"type": kind, "sequence_number": number, **about}
 
 
-def _item_events(place: Mapping[str, Any], item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _item_events(
+    place: Mapping[str, Any], item: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     index = {"output_index": place["output_index"]}
     if item["type"] == "message":
-        yield "response.output_item.added", {**index, "item": {**item, "status": "in_progress", "content": []}}
+        yield (
+            "response.output_item.added",
+            {**index, "item": {**item, "status": "in_progress", "content": []}},
+        )
         (part,) = item["content"]
         inner = {**place, "content_index": 0}
         yield "response.content_part.added", {**inner, "part": {**part, "text": ""}}
@@ -178,7 +227,13 @@ def _item_events(place: Mapping[str, Any], item: Mapping[str, Any]) -> Iterator[
         yield "response.output_text.done", {**inner, "text": part["text"], "logprobs": []}
         yield "response.content_part.done", {**inner, "part": part}
     else:
-        yield "response.output_item.added", {**index, "item": {**item, "status": "in_progress", "arguments": ""}}
+        yield (
+            "response.output_item.added",
+            {**index, "item": {**item, "status": "in_progress", "arguments": ""}},
+        )
         yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
-        yield "response.function_call_arguments.done", {**place, "arguments": item["arguments"], "name": item["name"]}
+        yield (
+            "response.function_call_arguments.done",
+            {**place, "arguments": item["arguments"], "name": item["name"]},
+        )
     yield "response.output_item.done", {**index, "item": item}

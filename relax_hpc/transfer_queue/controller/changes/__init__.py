@@ -1,6 +1,8 @@
-"""Changes of the state by journal records: appliers, `(state, **record)`, registered by the record's `op`.
+"""Changes of the state by journal records: appliers, `(state, **record)`, registered by the
+record's `op`.
 
-They only change; whether a record may be written is decided before (`controller.handlers`, `controller.planning`).
+They only change; whether a record may be written is decided before (`controller.handlers`,
+`controller.planning`).
 """
 
 from relax_hpc.transfer_queue.controller.changes import (

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 @applies("claim")
 def claim(
-    state: QueueState, task: str, owner: Owner, key: str, number: int, tickets: list[int], assignment: Assignment
+    state: QueueState,
+    task: str,
+    owner: Owner,
+    key: str,
+    number: int,
+    tickets: list[int],
+    assignment: Assignment,
 ) -> None:
     queue = state.tasks[task]
     shards = tuple(sorted(state.by_shard(tickets, queue.needs)))
@@ -33,7 +39,8 @@ def claim(
 
 
 def _take_places(state: QueueState, task: str, tickets: tuple[int, ...]) -> None:
-    """Give ``tickets`` the first free places in the order of training, as they come, unless another trainer did."""
+    """Give ``tickets`` the first free places in the order of training, as they come, unless another
+    trainer did."""
     place = state.progress.trained[task] * state.plan.prompts_per_step
     for ticket in [ticket for ticket in tickets if state.groups[ticket].place == NO_STEP]:
         place = state.groups[ticket].place = state.order.take(place, ticket)
@@ -55,10 +62,13 @@ def release(state: QueueState, lease: int) -> None:
 
 
 def consume(state: QueueState, lease: int) -> None:
-    """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""
+    """Consumed are the tickets that have what the task gives; others (their rows were refused) are
+    ready again."""
     held = _end(state, lease)
     groups, queue = state.groups, state.tasks[held.task]
-    given = [ticket for ticket in held.tickets if groups[ticket].present & queue.gives == queue.gives]
+    given = [
+        ticket for ticket in held.tickets if groups[ticket].present & queue.gives == queue.gives
+    ]
     queue.consume(given)
     if len(given) < len(held.tickets):
         for ticket in set(held.tickets).difference(given):

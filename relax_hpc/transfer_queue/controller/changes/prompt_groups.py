@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def drop(state: QueueState, ticket: int, reason: str) -> None:
     """Count the rows of ``ticket`` as dropped and offer the ticket again.
 
-    Of one that has none, or of which nobody knows them any more, the prompt group is told, and counts for one an
-    episode.
+    Of one that has none, or of which nobody knows them any more, the prompt group is told, and
+    counts for one an episode.
     """
     episodes = state.groups[ticket].episodes
     state.counts.dropped[reason] += sum(episodes or state.plan.undeclared)
@@ -44,7 +44,8 @@ def reissue(state: QueueState, ticket: int) -> None:
 
 
 def withdraw(state: QueueState, ticket: int, part: Part) -> None:
-    """Take the fields of ``part`` from a prompt group: whose task gave them must give them again."""
+    """Take the fields of ``part`` from a prompt group: whose task gave them must give them
+    again."""
     group = state.groups[ticket]
     group.parts = tuple(other for other in group.parts if other != part)
     group.present = 0

@@ -1,5 +1,5 @@
-"""Changes of rows: they are put, come to be on disk, get more fields, are gathered into files of a step, and are
-lost."""
+"""Changes of rows: they are put, come to be on disk, get more fields, are gathered into files of a
+step, and are lost."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _store(
     saved: bool,
     media: Mapping[int, bytes],
 ) -> None:
-    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard; ``media``: of some of
-    them the tokens of each row that stand for media."""
+    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard;
+    ``media``: of some of them the tokens of each row that stand for media."""
     tickets, bits = [row[0] for row in rows], state.bits.of(fields)
     generated, scored, groups = bits & state.generated, bits & state.scored, state.groups
     if generated:
@@ -73,7 +73,9 @@ def _store(
         group.parts += (part,)
         group.present |= bits
         if generated:
-            group.declare(lengths, same_bytes(episodes), shared(tuple(versions)), media.get(ticket, b""))
+            group.declare(
+                lengths, same_bytes(episodes), shared(tuple(versions)), media.get(ticket, b"")
+            )
             group.owner = None
             group.last = state.last_step(versions)
         if scored:
@@ -110,7 +112,11 @@ def _count(state: QueueState, part: Part, tickets: Sequence[int]) -> None:
         _accept(state, tickets)
     else:
         late = state.shards.unsaved
-        _tell_given(state, part[1], [ticket for ticket in tickets if _accepted(state, ticket)] if late else tickets)
+        _tell_given(
+            state,
+            part[1],
+            [ticket for ticket in tickets if _accepted(state, ticket)] if late else tickets,
+        )
 
 
 def _accept(state: QueueState, tickets: Sequence[int]) -> None:
@@ -177,7 +183,8 @@ def gather(state: QueueState, owner: Owner, end: int, files: list) -> None:
 
 
 def _gather_into(state: QueueState, owner: Owner, descriptor: dict, tickets: Sequence[int]) -> None:
-    """All fields of these prompt groups lie in one file from now on, each as what was put together before."""
+    """All fields of these prompt groups lie in one file from now on, each as what was put together
+    before."""
     held = {ticket: state.groups[ticket].parts for ticket in tickets}
     parts = [part for ticket in tickets for part in held[ticket]]
     fields = tuple(dict.fromkeys(field for _, some in parts for field in some))
@@ -186,6 +193,8 @@ def _gather_into(state: QueueState, owner: Owner, descriptor: dict, tickets: Seq
     shard.untrained = sum(len(held[ticket]) for ticket in tickets if ticket in untrained)
     number, same_part = state.shards.add(shard), dict[tuple[str, ...], Part]()
     for ticket in tickets:
-        state.groups[ticket].parts = tuple(same_part.setdefault(some, (number, some)) for _, some in held[ticket])
+        state.groups[ticket].parts = tuple(
+            same_part.setdefault(some, (number, some)) for _, some in held[ticket]
+        )
         for old, _ in held[ticket]:
             state.shards.drop(old, 1, int(ticket in untrained))

@@ -1,4 +1,5 @@
-"""Changes of logs: they grow, are used up or lost, and spares are given to tickets; see `state.segments`."""
+"""Changes of logs: they grow, are used up or lost, and spares are given to tickets; see
+`state.segments`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def append(
 
 
 @applies("drop_attempt")
-def drop_attempt(state: QueueState, key: str, owner: Owner, ticket: int, spare: bool, reason: str) -> None:
+def drop_attempt(
+    state: QueueState, key: str, owner: Owner, ticket: int, spare: bool, reason: str
+) -> None:
     state.puts.remember(key, owner, {})
     if spare:
         state.counts.dropped[reason] += len(state.plan.undeclared)

@@ -1,9 +1,10 @@
 """Changes of steps: they are trained, checkpointed, evaluated, and rolled back.
 
-A trainer that comes back goes on where the newest whole checkpoint ends. It is the policy that versions and rows are
-made by: where it goes back, rows of later versions are gone, and every other trainer that is beyond that step goes back
-with it, by an end of its incarnation. Where another one goes back, the rows are still there: it gets them again, under
-the same steps, and nobody else has to undo anything.
+A trainer that comes back goes on where the newest whole checkpoint ends. It is the policy that
+versions and rows are made by: where it goes back, rows of later versions are gone, and every other
+trainer that is beyond that step goes back with it, by an end of its incarnation. Where another one
+goes back, the rows are still there: it gets them again, under the same steps, and nobody else has
+to undo anything.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING
 from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.changes.leases import consume, release
 from relax_hpc.transfer_queue.controller.changes.members import end
-from relax_hpc.transfer_queue.controller.changes.prompt_groups import detach, drop, leave_place, reopen, withdraw
+from relax_hpc.transfer_queue.controller.changes.prompt_groups import (
+    detach,
+    drop,
+    leave_place,
+    reopen,
+    withdraw,
+)
 from relax_hpc.transfer_queue.controller.changes.segments import lose_rolled_back, lose_stale
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.state.task_queues import DONE
@@ -51,7 +58,9 @@ def evaluate(state: QueueState, version: int) -> None:
 
 
 @applies("checkpoint")
-def save_checkpoint(state: QueueState, task: str, step: int, incarnation: int, name: str, digest: str) -> None:
+def save_checkpoint(
+    state: QueueState, task: str, step: int, incarnation: int, name: str, digest: str
+) -> None:
     part = {"incarnation": incarnation, "name": name, "digest": digest}
     if state.progress.save(step, task, part):
         _retire(state, (step - state.plan.keep_steps) * state.plan.prompts_per_step)
@@ -91,7 +100,9 @@ def _train_again(state: QueueState, task: str, step: int) -> None:
     first, queue = step * state.plan.prompts_per_step, state.tasks[task]
     state.progress.trained[task] = step
     again = state.order.between(first) if queue.in_sets else range(first, state.tickets.next)
-    for ticket in [ticket for ticket in again if ticket in state.groups and queue.statuses[ticket] == DONE]:
+    for ticket in [
+        ticket for ticket in again if ticket in state.groups and queue.statuses[ticket] == DONE
+    ]:
         _count_as_untrained(state, ticket)
         reopen(state, task, ticket)
     if not queue.in_sets:
@@ -111,7 +122,8 @@ def _end_life(state: QueueState, task: str) -> None:
 
 
 def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
-    """Training goes on at ``step``: what was made of it and of later ones, by weights that are gone, is undone."""
+    """Training goes on at ``step``: what was made of it and of later ones, by weights that are
+    gone, is undone."""
     others = [task for task in state.plan.trainers if task != POLICY]
     for task in [task for task in others if state.progress.trained[task] > step]:
         _end_life(state, task)
@@ -123,7 +135,9 @@ def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
     first, in_sets = step * state.plan.prompts_per_step, state.tasks.in_sets
     state.tickets.next = max(state.tickets.next, first)
     state.order.first = min(state.order.first, first)
-    undone: Sequence[int] = _cut_order(state, first) if in_sets else range(first, state.tickets.next)
+    undone: Sequence[int] = (
+        _cut_order(state, first) if in_sets else range(first, state.tickets.next)
+    )
     for ticket in undone:
         if ticket in state.groups:
             _roll_back(state, ticket, state.groups[ticket])
@@ -137,7 +151,8 @@ def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
 
 
 def _cut_order(state: QueueState, first: int) -> list[int]:
-    """Forget the order of training from place ``first`` on; all admitted tickets that were not trained before."""
+    """Forget the order of training from place ``first`` on; all admitted tickets that were not
+    trained before."""
     places, groups, admitted = state.order.tickets, state.groups, state.tickets.next
     again = state.order.between(first)
     for ticket in filter(groups.__contains__, again):
@@ -151,7 +166,8 @@ def _cut_order(state: QueueState, first: int) -> list[int]:
 
 
 def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
-    """Drop what rolled-back weights made, after the lineage changed, and give the rest back to the trainers."""
+    """Drop what rolled-back weights made, after the lineage changed, and give the rest back to the
+    trainers."""
     if not state.lineage.origin(tuple(group.versions))[0]:
         drop(state, ticket, "rolled_back")
         return
@@ -159,7 +175,9 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
     if group.owner and state.plan.step_of(ticket) <= latest:
         # Whoever goes on with it may do so by the version that was resumed from.
         group.last = min(group.last, latest)
-    for task in [task for task in state.plan.trainers if state.tasks[task].statuses[ticket] == DONE]:
+    for task in [
+        task for task in state.plan.trainers if state.tasks[task].statuses[ticket] == DONE
+    ]:
         _count_as_untrained(state, ticket)
         leave_place(state, ticket)
         reopen(state, task, ticket)
@@ -169,7 +187,8 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
 
 
 def _count_as_untrained(state: QueueState, ticket: int) -> None:
-    """Count the prompt group as waiting for training again: what a trainer has made of it is about to be undone."""
+    """Count the prompt group as waiting for training again: what a trainer has made of it is about
+    to be undone."""
     if state.is_trained(ticket):
         for number, _ in state.groups[ticket].parts:
             state.shards.count_untrained(number, 1)

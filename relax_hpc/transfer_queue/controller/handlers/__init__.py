@@ -1,6 +1,7 @@
 """Handlers of requests, `(service, request, **arguments)`, registered by the request's `op`.
 
-They check, record what changes, and answer; or raise Refused, or NotYet with what the request waits for.
+They check, record what changes, and answer; or raise Refused, or NotYet with what the request waits
+for.
 """
 
 from relax_hpc.transfer_queue.controller.handlers import (

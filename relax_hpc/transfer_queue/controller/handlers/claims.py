@@ -32,7 +32,8 @@ def claim(
     batch: int = 0,
     max_media: int = 0,
 ) -> Any:
-    """The next window of ``task``; with ``ranks``, its rows are dealt to them, see `planning.claims.assignment`.
+    """The next window of ``task``; with ``ranks``, its rows are dealt to them, see
+    `planning.claims.assignment`.
 
     The assignment is in the journal before any rank sees it: whoever asks again finds the same.
     """
@@ -50,7 +51,9 @@ def claim(
             return {"finished": True}
         if not tickets:
             peer, what = awaited(state, task, budget, boundary)
-            raise NotYet(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
+            raise NotYet(
+                rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what)
+            )
         number = state.leases.next
         about = {"task": task, "owner": request.owner, "key": request.key, "number": number}
         dealt = assignment(state, tickets, ranks, max_tokens, batch, max_media) if ranks else []
@@ -58,27 +61,35 @@ def claim(
     return {**_described(state, number), "waited": request.waited_for()}
 
 
-def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: int, max_media: int) -> None:
+def _check(
+    state: QueueState, task: str, boundary: int, ranks: int, max_tokens: int, max_media: int
+) -> None:
     if not 0 <= ranks <= MAX_RANKS or (ranks and max_tokens < 1) or max_media < 0:
         found = f"{ranks} ranks, micro-batches of {max_tokens} tokens, {max_media} of media"
-        raise Refused("refused", f"claim: found {found}, allowed at most {MAX_RANKS}, at least 1, and 0 or more")
+        raise Refused(
+            "refused",
+            f"claim: found {found}, allowed at most {MAX_RANKS}, at least 1, and 0 or more",
+        )
     if task not in state.tasks or boundary < 1:
         allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
         raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")
 
 
 def _check_turn(state: QueueState, task: str) -> None:
-    """Let another trainer wait while the policy is about to say where it goes on: it would have to go back too."""
+    """Let another trainer wait while the policy is about to say where it goes on: it would have to
+    go back too."""
     trainers, ended = state.plan.trainers, state.progress.trained[POLICY] == state.plan.steps
     if task == POLICY or task not in trainers or ended:
         return
     if state.lineage.incarnation < state.members.incarnations.get(trainers[POLICY], 0):
-        raise NotYet(rows_for(task), f"waits for where {POLICY} goes on", False, (POLICY, "where it goes on"))
+        raise NotYet(
+            rows_for(task), f"waits for where {POLICY} goes on", False, (POLICY, "where it goes on")
+        )
 
 
 def _described(state: QueueState, number: int) -> dict[str, Any]:
-    """A lease as its holder needs it: the tickets, the first of their places in the order of training, the shards with
-    the fields of its task, and who takes which."""
+    """A lease as its holder needs it: the tickets, the first of their places in the order of
+    training, the shards with the fields of its task, and who takes which."""
     held = state.leases[number]
     tickets, queue = held.tickets, state.tasks[held.task]
     groups = [(ticket, state.groups[ticket]) for ticket in tickets]
@@ -101,9 +112,14 @@ def _described(state: QueueState, number: int) -> dict[str, Any]:
 
 
 def _where(state: QueueState, number: int) -> dict[str, Any]:
-    """A shard's descriptor. What a maker had in memory whose lease is over nobody need try: reads could hang."""
+    """A shard's descriptor. What a maker had in memory whose lease is over nobody need try: reads
+    could hang."""
     shard = state.shards[number]
-    return {**shard.descriptor, "planes": {}} if state.members.lowest_allowed(shard.owner) else shard.descriptor
+    return (
+        {**shard.descriptor, "planes": {}}
+        if state.members.lowest_allowed(shard.owner)
+        else shard.descriptor
+    )
 
 
 @handles("release")

@@ -1,4 +1,5 @@
-"""Requests about turns of the actor and the engines on devices that they share; see `state.device_turns`."""
+"""Requests about turns of the actor and the engines on devices that they share; see
+`state.device_turns`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 
 @handles("take_turn")
 def take_turn(service: QueueService, request: Request, side: str, step: int = 0) -> Any:
-    """Answered when the devices are free for ``side``: for an actor that is to train ``step``, or for engines."""
+    """Answered when the devices are free for ``side``: for an actor that is to train ``step``, or
+    for engines."""
     turns = service.state.device_turns
     if side != "actor" and turns.side != side:
         raise NotYet(TURN, "waits for the actor to make room")
     if side == "actor" and turns.side != side:
         free = sum(rested >= step for rested in turns.rested.values())
         if free < service.plan.engines:
-            raise NotYet(TURN, f"waits for engines to make room: {free} of {service.plan.engines} have")
+            raise NotYet(
+                TURN, f"waits for engines to make room: {free} of {service.plan.engines} have"
+            )
         service.record(op="turn", side="actor")
     return {}
 
@@ -38,7 +42,8 @@ def end_turn(service: QueueService, request: Request) -> Any:
 
 @handles("step_generated")
 def step_generated(service: QueueService, request: Request, step: int) -> Any:
-    """Answered when all rows of ``step`` are there and on disk: no engine is needed before the next version."""
+    """Answered when all rows of ``step`` are there and on disk: no engine is needed before the next
+    version."""
     state = service.state
     if state.progress.finished() or is_safe(state, state.tickets_of(step), state.generated):
         return {}

@@ -17,12 +17,17 @@ NO_WAIT: dict = MappingProxyType({})
 
 @handles("beat")
 def beat(
-    service: QueueService, request: Request, member: str, holds: list[str] = (), disk: dict = NO_WAIT, **about: Any
+    service: QueueService,
+    request: Request,
+    member: str,
+    holds: list[str] = (),
+    disk: dict = NO_WAIT,
+    **about: Any,
 ) -> Any:
     """A member is there. ``disk``: a write of its own that does not succeed.
 
-    Answered with those of the shards that it ``holds`` in memory, all of them put and on disk, that nobody needs any
-    more; whether clocks stand; and for which disk somebody waits.
+    Answered with those of the shards that it ``holds`` in memory, all of them put and on disk, that
+    nobody needs any more; whether clocks stand; and for which disk somebody waits.
     """
     check_size("beat", about)
     _check_disk(disk)
@@ -30,14 +35,18 @@ def beat(
         service.beats.take(request.owner, member, about, disk)
     shards = service.state.shards
     # An answer to `saved` may have been lost, and with a journal's end what it was about.
-    unsaved = {shards[number].descriptor["name"]: number for number in shards.unsaved.get(request.owner, ())}
+    unsaved = {
+        shards[number].descriptor["name"]: number
+        for number in shards.unsaved.get(request.owner, ())
+    }
     count_as_saved(service, [unsaved[name] for name in holds if name in unsaved])
     free, waits = [name for name in holds if name not in shards.numbers], service.beats.disk_wait()
     return {"free": free, "stands": service.presence.stands, **({"waits": waits} if waits else {})}
 
 
 def _check_disk(disk: dict) -> None:
-    """Refused unless it is empty, or says of a write that does not succeed what `Waits.longest` does."""
+    """Refused unless it is empty, or says of a write that does not succeed what `Waits.longest`
+    does."""
     kinds = {"path": str, "errno": int, "seconds": float, "loose": bool}
     if disk and {name: type(value) for name, value in disk.items()} != kinds:
         raise Refused("refused", f"beat: disk: found {disk!r:.80}, expected {', '.join(kinds)}")
@@ -45,9 +54,9 @@ def _check_disk(disk: dict) -> None:
 
 @handles("withdraw")
 def withdraw(service: QueueService, request: Request, number: int) -> Any:
-    """Nobody waits for the answer to the client's request ``number`` any more: it waits no longer, and what was granted
-    to it is taken back. An engine that leaves withdraws its requests, so that none is answered to another engine that
-    comes back under the same name."""
+    """Nobody waits for the answer to the client's request ``number`` any more: it waits no longer,
+    and what was granted to it is taken back. An engine that leaves withdraws its requests, so that
+    none is answered to another engine that comes back under the same name."""
     state, client = service.state, request.key.rpartition("#")[0]
     key = f"{client}#{number}"
     service.waiting.withdraw(key)

@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 @handles("note")
 def note(service: QueueService, request: Request, what: str, name: str, reason: str) -> Any:
-    """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
+    """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a
+    prompt file."""
     service.record(op="note", what=what, name=name, reason=reason)
     return {}
 
 
 @handles("report")
 def report(
-    service: QueueService, request: Request, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
+    service: QueueService,
+    request: Request,
+    role: str,
+    step: int,
+    values: dict[str, float],
+    seconds: dict[str, float],
 ) -> Any:
     """Take a role's figures of a step."""
     service.on_report(role, step, values, seconds)
@@ -70,7 +76,10 @@ def status(service: QueueService, request: Request) -> Any:
         "newest": str(weights.newest) if weights.newest else "",
         "readers": {name: str(version) for name, (_, version) in weights.readers.items()},
         "depth": tickets.depth(),
-        "oldest_s": {"generating": tickets.generating.oldest_s(), "ready": tickets.untrained.oldest_s()},
+        "oldest_s": {
+            "generating": tickets.generating.oldest_s(),
+            "ready": tickets.untrained.oldest_s(),
+        },
         "untrained_bytes": state.shards.untrained_bytes,
         "dropped": dict(state.counts.dropped),
         "noted": dict(state.counts.noted),
@@ -79,7 +88,9 @@ def status(service: QueueService, request: Request) -> Any:
         "refused_connections": service.refused_connections,
         "checkpoints": [part for part in progress.parts(POLICY) if part["whole"]],
         "incarnations": state.members.incarnations,
-        "beats": {name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()},
+        "beats": {
+            name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()
+        },
         "lacking": service.presence.report(now),
         "finished": progress.finished(),
         "worked": _roles_that_worked(service.state),

@@ -1,4 +1,5 @@
-"""Requests about tickets: engines are admitted to them, give them back, and say which attempts came to nothing."""
+"""Requests about tickets: engines are admitted to them, give them back, and say which attempts came
+to nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +24,20 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
     if tickets is None and version and (tickets := admissible(state, version, count)):
         spares = spares_for(state, tickets, version.number)
         also = {"spares": spares} if spares else {}
-        service.record(op="admit", owner=request.owner, key=request.key, tickets=tickets, version=str(version), **also)
+        service.record(
+            op="admit",
+            owner=request.owner,
+            key=request.key,
+            tickets=tickets,
+            version=str(version),
+            **also,
+        )
     if tickets:
         groups = [state.groups[ticket] for ticket in tickets]
         attempts = [group.attempt for group in groups]
-        failures = {t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures}
+        failures = {
+            t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures
+        }
         about = {"attempts": attempts, "failures": failures, "waited": request.waited_for()}
         return {"tickets": tickets, **logs_of(state, tickets), **about}
     if state.progress.finished():
@@ -48,7 +58,8 @@ def give_back(service: QueueService, request: Request, ticket: int) -> Any:
 
 @handles("fail")
 def fail(service: QueueService, request: Request, ticket: int, attempt: int, reason: str) -> Any:
-    """An attempt came to nothing; the number of the next one, and a spare in its place if there is any."""
+    """An attempt came to nothing; the number of the next one, and a spare in its place if there is
+    any."""
     group = service.state.groups[ticket]
     mine = group.owner == request.owner
     if mine and group.attempt == attempt:

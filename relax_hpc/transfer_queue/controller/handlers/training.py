@@ -1,4 +1,5 @@
-"""Requests of trainers: they settle what they train on, train steps, save their parts of checkpoints, and resume."""
+"""Requests of trainers: they settle what they train on, train steps, save their parts of
+checkpoints, and resume."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 @handles("settled")
 def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
-    """Tickets of its leases that the asking group still holds as it claimed them, once all of that is on disk: nothing
-    can take them away then.
+    """Tickets of its leases that the asking group still holds as it claimed them, once all of that
+    is on disk: nothing can take them away then.
 
-    A trainer asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
+    A trainer asks before it changes its weights; rows that were lost with their maker cost no more
+    than gradients.
     """
     state = service.state
     held = [state.leases.get(lease) for lease in leases]
@@ -35,7 +37,8 @@ def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
 
 
 def _as_claimed(state: QueueState, lease: Lease) -> set[int]:
-    """Tickets of ``lease`` none of whose fields that the task needs was lost since, also if it was given again."""
+    """Tickets of ``lease`` none of whose fields that the task needs was lost since, also if it was
+    given again."""
     needs = state.tasks[lease.task].needs
     sound = {ticket for ticket in lease.tickets if state.groups[ticket].has(needs)}
     for number, tickets in state.by_shard(lease.tickets, needs).items():
@@ -45,7 +48,9 @@ def _as_claimed(state: QueueState, lease: Lease) -> set[int]:
 
 
 @handles("trained")
-def trained(service: QueueService, request: Request, step: int, leases: list[int], task: str = POLICY) -> Any:
+def trained(
+    service: QueueService, request: Request, step: int, leases: list[int], task: str = POLICY
+) -> Any:
     """A trainer has done step ``step``; answered when all its rows are on disk."""
     state = service.state
     _check_trainer(service, "trained", task)
@@ -79,10 +84,14 @@ def _next_timed_save(service: QueueService, step: int) -> int:
 
 def _check_trainer(service: QueueService, op: str, task: str) -> None:
     if task not in service.plan.trainers:
-        raise Refused("refused", f"{op}: task: found {task!r:.40}, allowed {', '.join(service.plan.trainers)}")
+        raise Refused(
+            "refused", f"{op}: task: found {task!r:.40}, allowed {', '.join(service.plan.trainers)}"
+        )
 
 
-def _check_trained(state: QueueState, task: str, owner: Owner, step: int, leases: list[int]) -> None:
+def _check_trained(
+    state: QueueState, task: str, owner: Owner, step: int, leases: list[int]
+) -> None:
     """Step t is trained on exactly the tickets of its set, all of them held by this trainer."""
     held = [state.leases.get(lease) for lease in leases]
     mine = [found is not None and (found.task, found.owner) == (task, owner) for found in held]
@@ -92,7 +101,9 @@ def _check_trained(state: QueueState, task: str, owner: Owner, step: int, leases
     theirs = sorted(state.tickets_of(step))
     if step != expected or lost or tickets != theirs or len(theirs) != state.plan.prompts_per_step:
         raise Refused(
-            "refused", f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: {lost}"
+            "refused",
+            f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: "
+            f"{lost}",
         )
 
 
@@ -106,7 +117,10 @@ def resume(service: QueueService, request: Request, step: int, task: str = POLIC
     if progress.incarnations.get(task, 0) < incarnation:
         if task != POLICY and step not in (0, *progress.whole):
             # The policy has gone back since it was asked for checkpoints.
-            raise Refused("refused", f"resume: step {step} of {task}, whole checkpoints are of {progress.whole}")
+            raise Refused(
+                "refused",
+                f"resume: step {step} of {task}, whole checkpoints are of {progress.whole}",
+            )
         service.record(op="resume", task=task, incarnation=incarnation, step=step)
         if task == POLICY:
             service.on_resume(step)
@@ -115,29 +129,44 @@ def resume(service: QueueService, request: Request, step: int, task: str = POLIC
 
 @handles("checkpoints")
 def checkpoints(service: QueueService, request: Request, task: str = POLICY) -> Any:
-    """A trainer's parts of those that may be resumed from, or may be once others have their parts; the latest last."""
+    """A trainer's parts of those that may be resumed from, or may be once others have their parts;
+    the latest last."""
     return {"checkpoints": service.state.progress.parts(task)}
 
 
 @handles("whole")
 def whole(service: QueueService, request: Request, step: int, seen: int) -> Any:
-    """Whether all trainers have saved their parts of ``step``, once they have, or have trained other than ``seen``."""
+    """Whether all trainers have saved their parts of ``step``, once they have, or have trained
+    other than ``seen``."""
     progress = service.state.progress
     is_whole = step in progress.whole
     if not is_whole and progress.trained_steps == seen:
-        lacking = [task for task in progress.trained if step not in [part["step"] for part in progress.parts(task)]]
+        lacking = [
+            task
+            for task in progress.trained
+            if step not in [part["step"] for part in progress.parts(task)]
+        ]
         raise NotYet(ALL, f"waits for {', '.join(lacking)} to save step {step}")
     return {"whole": is_whole, "trained_steps": progress.trained_steps}
 
 
 @handles("checkpoint")
-def checkpoint(service: QueueService, request: Request, step: int, name: str, digest: str, task: str = POLICY) -> Any:
+def checkpoint(
+    service: QueueService, request: Request, step: int, name: str, digest: str, task: str = POLICY
+) -> Any:
     """Note that a trainer's part of a checkpoint is on disk."""
     progress = service.state.progress
     _check_trainer(service, "checkpoint", task)
-    part = {"step": step, "incarnation": request.owner[1], "name": check_name(name), "digest": digest}
+    part = {
+        "step": step,
+        "incarnation": request.owner[1],
+        "name": check_name(name),
+        "digest": digest,
+    }
     if part not in [{name: found[name] for name in part} for found in progress.parts(task)]:
         if not 0 <= step <= progress.trained[task]:
-            raise Refused("refused", f"checkpoint: step {step}, trained are {progress.trained[task]}")
+            raise Refused(
+                "refused", f"checkpoint: step {step}, trained are {progress.trained[task]}"
+            )
         service.record(op="checkpoint", task=task, **part)
     return {}

@@ -1,4 +1,5 @@
-"""Requests about versions of the weights: the actor publishes them, readers ask for them, and say which they serve."""
+"""Requests about versions of the weights: the actor publishes them, readers ask for them, and say
+which they serve."""
 
 from __future__ import annotations
 
@@ -38,16 +39,23 @@ def filed(service: QueueService, request: Request, version: str, digest: str) ->
 def _of_its_own(request: Request, version: str) -> Version:
     found = Version.parse(version)
     if found.incarnation != request.owner[1]:
-        raise Refused("fenced", f"{request.op}: version {version} is not of actor incarnation {request.owner[1]}")
+        raise Refused(
+            "fenced",
+            f"{request.op}: version {version} is not of actor incarnation {request.owner[1]}",
+        )
     return found
 
 
 @handles("next_version")
-def next_version(service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = "") -> Any:
-    """The newest published version whose number is a multiple, once it is above ``after``; before that, that the reader
-    ``evaluator`` owes an evaluation of what it serves: who owed it may have left.
+def next_version(
+    service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = ""
+) -> Any:
+    """The newest published version whose number is a multiple, once it is above ``after``; before
+    that, that the reader ``evaluator`` owes an evaluation of what it serves: who owed it may have
+    left.
 
-    Who takes turns with the actor is not told: it may have made room by now, and evaluates what it loads next."""
+    Who takes turns with the actor is not told: it may have made room by now, and evaluates what it
+    loads next."""
     weights = service.state.weights
     if evaluator and not service.plan.colocated and _owes_evaluation(service, evaluator):
         return {"evaluate": True}
@@ -68,7 +76,8 @@ def filed_version(service: QueueService, request: Request, after: str, multiple_
 
 @handles("relays")
 def relays(service: QueueService, request: Request, reader: str, version: str, where: dict) -> Any:
-    """``reader`` begins to pull ``version``, and passes it on as ``where`` says: from whom it takes it, the best first.
+    """``reader`` begins to pull ``version``, and passes it on as ``where`` says: from whom it takes
+    it, the best first.
 
     Behind them all is the maker, and of a version that is none any more there is nobody else."""
     check_size("relays", where)
@@ -86,27 +95,41 @@ def _news(weights: Weights, version: Version) -> dict[str, str]:
 
 
 @handles("serve")
-def serve(service: QueueService, request: Request, reader: str, version: str, evaluates: bool = False) -> Any:
-    """``reader`` has loaded ``version``; whether it, who ``evaluates``, owes an evaluation of it."""
+def serve(
+    service: QueueService, request: Request, reader: str, version: str, evaluates: bool = False
+) -> Any:
+    """``reader`` has loaded ``version``; whether it, who ``evaluates``, owes an evaluation of
+    it."""
     Version.parse(version)
     service.record(op="serve", reader=reader, owner=request.owner, version=version)
     return {"eval_due": evaluates and _owes_evaluation(service, reader)}
 
 
 def _owes_evaluation(service: QueueService, reader: str) -> bool:
-    """Whether what ``reader`` serves is to be evaluated, and by it: one reader at a time, for as long as it serves what
-    is due. Who cannot load a later version has had its turn."""
+    """Whether what ``reader`` serves is to be evaluated, and by it: one reader at a time, for as
+    long as it serves what is due. Who cannot load a later version has had its turn."""
     state = service.state
-    serving = {name: found.number for name, (_, found) in state.weights.readers.items() if found in state.lineage}
-    due = {name for name, number in serving.items() if service.plan.eval_due(state.progress.evaluated, number)}
+    serving = {
+        name: found.number
+        for name, (_, found) in state.weights.readers.items()
+        if found in state.lineage
+    }
+    due = {
+        name
+        for name, number in serving.items()
+        if service.plan.eval_due(state.progress.evaluated, number)
+    }
     if reader in due and state.weights.evaluator not in due:
         service.record(op="evaluate", reader=reader)
     return reader in due and state.weights.evaluator == reader
 
 
 @handles("evaluated")
-def evaluated(service: QueueService, request: Request, version: int, values: dict[str, float]) -> Any:
-    """Counts once, if the asking group still serves that number in the lineage: it may be rolled back by now."""
+def evaluated(
+    service: QueueService, request: Request, version: int, values: dict[str, float]
+) -> Any:
+    """Counts once, if the asking group still serves that number in the lineage: it may be rolled
+    back by now."""
     state = service.state
     served = [found for owner, found in state.weights.readers.values() if owner == request.owner]
     first = version > state.progress.evaluated

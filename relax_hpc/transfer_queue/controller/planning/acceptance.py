@@ -8,8 +8,8 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.records import NO_STEP, Owner
 
 Row = tuple[int, bytes, bytes, Sequence[int]]
-"""Ticket, rows of each episode (see `row_ids`), their lengths (`packed` tokens), `Version.encode` of the versions that
-made it."""
+"""Ticket, rows of each episode (see `row_ids`), their lengths (`packed` tokens), `Version.encode`
+of the versions that made it."""
 
 
 def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
@@ -19,13 +19,21 @@ def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -
     judge = _refuse_fields if lease else _refuse_rows
     refused: dict[int, str] = {}
     for ticket, episodes, _, codes in rows:
-        if reason := judge(state, owner, ticket, episodes, mine, *state.lineage.origin(tuple(codes))):
+        if reason := judge(
+            state, owner, ticket, episodes, mine, *state.lineage.origin(tuple(codes))
+        ):
             refused[ticket] = reason
     return refused
 
 
 def _refuse_rows(
-    state: QueueState, owner: Owner, ticket: int, episodes: bytes, _: frozenset[int], survive: bool, oldest: int
+    state: QueueState,
+    owner: Owner,
+    ticket: int,
+    episodes: bytes,
+    _: frozenset[int],
+    survive: bool,
+    oldest: int,
 ) -> str:
     """Reason why freshly generated rows are refused; empty: they are not."""
     group = state.groups.get(ticket)
@@ -46,7 +54,13 @@ def _refuse_rows(
 
 
 def _refuse_fields(
-    state: QueueState, owner: Owner, ticket: int, episodes: bytes, mine: frozenset[int], survive: bool, oldest: int
+    state: QueueState,
+    owner: Owner,
+    ticket: int,
+    episodes: bytes,
+    mine: frozenset[int],
+    survive: bool,
+    oldest: int,
 ) -> str:
     """Reason why fields that a task adds to tickets are refused; empty: they are not."""
     if ticket not in state.groups:

@@ -1,4 +1,5 @@
-"""Rules for what a task may claim next, and whom it waits for while there is nothing. Functions of the state alone."""
+"""Rules for what a task may claim next, and whom it waits for while there is nothing. Functions of
+the state alone."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from relax_hpc.transfer_queue.samplers import Assignment, dealt
 
 
 def claimable(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-    """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always fits).
+    """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always
+    fits).
 
-    A window never crosses a multiple of ``boundary`` tickets. In order, it is known to be complete: the group behind it
-    would not fit, or the boundary is reached.
+    A window never crosses a multiple of ``boundary`` tickets. In order, it is known to be complete:
+    the group behind it would not fit, or the boundary is reached.
     """
     queue = state.tasks[task]
     if queue.whole_step:
@@ -41,10 +43,15 @@ def awaited(state: QueueState, task: str, budget: int, boundary: int) -> tuple[s
 
 
 def assignment(
-    state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int, max_media: int = 0
+    state: QueueState,
+    tickets: Sequence[int],
+    ranks: int,
+    max_tokens: int,
+    batch: int,
+    max_media: int = 0,
 ) -> Assignment:
-    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``, of which
-    ``max_media`` (0: any number) stand for media; by whole prompt groups, whose rows stay in their order, where the
-    loss compares these."""
+    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``,
+    of which ``max_media`` (0: any number) stand for media; by whole prompt groups, whose rows stay
+    in their order, where the loss compares these."""
     sizes = [state.groups[ticket].size for ticket in tickets]
     return dealt(sizes, ranks, max_tokens, max_media, batch, state.plan.compares)

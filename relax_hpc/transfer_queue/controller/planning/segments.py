@@ -1,4 +1,5 @@
-"""Rules for which logs of attempts may grow, and which tickets are made of spares. Functions of the state alone."""
+"""Rules for which logs of attempts may grow, and which tickets are made of spares. Functions of the
+state alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def refusal(state: QueueState, owner: Owner, growth: Growth, spare: bool) -> str
 def _no_spare(state: QueueState, growth: Growth) -> str:
     """Reason why an attempt cannot be kept as a spare; empty: it is whole, and there is room."""
     plan, held = state.plan, state.segments
-    if len({episode for episode, *_, ended in growth[2] if ended}) < plan.samples_per_prompt or not growth[3]:
+    if (
+        len({episode for episode, *_, ended in growth[2] if ended}) < plan.samples_per_prompt
+        or not growth[3]
+    ):
         return "incomplete"
     if state.progress.furthest >= plan.steps:
         return "unwanted"
@@ -49,8 +53,8 @@ def _no_spare(state: QueueState, growth: Growth) -> str:
 
 
 def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[int, int]:
-    """Spare for each of ``tickets`` that is made of one instead of by version number ``version`` or later: the oldest
-    that its step admits."""
+    """Spare for each of ``tickets`` that is made of one instead of by version number ``version`` or
+    later: the oldest that its step admits."""
     given: dict[int, int] = {}
     if not (spares := state.segments.spares):
         return given
@@ -60,7 +64,8 @@ def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[
         fits = (
             spare
             for spare in spares
-            if (last := state.last_step(state.segments.versions(spare))) >= state.plan.step_of(ticket)
+            if (last := state.last_step(state.segments.versions(spare)))
+            >= state.plan.step_of(ticket)
             if not state.tasks.in_sets or last >= latest or room.moves(latest, last)
         )
         if ticket not in state.segments.logs and (spare := next(fits, None)) is not None:
@@ -70,10 +75,15 @@ def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[
 
 
 def logs_of(state: QueueState, tickets: Iterable[int]) -> dict[str, Any]:
-    """Logs of ``tickets``: `logs`, with whose attempt each is and the numbers of its shards in the order of the
-    segments, and `shards` by number, of which many logs have the same."""
+    """Logs of ``tickets``: `logs`, with whose attempt each is and the numbers of its shards in the
+    order of the segments, and `shards` by number, of which many logs have the same."""
     held = [(ticket, log) for ticket in tickets if (log := state.segments.logs.get(ticket))]
     return {
-        "logs": [{"holder": t, "ticket": v.ticket, "attempt": v.attempt, "shards": v.shards} for t, v in held],
-        "shards": {number: state.shards[number].descriptor for _, log in held for number in log.shards},
+        "logs": [
+            {"holder": t, "ticket": v.ticket, "attempt": v.attempt, "shards": v.shards}
+            for t, v in held
+        ],
+        "shards": {
+            number: state.shards[number].descriptor for _, log in held for number in log.shards
+        },
     }

@@ -1,4 +1,5 @@
-"""Cutting the prompt groups of a task into windows, which become micro-batches. Functions of the state alone."""
+"""Cutting the prompt groups of a task into windows, which become micro-batches. Functions of the
+state alone."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ class Budget:
 
     @property
     def full(self) -> bool:
-        """Whether no other group would fit, whatever its lengths are: then nobody has to wait to see them."""
+        """Whether no other group would fit, whatever its lengths are: then nobody has to wait to
+        see them."""
         return self.groups > 0 and self.tokens + self.episodes > self.budget
 
 
 def in_order(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-    """The next window in ticket order, known to be complete; empty while it is not, or not all of it is ready.
+    """The next window in ticket order, known to be complete; empty while it is not, or not all of
+    it is ready.
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
@@ -71,27 +74,35 @@ def as_ready(state: QueueState, task: str, budget: int, boundary: int) -> tuple[
 
 
 def whole_step(state: QueueState, task: str, boundary: int) -> tuple[int, ...]:
-    """All tickets of the step of the lowest that is ready; empty while another one of them lacks what the task needs.
+    """All tickets of the step of the lowest that is ready; empty while another one of them lacks
+    what the task needs.
 
-    Those that the task is done with are among them: of one that is made again it has to see the others too.
+    Those that the task is done with are among them: of one that is made again it has to see the
+    others too.
     """
     queue = state.tasks[task]
     first = queue.lowest_ready() // boundary * boundary
     end = first + boundary
     complete = end <= queue.statuses.end and queue.statuses.find(WAITING, first, end) < 0
-    return tuple(range(first, end)) if complete and queue.statuses.find(READY, first, end) >= 0 else ()
+    return (
+        tuple(range(first, end)) if complete and queue.statuses.find(READY, first, end) >= 0 else ()
+    )
 
 
 def awaited(state: QueueState, task: str, ticket: int) -> str:
-    """The role whose output ``ticket``, which ``task`` cannot take yet, lacks: who makes rows before all others."""
+    """The role whose output ``ticket``, which ``task`` cannot take yet, lacks: who makes rows
+    before all others."""
     queue, group = state.tasks[task], state.groups.get(ticket)
     if group is None or not group.present & state.generated:
         return state.plan.maker
     lacks = queue.needs & ~group.present
-    return next((name for name, other in state.tasks.items() if other.gives & lacks), state.plan.maker)
+    return next(
+        (name for name, other in state.tasks.items() if other.gives & lacks), state.plan.maker
+    )
 
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """First tickets of ``window``, as many as fit: a row that was lost and made again may be longer."""
+    """First tickets of ``window``, as many as fit: a row that was lost and made again may be
+    longer."""
     room = Budget(budget, state.plan.samples_per_prompt)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

@@ -1,7 +1,9 @@
-"""Turns on devices that the actor and the engines share: one side makes room, and says so, before the other begins.
+"""Turns on devices that the actor and the engines share: one side makes room, and says so, before
+the other begins.
 
-The actor has the first turn, and the first after its group began anew: it loads the model and publishes it. A turn of
-the engines lasts from a version until each of them has nothing more to do for its step.
+The actor has the first turn, and the first after its group began anew: it loads the model and
+publishes it. A turn of the engines lasts from a version until each of them has nothing more to do
+for its step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class DeviceTurns:
     """Last step that each engine has made room after, in this lineage."""
 
     def keep_engines(self, readers: Container[str]) -> None:
-        """Forget engines other than ``readers``: they have ended, and what they had of the devices is free."""
+        """Forget engines other than ``readers``: they have ended, and what they had of the devices
+        is free."""
         self.rested = {reader: step for reader, step in self.rested.items() if reader in readers}
 
     def dump(self) -> Any:

@@ -18,7 +18,8 @@ _ID = b"\0"
 
 @dataclass(slots=True)
 class EventBatch:
-    """The same event of several prompt groups, or, where they have `episodes`, of each row of them."""
+    """The same event of several prompt groups, or, where they have `episodes`, of each row of
+    them."""
 
     what: str
     tickets: Sequence[int]
@@ -61,7 +62,11 @@ def expand(batches: Iterable[Event | EventBatch]) -> Iterator[Event]:
 
 def lines(batches: Iterable[Event | EventBatch]) -> bytes:
     """Lines of JSON for the events that `expand` gives."""
-    return b"".join(chain.from_iterable([_line(one)] if isinstance(one, Event) else one.lines() for one in batches))
+    return b"".join(
+        chain.from_iterable(
+            [_line(one)] if isinstance(one, Event) else one.lines() for one in batches
+        )
+    )
 
 
 def _line(event: Event) -> bytes:
@@ -91,7 +96,9 @@ class Events:
     def tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
         """Add one event of each of these prompt groups."""
         if tickets:
-            self.batches.append(EventBatch(what, tickets, b"", self.plan.prompts_per_step, version, reason))
+            self.batches.append(
+                EventBatch(what, tickets, b"", self.plan.prompts_per_step, version, reason)
+            )
 
     def tell_rows(
         self,
@@ -102,7 +109,8 @@ class Events:
         reason: str = "",
         step: int = NO_STEP,
     ) -> None:
-        """One event of each row of them, whose episodes have so many; of each prompt group, if they have none."""
+        """One event of each row of them, whose episodes have so many; of each prompt group, if they
+        have none."""
         about = self.plan.prompts_per_step, version, reason, step
         self.batches.append(EventBatch(what, tickets, episodes, *about))
 

@@ -32,7 +32,11 @@ class Leases:
 
     def of_group(self, group: str, below: int) -> list[int]:
         """Numbers of those that incarnations of ``group`` before incarnation ``below`` hold."""
-        return [n for n, lease in self._held.items() if lease.owner[0] == group and lease.owner[1] < below]
+        return [
+            n
+            for n, lease in self._held.items()
+            if lease.owner[0] == group and lease.owner[1] < below
+        ]
 
     def of_tasks(self, tasks: Collection[str]) -> list[int]:
         """Numbers of the leases of ``tasks``."""
@@ -64,11 +68,16 @@ class Leases:
         return len(self._held)
 
     def dump(self) -> Any:
-        leases = [(n, v.task, v.owner, v.key, v.tickets, v.shards, v.assignment) for n, v in self._held.items()]
+        leases = [
+            (n, v.task, v.owner, v.key, v.tickets, v.shards, v.assignment)
+            for n, v in self._held.items()
+        ]
         return self.next, leases
 
     def load(self, values: Any) -> None:
         for number, task, owner, key, tickets, shards, assignment in values[1]:
-            lease = Lease(task, (owner[0], owner[1]), key, tuple(tickets), tuple(shards), assignment)
+            lease = Lease(
+                task, (owner[0], owner[1]), key, tuple(tickets), tuple(shards), assignment
+            )
             self.add(number, lease)
         self.next = values[0]

@@ -29,7 +29,8 @@ class Lineage:
         self._origins.clear()
 
     def __contains__(self, version: Version) -> bool:
-        """Whether ``version`` survives: its incarnation trained, and no later incarnation resumed below its number."""
+        """Whether ``version`` survives: its incarnation trained, and no later incarnation resumed
+        below its number."""
         incarnations = [incarnation for incarnation, _ in self.starts]
         if version.incarnation not in incarnations:
             return False
@@ -37,7 +38,8 @@ class Lineage:
         return all(version.number <= start for _, start in later)
 
     def origin(self, codes: tuple[int, ...]) -> tuple[bool, int]:
-        """Whether all of these encoded versions survive, and the lowest number among them (-1 if there are none)."""
+        """Whether all of these encoded versions survive, and the lowest number among them (-1 if
+        there are none)."""
         if codes not in self._origins:
             if len(self._origins) >= _ORIGINS:
                 self._origins.clear()

@@ -1,4 +1,5 @@
-"""Holders of media: media are named before they are stored, so one that nobody names can be removed at once."""
+"""Holders of media: media are named before they are stored, so one that nobody names can be removed
+at once."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from relax_hpc.transfer_queue.records import NO_STEP
 
 @dataclass(slots=True)
 class TrainingOrder:
-    """Places in the order of training: step t trains those from t x prompts_per_step on. Where steps have no sets,
-    places are tickets, and `tickets` is without use."""
+    """Places in the order of training: step t trains those from t x prompts_per_step on. Where
+    steps have no sets, places are tickets, and `tickets` is without use."""
 
     tickets: array[int] = field(default_factory=lambda: array("q"))
     """Tickets by place; NO_STEP where there is none yet."""

@@ -1,6 +1,7 @@
 """Progress of a run: steps trained, checkpoints, evaluations.
 
-A step is trained when all roles that train have trained it, and a checkpoint is whole when each of them has its part.
+A step is trained when all roles that train have trained it, and a checkpoint is whole when each of
+them has its part.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Progress:
     incarnations: dict[str, int] = field(default_factory=dict)
     """Incarnation that went on last, by trainer."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints, the latest last: the step of each, and its parts (incarnation, name and digest) by trainer. One that
-    lacks a part is later than all whole ones."""
+    """Checkpoints, the latest last: the step of each, and its parts (incarnation, name and digest)
+    by trainer. One that lacks a part is later than all whole ones."""
     evaluated: int = -1
     """The highest version that was evaluated."""
     gathered: int = 0
@@ -48,12 +49,21 @@ class Progress:
     @property
     def whole(self) -> list[int]:
         """Steps of the checkpoints that may be resumed from, ascending."""
-        return [point["step"] for point in self.checkpoints if self.plan.trainers.keys() <= point["parts"].keys()]
+        return [
+            point["step"]
+            for point in self.checkpoints
+            if self.plan.trainers.keys() <= point["parts"].keys()
+        ]
 
     def parts(self, task: str) -> list[dict[str, Any]]:
-        """Parts that the trainer has saved, each with its step, and whether all others have saved theirs."""
+        """Parts that the trainer has saved, each with its step, and whether all others have saved
+        theirs."""
         whole = set(self.whole)
-        found = [(point["step"], point["parts"][task]) for point in self.checkpoints if task in point["parts"]]
+        found = [
+            (point["step"], point["parts"][task])
+            for point in self.checkpoints
+            if task in point["parts"]
+        ]
         return [{"step": step, **part, "whole": step in whole} for step, part in found]
 
     @property
@@ -69,7 +79,8 @@ class Progress:
         return any(step >= steps for step in self.whole)
 
     def train(self, task: str, step: int) -> range:
-        """The trainer has trained ``step``; the steps that all have trained now, and had not before."""
+        """The trainer has trained ``step``; the steps that all have trained now, and had not
+        before."""
         before = self.trained_steps
         self.trained[task] = step + 1
         return range(min(before, step), self.trained_steps)
@@ -87,7 +98,9 @@ class Progress:
 
     def resume(self, step: int) -> None:
         """Go back to ``step``: what was done at it and later counts no more, whoever did it."""
-        self.trained = {task: min(steps, step) for task, steps in self.trained.items()} | {POLICY: step}
+        self.trained = {task: min(steps, step) for task, steps in self.trained.items()} | {
+            POLICY: step
+        }
         self.evaluated = min(self.evaluated, step)
         self.gathered = min(self.gathered, step)
         self.forget_after(step)

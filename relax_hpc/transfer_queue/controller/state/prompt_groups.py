@@ -23,7 +23,10 @@ class PromptGroups(dict[int, PromptGroup]):
 
     def dump(self) -> Any:
         """Part by part, which many of them have in common, and the groups."""
-        parts = {part: n for n, part in enumerate(dict.fromkeys(part for g in self.values() for part in g.parts))}
+        parts = {
+            part: n
+            for n, part in enumerate(dict.fromkeys(part for g in self.values() for part in g.parts))
+        }
         groups = [
             (
                 (ticket, g.owner, g.attempt, g.filtered, g.last, g.place),
@@ -36,7 +39,9 @@ class PromptGroups(dict[int, PromptGroup]):
 
     def load(self, values: Any, bits: FieldBits) -> None:
         parts: list[Part] = [(number, tuple(fields)) for number, fields in values[0]]
-        for (ticket, owner, attempt, filtered, last, place), rows, (old_version, numbers) in values[1]:
+        for (ticket, owner, attempt, filtered, last, place), rows, (old_version, numbers) in values[
+            1
+        ]:
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
             group.last, group.place, group.old_version = last, place, old_version
             lengths, episodes, versions, media = rows

@@ -1,10 +1,10 @@
 """The controller's memory: a deterministic state machine over journal records.
 
-Every change goes through `apply(record)`, in a live controller and in a replay alike, which calls the applier that is
-registered for the record (`controller.changes`); what may be done next is planned by functions that only read it
-(`controller.planning`). Bookkeeping is by prompt group, whose number is its ticket. Symbols: t = step of a ticket,
-S = max_staleness, V = version that an engine serves: a ticket is admitted only if V.number >= t - S (and V is not
-rolled back).
+Every change goes through `apply(record)`, in a live controller and in a replay alike, which calls
+the applier that is registered for the record (`controller.changes`); what may be done next is
+planned by functions that only read it (`controller.planning`). Bookkeeping is by prompt group,
+whose number is its ticket. Symbols: t = step of a ticket, S = max_staleness, V = version that an
+engine serves: a ticket is admitted only if V.number >= t - S (and V is not rolled back).
 """
 
 from __future__ import annotations
@@ -34,18 +34,35 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP, FieldBits
 
 Record = dict[str, Any]
-_SAVED = ("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards", "tasks")
+_SAVED = (
+    "members",
+    "lineage",
+    "weights",
+    "progress",
+    "tickets",
+    "order",
+    "leases",
+    "shards",
+    "tasks",
+)
 _SAVED += ("segments", "media", "counts", "device_turns", "admissions", "puts")
-"""Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and `bits`."""
+"""Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and
+`bits`."""
 
 
 class QueueState:
-    """The parts of the state, each of which owns what it says. Only appliers of records change them."""
+    """The parts of the state, each of which owns what it says. Only appliers of records change
+    them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.bits = FieldBits(name for task in plan.tasks.values() for name in (*task.needs, *task.gives))
-        self.generated, self.scored = self.bits.of(("token_ids",)), self.bits.of(("old_logprob_version",))
+        self.bits = FieldBits(
+            name for task in plan.tasks.values() for name in (*task.needs, *task.gives)
+        )
+        self.generated, self.scored = (
+            self.bits.of(("token_ids",)),
+            self.bits.of(("old_logprob_version",)),
+        )
         self.members = Members()
         self.lineage = Lineage()
         self.weights = Weights(self.lineage)
@@ -66,14 +83,15 @@ class QueueState:
         """Topics of waiting requests that may be answered since it was last emptied."""
 
     def apply(self, record: Record) -> None:
-        """Carry out one journal record. Deterministic; records are checked before they are journaled."""
+        """Carry out one journal record. Deterministic; records are checked before they are
+        journaled."""
         about = dict(record)
         if "owner" in about:
             # A list, as it comes from the journal.
             about["owner"] = tuple(about["owner"])
         changes.APPLIERS[about.pop("op")](self, **about)
 
-    # -- what follows from several parts -----------------------------------------------------------------------
+    # -- what follows from several parts -----------------------------------------------------------
 
     def by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
         """Tickets by the number of each shard in which any of these fields of them lie."""
@@ -87,13 +105,16 @@ class QueueState:
                         there.append(ticket)
         return found
 
-    def tell_rows(self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP) -> None:
+    def tell_rows(
+        self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP
+    ) -> None:
         """Add the same event for all rows of ``tickets``."""
         for episodes, alike in groupby(tickets, lambda ticket: self.groups[ticket].episodes):
             self.events.tell_rows(what, episodes, list(alike), version, step=step)
 
     def tickets_of(self, step: int) -> Sequence[int]:
-        """Tickets that ``step`` trains, as far as that is decided; ascending where steps have no sets."""
+        """Tickets that ``step`` trains, as far as that is decided; ascending where steps have no
+        sets."""
         size = self.plan.prompts_per_step
         places = range(step * size, (step + 1) * size)
         return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
@@ -107,19 +128,23 @@ class QueueState:
 
     def is_taken(self, ticket: int, but: str) -> bool:
         """Whether another trainer than ``but`` holds ``ticket``, or has trained on it."""
-        return any(self.tasks[task].statuses[ticket] >= HELD for task in self.plan.trainers if task != but)
+        return any(
+            self.tasks[task].statuses[ticket] >= HELD for task in self.plan.trainers if task != but
+        )
 
     def step_of(self, ticket: int) -> int:
-        """The step that trains ``ticket``, or for which it is admitted while that is not decided."""
+        """The step that trains ``ticket``, or for which it is admitted while that is not
+        decided."""
         group = self.groups.get(ticket)
         return self.plan.step_of(ticket if group is None or group.place == NO_STEP else group.place)
 
     def last_step(self, codes: Iterable[int]) -> int:
-        """The last step that may train tokens of these encoded versions; NO_STEP if there are none."""
+        """The last step that may train tokens of these encoded versions; NO_STEP if there are
+        none."""
         oldest = self.lineage.origin(tuple(codes))[1]
         return oldest + self.plan.max_staleness if oldest >= 0 else NO_STEP
 
-    # -- snapshots ---------------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
         """Everything that matters, msgpack-able; events that were not taken yet are left out."""
@@ -128,7 +153,8 @@ class QueueState:
 
     @classmethod
     def load(cls, plan: Plan, values: dict[str, Any]) -> QueueState:
-        """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are none."""
+        """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are
+        none."""
         state = cls(plan)
         state.bits = FieldBits(values["fields"])
         state.groups.load(values["groups"], state.bits)
@@ -138,9 +164,12 @@ class QueueState:
         return state
 
     def _count_anew(self) -> None:
-        """Count what is not in a dump because it follows from several parts: where tickets are, and who needs which
-        shards."""
-        shards, trained = self.shards.by_number, {ticket for ticket in self.groups if self.is_trained(ticket)}
+        """Count what is not in a dump because it follows from several parts: where tickets are, and
+        who needs which shards."""
+        shards, trained = (
+            self.shards.by_number,
+            {ticket for ticket in self.groups if self.is_trained(ticket)},
+        )
         for ticket, group in self.groups.items():
             for number, _ in group.parts:
                 shards[number].needed += 1
@@ -151,7 +180,9 @@ class QueueState:
         for lease in self.leases.values():
             for number in lease.shards:
                 shards[number].leases += 1
-        self.tickets.generating.add(ticket for ticket, group in self.groups.items() if not group.parts)
+        self.tickets.generating.add(
+            ticket for ticket, group in self.groups.items() if not group.parts
+        )
         untrained = self.groups.keys() - trained - set(self.tickets.generating)
         self.tickets.wait(untrained, self.groups.rows_of(untrained))
         for number, shard in shards.items():

@@ -1,4 +1,5 @@
-"""Answers that clients may ask for again, because the first one, or their controller, was lost on the way."""
+"""Answers that clients may ask for again, because the first one, or their controller, was lost on
+the way."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ class ReplyCache:
 
     def forget(self, group: str, below: int) -> None:
         """Incarnations of ``group`` before incarnation ``below`` ask for nothing any more."""
-        over = [name for name, ((who, incarnation), _) in self.clients.items() if who == group and incarnation < below]
+        over = [
+            name
+            for name, ((who, incarnation), _) in self.clients.items()
+            if who == group and incarnation < below
+        ]
         for name in over:
             del self.clients[name]
 
@@ -44,4 +49,6 @@ class ReplyCache:
         return self.clients
 
     def load(self, values: Any) -> None:
-        self.clients = {name: ((who[0], who[1]), answers) for name, (who, answers) in values.items()}
+        self.clients = {
+            name: ((who[0], who[1]), answers) for name, (who, answers) in values.items()
+        }

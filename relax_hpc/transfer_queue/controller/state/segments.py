@@ -1,8 +1,10 @@
-"""Logs of segments: what was made of attempts at tickets before their rows are accepted, so that none of it is lost.
+"""Logs of segments: what was made of attempts at tickets before their rows are accepted, so that
+none of it is lost.
 
-A log grows, segment by segment, while engines are at the attempt. Whoever has the ticket next goes on after the last
-ones, and rows that are accepted use the log up. A spare is a whole attempt that no ticket had a use for: its log waits
-for one that can be made of it. Every token that was ever appended is used, held, or lost with a reason.
+A log grows, segment by segment, while engines are at the attempt. Whoever has the ticket next goes
+on after the last ones, and rows that are accepted use the log up. A spare is a whole attempt that
+no ticket had a use for: its log waits for one that can be made of it. Every token that was ever
+appended is used, held, or lost with a reason.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Segment = Sequence[int]
-"""Tokens that came of a row since its last segment: episode, row, tokens that the row had before, tokens that it gets,
-and 1 if the episode ends with it. Tokens of prompts do not count."""
+"""Tokens that came of a row since its last segment: episode, row, tokens that the row had before,
+tokens that it gets, and 1 if the episode ends with it. Tokens of prompts do not count."""
 Growth = tuple[int, int, Sequence[Segment], Sequence[int]]
 """Growth of a log: its ticket and attempt, segments, and `Version.encode` of what sampled them."""
 
@@ -39,8 +41,8 @@ class Log:
         return sum(self.lengths.values())
 
     def fits(self, segments: Iterable[Segment]) -> bool:
-        """Whether they go on where it ends, or begin before with tokens that it has: the answer to who appended those
-        was lost."""
+        """Whether they go on where it ends, or begin before with tokens that it has: the answer to
+        who appended those was lost."""
         for episode, row, start, tokens, _ in segments:
             known, end = self.lengths.get((episode, row), 0), start + tokens
             if not start <= known <= end or (known < end and episode in self.ended):
@@ -64,7 +66,8 @@ class Segments:
     """All logs, and what became of their tokens."""
 
     logs: dict[int, Log] = field(default_factory=dict)
-    """Logs by holder, the oldest first: the ticket that is made of it, or the negative number of a spare."""
+    """Logs by holder, the oldest first: the ticket that is made of it, or the negative number of a
+    spare."""
     last_spare: int = 0
     appended: int = 0
     """Tokens that were ever appended, also those that were refused."""
@@ -82,7 +85,8 @@ class Segments:
         return sum(log.tokens for log in self.logs.values())
 
     def counts(self) -> dict[str, int]:
-        """Tokens that were ever appended, by what became of them; those that were lost as `lost/<reason>`."""
+        """Tokens that were ever appended, by what became of them; those that were lost as
+        `lost/<reason>`."""
         found = {"appended": self.appended, "used": self.used, "held": self.held}
         return found | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
 
@@ -122,7 +126,15 @@ class Segments:
 
     def dump(self) -> Any:
         logs = [
-            (holder, v.ticket, v.attempt, list(v.versions), v.shards, list(v.lengths.items()), list(v.ended))
+            (
+                holder,
+                v.ticket,
+                v.attempt,
+                list(v.versions),
+                v.shards,
+                list(v.lengths.items()),
+                list(v.ended),
+            )
             for holder, v in self.logs.items()
         ]
         return logs, self.last_spare, self.appended, self.used, dict(self.lost)
@@ -132,4 +144,6 @@ class Segments:
         self.lost = Counter(lost)
         for holder, ticket, attempt, versions, shards, lengths, ended in logs:
             known = {(episode, row): tokens for (episode, row), tokens in lengths}
-            self.logs[holder] = Log(ticket, attempt, frozenset(versions), list(shards), known, set(ended))
+            self.logs[holder] = Log(
+                ticket, attempt, frozenset(versions), list(shards), known, set(ended)
+            )

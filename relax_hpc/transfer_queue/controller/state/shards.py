@@ -1,4 +1,5 @@
-"""The shards that somebody needs: prompt groups whose fields lie in them, and leases that may still read them."""
+"""The shards that somebody needs: prompt groups whose fields lie in them, and leases that may still
+read them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from relax_hpc.transfer_queue.records import Owner, Shard
 
 @dataclass(slots=True)
 class Shards:
-    """Shards by number. One that nobody needs any more is garbage, and its number is never used again."""
+    """Shards by number. One that nobody needs any more is garbage, and its number is never used
+    again."""
 
     by_number: dict[int, Shard] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -75,7 +77,11 @@ class Shards:
 
     def unsaved_of(self, group: str, below: int) -> list[int]:
         """Shards not on disk that incarnations of ``group`` before incarnation ``below`` put."""
-        over = [numbers for (who, incarnation), numbers in self.unsaved.items() if who == group and incarnation < below]
+        over = [
+            numbers
+            for (who, incarnation), numbers in self.unsaved.items()
+            if who == group and incarnation < below
+        ]
         return sorted(number for numbers in over for number in numbers)
 
     def waits_for_disk(self, tickets: Collection[int]) -> bool:
@@ -103,14 +109,18 @@ class Shards:
             self.garbage.append(shard.descriptor["name"])
 
     def dump(self) -> Any:
-        """Values for a snapshot, without who needs the shards: that follows from prompt groups, leases and logs of
-        segments."""
-        shards = [(n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in self.by_number.items()]
+        """Values for a snapshot, without who needs the shards: that follows from prompt groups,
+        leases and logs of segments."""
+        shards = [
+            (n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in self.by_number.items()
+        ]
         return self.next, shards
 
     def load(self, values: Any) -> None:
-        """Take the values of a dump. `put_back` has to follow once `needed`, `untrained` and `leases` of all are
-        counted."""
+        """Take the values of a dump. `put_back` has to follow once `needed`, `untrained` and
+        `leases` of all are counted."""
         self.next = values[0]
         for number, descriptor, fields, owner, unsaved in values[1]:
-            self.by_number[number] = Shard(descriptor, tuple(fields), (owner[0], owner[1]), tuple(unsaved))
+            self.by_number[number] = Shard(
+                descriptor, tuple(fields), (owner[0], owner[1]), tuple(unsaved)
+            )

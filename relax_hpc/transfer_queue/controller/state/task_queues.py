@@ -1,4 +1,5 @@
-"""Tickets that each task may take, holds and has consumed, so that a claim costs by its size and not by the queue's."""
+"""Tickets that each task may take, holds and has consumed, so that a claim costs by its size and
+not by the queue's."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import FieldBits
 
 WAITING, READY, HELD, DONE = range(4)
-"""Status of a ticket for one task: not all that it needs is there, it may be taken, a lease has it, it was consumed."""
+"""Status of a ticket for one task: not all that it needs is there, it may be taken, a lease has it,
+it was consumed."""
 
 
 @dataclass(slots=True)
@@ -41,7 +43,8 @@ class TaskQueue:
         return self.statuses.lowest_unset(self.position)
 
     def offer(self, tickets: Sequence[int]) -> None:
-        """Offer ``tickets``, of which all that the task needs is there now; those that are taken stay so."""
+        """Offer ``tickets``, of which all that the task needs is there now; those that are taken
+        stay so."""
         self.statuses.change(tickets, WAITING, READY)
         self.low = min(self.low, *tickets)
 
@@ -97,7 +100,10 @@ class TaskQueues(dict[str, TaskQueue]):
 
     def __init__(self, plan: Plan, bits: FieldBits) -> None:
         super().__init__(
-            (name, TaskQueue(bits.of(t.needs), bits.of(t.gives), t.in_order, t.whole_step, t.in_sets))
+            (
+                name,
+                TaskQueue(bits.of(t.needs), bits.of(t.gives), t.in_order, t.whole_step, t.in_sets),
+            )
             for name, t in plan.tasks.items()
         )
         self.in_sets = [name for name, task in plan.tasks.items() if task.in_sets]

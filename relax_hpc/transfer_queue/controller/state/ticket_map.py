@@ -1,5 +1,5 @@
-"""Collections by ticket. Tickets are dense and ascend, so bytes in a row are smaller than dictionaries, and searched
-at the speed of memory.
+"""Collections by ticket. Tickets are dense and ascend, so bytes in a row are smaller than
+dictionaries, and searched at the speed of memory.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ class TicketMap:
         self._bytes[at] = value
 
     def change(self, tickets: Sequence[int], old: int, new: int) -> None:
-        """Give ``new`` to those of ``tickets`` that have ``old``. Ascending ones without gaps are done all at once."""
+        """Give ``new`` to those of ``tickets`` that have ``old``. Ascending ones without gaps are
+        done all at once."""
         if not tickets:
             return
         first, count = tickets[0], len(tickets)
-        if tickets[-1] - first + 1 == count and (count < 3 or list(tickets) == list(range(first, first + count))):
+        if tickets[-1] - first + 1 == count and (
+            count < 3 or list(tickets) == list(range(first, first + count))
+        ):
             self._cover(first)
             end = self._cover(first + count - 1) + 1
             part = self._bytes[end - count : end]
@@ -60,7 +63,8 @@ class TicketMap:
         return at
 
     def find(self, value: int, start: int, end: int | None = None) -> int:
-        """The lowest ticket from ``start`` on, and below ``end``, that has ``value`` (not 0); -1 if there is none."""
+        """The lowest ticket from ``start`` on, and below ``end``, that has ``value`` (not 0); -1 if
+        there is none."""
         stop = None if end is None else max(0, end - self._base)
         at = self._bytes.find(value, max(0, start - self._base), stop)
         return at + self._base if at >= 0 else -1
@@ -82,7 +86,8 @@ class TicketMap:
         return self._bytes.count(value)
 
     def each(self, value: int, start: int, end: int) -> Iterator[int]:
-        """All tickets from ``start`` on and below ``end`` that have ``value`` (not 0), ascending."""
+        """All tickets from ``start`` on and below ``end`` that have ``value`` (not 0),
+        ascending."""
         stop, at = max(0, end - self._base), max(0, start - self._base)
         while (at := self._bytes.find(value, at, stop)) >= 0:
             yield at + self._base
@@ -97,7 +102,11 @@ class TicketMap:
     def dump(self) -> list:
         """[first ticket, a byte for it and each one after it]; the arguments of an equal map."""
         values = bytes(self._bytes.lstrip(b"\0"))
-        return [self._base + len(self._bytes) - len(values), values.rstrip(b"\0")] if values else [0, b""]
+        return (
+            [self._base + len(self._bytes) - len(values), values.rstrip(b"\0")]
+            if values
+            else [0, b""]
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TicketMap) and self.dump() == other.dump()
@@ -136,7 +145,11 @@ class TicketSet:
     def lowest(self, count: int, end: int | None = None) -> list[int]:
         """The ``count`` lowest tickets, or as many as there are, of those below ``end``."""
         end = self._map.end if end is None else end
-        return list(itertools.islice(self._map.each(1, self._low, end), max(0, count))) if self._count else []
+        return (
+            list(itertools.islice(self._map.each(1, self._low, end), max(0, count)))
+            if self._count
+            else []
+        )
 
     def __iter__(self) -> Iterator[int]:
         return self._map.each(1, self._low, self._map.end)
@@ -152,7 +165,8 @@ class TicketSet:
 
 
 class AgedTickets:
-    """Tickets in the order in which they were added, with how long ago. That is no part of what they are."""
+    """Tickets in the order in which they were added, with how long ago. That is no part of what
+    they are."""
 
     __slots__ = ("_since",)
 

@@ -49,7 +49,11 @@ class Tickets:
 
     def depth(self) -> dict[str, int]:
         """Prompt groups by how far they are: in generation, waiting for training."""
-        return {"generating": len(self.generating), "ready": len(self.untrained), "reissued": len(self.reissued)}
+        return {
+            "generating": len(self.generating),
+            "ready": len(self.untrained),
+            "reissued": len(self.reissued),
+        }
 
     def dump(self) -> Any:
         """Values for a snapshot: the place of every other ticket follows from its prompt group."""

@@ -27,21 +27,25 @@ class Weights:
     """Reader that was told last to evaluate what it serves."""
 
     def newer(self, after: Version, multiple_of: int = 1) -> Version | None:
-        """The newest published version, if it is in the lineage and above ``after``; of those whose numbers are
-        multiples, if that is asked for."""
+        """The newest published version, if it is in the lineage and above ``after``; of those whose
+        numbers are multiples, if that is asked for."""
         newest = self.newest if multiple_of == 1 else self._newest_of(self.published, multiple_of)
         return newest if newest is not None and newest > after and newest in self.lineage else None
 
     def newest_filed(self, multiple_of: int = 1) -> Version | None:
-        """The newest version of the lineage that is on disk, of those whose numbers are multiples."""
+        """The newest version of the lineage that is on disk, of those whose numbers are
+        multiples."""
         return self._newest_of(self.filed, multiple_of)
 
     def _newest_of(self, versions: Iterable[Version], multiple_of: int) -> Version | None:
         """The newest of ``versions`` in the lineage whose number is a multiple."""
-        return max((v for v in versions if not v.number % multiple_of and v in self.lineage), default=None)
+        return max(
+            (v for v in versions if not v.number % multiple_of and v in self.lineage), default=None
+        )
 
     def retirable(self, refresh_every: int) -> list[Version]:
-        """Published versions below the newest that no reader serves or may still be loading, oldest first."""
+        """Published versions below the newest that no reader serves or may still be loading, oldest
+        first."""
         if self.newest is None:
             return []
         wanted = [self.newest, *(version for _, version in self.readers.values())]
@@ -53,7 +57,8 @@ class Weights:
         return sorted(version for version in self.published if version < floor)
 
     def publish_lag(self, step: int) -> int:
-        """Version ``step``, which was trained, minus the oldest that anybody generates or scores with."""
+        """Version ``step``, which was trained, minus the oldest that anybody generates or scores
+        with."""
         served = [version for _, version in self.readers.values() if version in self.lineage]
         return step - min((version.number for version in served), default=step)
 
@@ -63,10 +68,14 @@ class Weights:
 
     def end_readers(self, group: str, below: int) -> None:
         """Incarnations of ``group`` before incarnation ``below`` read nothing any more."""
-        self.readers = {k: v for k, v in self.readers.items() if not (v[0][0] == group and v[0][1] < below)}
+        self.readers = {
+            k: v for k, v in self.readers.items() if not (v[0][0] == group and v[0][1] < below)
+        }
 
     def dump(self) -> Any:
-        published, filed = ({str(v): digest for v, digest in some.items()} for some in (self.published, self.filed))
+        published, filed = (
+            {str(v): digest for v, digest in some.items()} for some in (self.published, self.filed)
+        )
         readers = {name: (owner, str(version)) for name, (owner, version) in self.readers.items()}
         return published, filed, str(self.newest) if self.newest else "", readers, self.evaluator
 
@@ -75,4 +84,6 @@ class Weights:
         self.published = {Version.parse(name): digest for name, digest in published.items()}
         self.filed = {Version.parse(name): digest for name, digest in filed.items()}
         self.newest = Version.parse(newest) if newest else None
-        self.readers = {name: ((who[0], who[1]), Version.parse(v)) for name, (who, v) in readers.items()}
+        self.readers = {
+            name: ((who[0], who[1]), Version.parse(v)) for name, (who, v) in readers.items()
+        }
