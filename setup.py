@@ -96,10 +96,10 @@ setup(
         "relax_hpc": ["py.typed"],
         "relax_hpc.templates": ["*.j2"],
         "relax_hpc.configs": ["*/*.yaml", "models/*/config.json"],
-        "relax_hpc.observe": ["*.html", "*.css", "*.js"],
+        "relax_hpc.ops.observe": ["*.html", "*.css", "*.js"],
     },
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["relax-hpc = relax_hpc.cli:main"]},
+    entry_points={"console_scripts": ["relax-hpc = relax_hpc.commands.program:main"]},
 )

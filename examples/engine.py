@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 
-from relax_hpc.engines.engine import GenerateRequest, Generation, checked, refuse_media
-from relax_hpc.fields import FieldSpec
+from relax_hpc.base.fields import FieldSpec
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, checked, refuse_media
 
 
 class ParrotEngine:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from relax_hpc.base.fields import FieldSpec
 from relax_hpc.config.roles import Role
-from relax_hpc.fields import FieldSpec
 
 ROLE = Role("relax_hpc.examples.role", needs=("token_ids",))
 FIELD = FieldSpec("novelty", "token", "float32", "1 where a token is new", by="novelty", loss=True)

@@ -2,7 +2,7 @@
 
 import csv
 
-from relax_hpc.metrics.trackers import Tracker
+from relax_hpc.base.metrics.trackers import Tracker
 
 TAGS = ("reward/mean", "loss/policy")
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from relax_hpc.cli import main
+from relax_hpc.commands.program import main
 
 sys.exit(main())

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.history import History, OpenRow
-from relax_hpc.rollout.turns import Start
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.episodes.history import History, OpenRow
+from relax_hpc.rollout.episodes.turns import Start
 
 Body = dict[str, Any]
 COMPLETIONS = "/v1/chat/completions"

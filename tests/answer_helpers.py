@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from relax_hpc.rewards import RewardInput, get_reward
-from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.scoring import scores
 from tests.effort import effort
 from tests.requirements import requires
 

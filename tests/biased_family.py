@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_hpc.models.hf_mapping import Entry
-from relax_hpc.models.spec import ModelSpec
+from relax_hpc.training.models.hf_mapping import Entry
+from relax_hpc.training.models.spec import ModelSpec
 from tests.convert_helpers import DENSE
 
 BIASED = {key: value for key, value in DENSE.items() if key != "attention_bias"} | {

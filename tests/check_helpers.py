@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.fields import FIELDS
 from relax_hpc.config import load
-from relax_hpc.fields import FIELDS
+from relax_hpc.ops.checks.settings import check
 from tests.run_helpers import QUICKSTART
 
 

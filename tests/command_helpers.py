@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.cluster.supervise.launch_records import Launch, record
+from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.commands import resubmit, stop
 from relax_hpc.config import dump, load
-from relax_hpc.lifecycle import resubmit, stop
-from relax_hpc.observe import logs
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise import requests
-from relax_hpc.supervise.launch_records import Launch, record
-from relax_hpc.supervise.requests import Request
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.ops.observe import logs
 from tests.fake_slurm import FakeSlurm
 
 DEADLINE_S = 120.0

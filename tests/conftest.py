@@ -21,7 +21,7 @@ from tests.guardian import MARK, RUNS, Session, new_mark, register, session_proc
 from tests.requirements import DEVICE
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
-# Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting
+# Until all is imported, as ranks do (relax_hpc.base.imports): two fifths of the time that collecting
 # takes.
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")

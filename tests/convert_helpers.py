@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from relax_hpc.convert.conversion import Request, convert
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_mapping import StoredForm, all_pieces, stored_forms
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_mapping import StoredForm, all_pieces, stored_forms
 
 M_MMAP_THRESHOLD = -3
 VOCAB = 61

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
-from relax_hpc.checkpoint.strategy import StateWriter
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
-from relax_hpc.models.families import FAMILIES, spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.qwen3 import Qwen3
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import collate
+from relax_hpc.training.checkpoint.strategy import StateWriter
+from relax_hpc.training.models.families import FAMILIES, spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.qwen3 import Qwen3
+from relax_hpc.training.models.spec import ModelSpec
 from tests.biased_family import Qwen2
 
 SPLITS = {
@@ -59,7 +59,7 @@ def main() -> None:
 
 def check(folder: Path, name: str, split: str) -> None:
     """One model under one split."""
-    from relax_hpc.models.megatron import transformer_config
+    from relax_hpc.training.models.megatron import transformer_config
 
     layout = SPLITS[split]
     parallel_state.destroy_model_parallel()

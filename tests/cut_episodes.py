@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.engines.engine import Episode, EpisodeRow, GenerateRequest, Generation
 from relax_hpc.examples.tasks.sort_digits import SortDigits
+from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, GenerateRequest, Generation
 
 
 class CutSortDigits(SortDigits):

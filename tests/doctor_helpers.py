@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import Config, load
-from relax_hpc.doctor import host
-from relax_hpc.doctor.doctor import Finding
+from relax_hpc.ops.doctor import host
+from relax_hpc.ops.doctor.doctor import Finding
 from tests.fake_slurm import PROGRAMS, FakeSlurm
 from tests.run_helpers import QUICKSTART, merged
 

@@ -15,18 +15,18 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
+from relax_hpc.base.metrics.spans import Spans
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.engines import transformers_engine as engine
-from relax_hpc.metrics.spans import Spans
-from relax_hpc.rendezvous.process import Flag
-from relax_hpc.rendezvous.world import World
+from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.world import World
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards import RewardInput
-from relax_hpc.roles import rollout
-from relax_hpc.roles.context import Context
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.rollout import rollout_rank
+from relax_hpc.rollout.engines import transformers_engine as engine
 
 install_transformers_hook()
 import_module("transformers.models.qwen3.modeling_qwen3")
@@ -106,7 +106,9 @@ def rollout_process(
         engine.Stops.met = lambda self, token_ids, begun=0: len(token_ids) == begun + turn
     # No token is an end: every response is as long as allowed.
     engine._build = lambda *args, build=engine._build: (build(*args)[0], set())
-    rollout.load_tokenizer = lambda *args, load=rollout.load_tokenizer: Endless(load(*args))
+    rollout_rank.load_tokenizer = lambda *args, load=rollout_rank.load_tokenizer: Endless(
+        load(*args)
+    )
     serve(run, config, incarnation)
 
 
@@ -114,7 +116,7 @@ def serve(run: RunDir, config: Config, incarnation: int) -> None:
     with QueueClient(run, config, "rollout", incarnation) as client:
         spans = Spans(run.root / f"spans-{incarnation}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
-        rollout.run(
+        rollout_rank.run(
             Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag())
         )
 

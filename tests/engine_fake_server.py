@@ -1,4 +1,4 @@
-"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.engines.sglang.server`
+"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.rollout.engines.sglang.server`
 without a model.
 
 The first token of a prompt, one of the constants, says how its answer is wrong. A child is started

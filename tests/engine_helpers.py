@@ -10,17 +10,17 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_hpc.base.processes import all_processes
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
-from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, Sampling
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import EOS_ID
-from relax_hpc.processes import all_processes
-from relax_hpc.transformers_hook import install_transformers_hook
-from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import Chunk, Manifest, checksum
-from relax_hpc.weights.slab import MARK
-from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
-from relax_hpc.weights.version_files import TENSORS, copy_small
+from relax_hpc.rollout.engines.engine import Draft, GenerateRequest, Generation, Sampling
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import EOS_ID
+from relax_hpc.training.weights.manifest import Chunk, Manifest, checksum
+from relax_hpc.training.weights.slab import MARK
+from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.version_files import TENSORS, copy_small
 
 TOKEN = "b7d2-a-token-that-only-this-test-knows"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.base.metrics.read import read_metrics
 
 _FOLDER = "RELAX_TEST_GATE"
 _LOOK_S = 0.05

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.gateway import serving
-from relax_hpc.gateway.broker import Broker
-from relax_hpc.gateway.front import Front, key_of
-from relax_hpc.gateway.link import Link, reach
-from relax_hpc.rundir import RunDir
-from relax_hpc.transport.exchange import Message
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.transport.exchange import Message
+from relax_hpc.rollout.agents.gateway import serving
+from relax_hpc.rollout.agents.gateway.broker import Broker
+from relax_hpc.rollout.agents.gateway.front import Front, key_of
+from relax_hpc.rollout.agents.gateway.link import Link, reach
 
 LIMIT_S = 120.0
 

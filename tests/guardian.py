@@ -32,8 +32,8 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.rundir import RunDir
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.training.weights.node_cache import staging_root
 
 MARK = "RELAX_TEST_SESSION"
 """Environment variable that every process of a session inherits. A worker's value begins with its

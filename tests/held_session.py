@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.rundir import RunDir
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.training.weights.node_cache import staging_root
 from tests.guardian import FOLDER, MARK
 from tests.plain_user import plain_user
 from tests.run_helpers import LIGHT, merged, running

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments.base import Context, Environment, MediaPart, Observation, Response, Step
-from relax_hpc.errors import ConfigError
 from tests.signalled import count_calls, signal_first_calls
 
 BAD_STEPS: dict[str, Any] = {

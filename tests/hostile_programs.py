@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy
 import psutil
 
-from relax_hpc.reward_settings import CodeSettings
+from relax_hpc.base.reward_settings import CodeSettings
 from relax_hpc.rewards.jail import Jail
 from relax_hpc.rewards.jail_filter import ARCHITECTURES
 from relax_hpc.rewards.jail_interpreter import find_interpreter

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from relax_hpc import copies
-from relax_hpc.checkpoint import saver, store, strategy
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.base import parallel_copies
+from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import parallel
+from relax_hpc.training.checkpoint import saver, store, strategy
 from tests.training_helpers import LR, batch, rows, trainer
 
 LAST, SAVED = 3, (1, 2)
@@ -39,7 +39,7 @@ POINTS = {
     "before the rename": (saver, "digest_of", True),
     "before the journal": (saver, "_finish", True),
     "before it is copied": (saver, "sharded_state", True),
-    "while it is copied": (copies, "_numbers", True),
+    "while it is copied": (parallel_copies, "_numbers", True),
 }
 """Name -> where, which function, whether when it has returned."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from relax_hpc.rundir import RunDir
-from relax_hpc.versions import Version
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from tests.run_helpers import journal_records
 
 

@@ -17,18 +17,24 @@ import soundfile
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_hpc.base.routes import RouteShape
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import Engine, EpisodeRow, GenerateRequest, Generation, Sampling
+from relax_hpc.data.multimodal.features import mel, patches
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.examples.tasks.moving_squares import filmed
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import EOS_ID
-from relax_hpc.multimodal.features import mel, patches
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.routes import RouteShape
-from relax_hpc.transfer_queue.storage.media import MediaStore, placeholders_of
-from relax_hpc.versions import Version
+from relax_hpc.queue.storage.media import MediaStore, placeholders_of
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.engine import (
+    Engine,
+    EpisodeRow,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import EOS_ID
 from tests.engine_helpers import make_config
 from tests.media_helpers import transformers_model
 from tests.media_prompts import IMAGE, SEEING, VIDEO, placed, stored

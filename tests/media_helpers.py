@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.features import mel, patches
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.data.multimodal.features import mel, patches
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.towers.media import RowMedia
 
 IMAGE, VIDEO, START, END, AUDIO, SOUND = 60, 59, 58, 57, 56, 55
 VISION = {

@@ -13,13 +13,13 @@ from PIL import Image
 
 from relax_hpc.config.schema import DataConfig, MultimodalConfig, TinyModelConfig
 from relax_hpc.data.media import MediaRules, PromptMedium
+from relax_hpc.data.multimodal.loading import load
+from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.rows import data_uri
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.multimodal.loading import load
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.transfer_queue.storage.media import MediaStore
+from relax_hpc.queue.storage.media import MediaStore
+from relax_hpc.training.models.tiny_model import make_tiny_model
 
 SEEING = TinyModelConfig(vision_layers=2)
 IMAGE = 51

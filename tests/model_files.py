@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.models.families import FAMILIES
-from relax_hpc.models.hf_mapping import all_pieces
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
-from relax_hpc.weights.tensors import header_text
+from relax_hpc.training.models.families import FAMILIES
+from relax_hpc.training.models.hf_mapping import all_pieces
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
+from relax_hpc.training.weights.tensors import header_text
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -17,7 +17,7 @@ import sys
 import venv
 from pathlib import Path
 
-from relax_hpc.reward_settings import CodeSettings
+from relax_hpc.base.reward_settings import CodeSettings
 from relax_hpc.rewards import jail, jail_filter
 from relax_hpc.rewards.jail_entry import _install_filter
 

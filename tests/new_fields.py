@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.base.fields import FIELDS, FieldSpec
 
 NEW = (
     FieldSpec("values", "token", "float32", "expected reward from here", by="rollout", loss=True),
@@ -31,10 +31,10 @@ FIELDS.update({spec.name: spec for spec in NEW})
 import torch  # noqa: E402
 
 from relax_hpc.config.load import dump  # noqa: E402
+from relax_hpc.queue.inspect.export import KeptRows, export  # noqa: E402
+from relax_hpc.queue.storage.record_file import read  # noqa: E402
 from relax_hpc.training.batches import collate  # noqa: E402
 from relax_hpc.training.trainer import token_batch  # noqa: E402
-from relax_hpc.transfer_queue.inspect.export import KeptRows, export  # noqa: E402
-from relax_hpc.transfer_queue.storage.record_file import read  # noqa: E402
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small  # noqa: E402
 
 

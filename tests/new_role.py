@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from relax_hpc.base.fields import FIELDS
 from relax_hpc.config.roles import ROLES
 from relax_hpc.examples.role import FIELD, ROLE, novelty, run
-from relax_hpc.fields import FIELDS
 
 ROLES["novelty"] = ROLE
 FIELDS["novelty"] = FIELD
 
 from relax_hpc.config.schema import GroupConfig  # noqa: E402
-from relax_hpc.transfer_queue.client import QueueClient  # noqa: E402
+from relax_hpc.queue.client import QueueClient  # noqa: E402
 from tests.queue_helpers import Roles, in_thread, make_run, small  # noqa: E402
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import xxhash
 
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.weights import relay
-from relax_hpc.weights.manifest import Chunk
-from relax_hpc.weights.node_cache import Staging
-from relax_hpc.weights.subscriber import NOTHING, Subscriber
-from relax_hpc.weights.version_files import TENSORS
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.training.weights import relay
+from relax_hpc.training.weights.manifest import Chunk
+from relax_hpc.training.weights.node_cache import Staging
+from relax_hpc.training.weights.subscriber import NOTHING, Subscriber
+from relax_hpc.training.weights.version_files import TENSORS
 from tests.queue_helpers import small
 
 WAIT_S = 120.0

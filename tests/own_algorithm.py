@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from relax_hpc.algorithms import Algorithm
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from relax_hpc.algorithms.batch import TokenBatch

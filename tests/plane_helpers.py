@@ -18,9 +18,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transport import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane
-from relax_hpc.transport.rdma import RdmaPlane
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.transport import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane
+from relax_hpc.net.transport.rdma import RdmaPlane
 
 PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
     "shm": ShmPlane,

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, Durability, optional_groups
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.controller.snapshots import RECORDS
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transport.sockets import Connection, connect, wake
-from relax_hpc.transport.wire import purpose_of
-from relax_hpc.versions import Version
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import Connection, connect, wake
+from relax_hpc.net.transport.wire import purpose_of
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.controller.snapshots import RECORDS
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
 
 BUDGET = 1 << 30
 SERVER = """

@@ -11,15 +11,15 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.transfer_queue.controller.gathering import covered_steps, journal_files, planned
-from relax_hpc.transfer_queue.controller.messages import Refused, Request
-from relax_hpc.transfer_queue.controller.service import QueueService
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.controller.waiting import NotYet
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, UNSCORED, Plan
-from relax_hpc.transfer_queue.row_ids import ids_of
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.gathering import covered_steps, journal_files, planned
+from relax_hpc.queue.controller.messages import Refused, Request
+from relax_hpc.queue.controller.service import QueueService
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.controller.waiting import NotYet
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, UNSCORED, Plan
+from relax_hpc.queue.row_ids import ids_of
 from tests.queue_helpers import GIVES
 
 NOTHING = Version(0, 0)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.checkpoint import store
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.training.checkpoint import store
 from relax_hpc.training.critic import CriticTrainer
 from tests.training_helpers import (
     LR,

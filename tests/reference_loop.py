@@ -25,31 +25,31 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.prompts import Prompt, PromptRules, prompts_of
 from relax_hpc.data.rows import read_rows
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
-from relax_hpc.models.hf_files import read_config
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.shard import pack
+from relax_hpc.queue.storage.shard_files import ShardFiles
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.prepare import prepare
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.samples import reward_input
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import train_reward
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.shard import pack
-from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.versions import Version
 
 FIELDS = (
     "prompt_id",

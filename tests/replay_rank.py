@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from relax_hpc.base.routes import NAME
 from relax_hpc.config.schema import ActorConfig
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.routes import NAME
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.agreement import Agreement
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.route_agreement import Agreement
 from tests.routes_helpers import declared, routed_batch, routed_rows, routed_trainer
 from tests.training_helpers import LR, actor_settings
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, checked, refuse_media
-from relax_hpc.fields import FieldSpec
-from relax_hpc.versions import Version
+from relax_hpc.base.fields import FieldSpec
+from relax_hpc.base.versions import Version
+from relax_hpc.rollout.engines.engine import (
+    Draft,
+    GenerateRequest,
+    Generation,
+    checked,
+    refuse_media,
+)
 
 PAUSE_S = 0.02
 

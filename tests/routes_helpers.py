@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from relax_hpc.algorithms import Grpo
+from relax_hpc.base.fields import FIELDS, ROUTES, declare
+from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.config.schema import ActorConfig, ModelConfig, RoutingReplay
-from relax_hpc.fields import FIELDS, ROUTES, declare
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.routes import NAME, RouteShape
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training.batches import Batch, collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 from tests.engine_helpers import reference_model
 from tests.training_helpers import ALGORITHM, rows, tiny_model
 

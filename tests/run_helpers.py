@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import yaml
 
+from relax_hpc.base.metrics.read import load_metrics, read_metrics
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.cluster.supervise.command import AHEAD
+from relax_hpc.cluster.supervise.launch_records import read_launch
 from relax_hpc.config import load_resolved
-from relax_hpc.metrics.read import load_metrics, read_metrics
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise.command import AHEAD
-from relax_hpc.supervise.launch_records import read_launch
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.inspect.audit import journal_records
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import record_file
-from relax_hpc.versions import Version
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.inspect.audit import journal_records
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage import record_file
 
 if TYPE_CHECKING:
     from torch import Tensor

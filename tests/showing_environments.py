@@ -12,14 +12,14 @@ from relax_hpc.config.schema import Config, DataConfig, EnvironmentConfig
 from relax_hpc.data.media import MediaRules
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines.engine import BadAnswer, Episode
 from relax_hpc.environments.base import Environment, MediaPart, Observation, Response, Step
-from relax_hpc.rollout.bridge import Bridge
-from relax_hpc.rollout.history import History
+from relax_hpc.rollout.engines.engine import BadAnswer, Episode
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.observed_media import ObservedMedia
+from relax_hpc.rollout.episodes.player import OnEnvironments, Player
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turns import Rules, Start
 from relax_hpc.rollout.media import PromptMedia
-from relax_hpc.rollout.observed_media import ObservedMedia
-from relax_hpc.rollout.player import OnEnvironments, Player
-from relax_hpc.rollout.turns import Rules, Start
 from tests.media_engine import SAMPLING, MediaEngine, film
 from tests.media_prompts import png
 from tests.turns_helpers import Inside

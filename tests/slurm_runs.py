@@ -24,17 +24,17 @@ from typing import Any
 import msgpack
 import psutil
 
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.processes import all_processes
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import Sandbox, processes
+from relax_hpc.cluster.slurm.job_lookup import job_of
+from relax_hpc.cluster.supervise.launch_records import read_mark
+from relax_hpc.cluster.supervise.requests import asked_to_stop
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.observe.status import status
-from relax_hpc.processes import all_processes
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import Sandbox, processes
-from relax_hpc.slurm.job_lookup import job_of
-from relax_hpc.supervise.launch_records import read_mark
-from relax_hpc.supervise.requests import asked_to_stop
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.ops.observe.status import status
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.weights.node_cache import staging_root
 from tests import fault_table
 from tests.audit import audit
 from tests.late_writes import late_writes
@@ -244,7 +244,7 @@ class SlurmRun:
 
     def supervisors(self) -> list[psutil.Process]:
         """Heads that do the work, not those that watch them."""
-        heads = [p for p in self.processes() if "relax_hpc.lifecycle.head" in command(p)]
+        heads = [p for p in self.processes() if "relax_hpc.commands.head" in command(p)]
         return [p for p in heads if p.parent() and command(p.parent()) == command(p)]
 
     def incarnations(self, group: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_hpc.sandbox import Options, Sandbox, cluster, machine
+from relax_hpc.cluster.sandbox import Options, Sandbox, cluster, machine
 from tests.guardian import session_folder
 from tests.requirements import requires
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise import starts, supervisor
+from relax_hpc.cluster.supervise.command import Command
+from relax_hpc.cluster.supervise.console import Terminal
+from relax_hpc.cluster.supervise.group import Incarnation, Member
+from relax_hpc.cluster.supervise.launch_records import Launch, record
+from relax_hpc.cluster.supervise.processes import Processes
+from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import STOP_SIGNALS
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise import starts, supervisor
-from relax_hpc.supervise.command import Command
-from relax_hpc.supervise.console import Terminal
-from relax_hpc.supervise.group import Incarnation, Member
-from relax_hpc.supervise.launch_records import Launch, record
-from relax_hpc.supervise.processes import Processes
-from relax_hpc.supervise.supervisor import Outcome, Supervisor
-from relax_hpc.transfer_queue.client.status import Status
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.process import STOP_SIGNALS
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.queue.client.status import Status
 from tests.queue_helpers import make_run
 
 DEADLINE_S = 120.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics.accounting import (
+from relax_hpc.base.metrics.accounting import (
     OTHER,
     PRIORITY,
     UNFINISHED,
@@ -19,10 +19,10 @@ from relax_hpc.metrics.accounting import (
     partition,
     without,
 )
-from relax_hpc.metrics.read_spans import Span, read_processes
-from relax_hpc.metrics.shares import is_by_peer, shares_of_time, tags_of_time
-from relax_hpc.metrics.spans import KINDS, OpenSpan, Spans
-from relax_hpc.metrics.timeline import Worker, workers_of
+from relax_hpc.base.metrics.read_spans import Span, read_processes
+from relax_hpc.base.metrics.shares import is_by_peer, shares_of_time, tags_of_time
+from relax_hpc.base.metrics.spans import KINDS, OpenSpan, Spans
+from relax_hpc.base.metrics.timeline import Worker, workers_of
 
 LABELS = st.sampled_from(
     [Label(what) for what in PRIORITY[:4]] + [Label("wait", "rollout"), Label("wait", "actor")]

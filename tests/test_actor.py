@@ -16,28 +16,28 @@ from typing import Any
 import msgpack
 import pytest
 
+from relax_hpc.base.errors import DeadlineError, FencedError, RelaxError, StoppedError
+from relax_hpc.base.metrics.spans import OpenSpan
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
-from relax_hpc.metrics.spans import OpenSpan
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import Checkpoint, Claim
-from relax_hpc.transfer_queue.client.training import Training
+from relax_hpc.queue.client import Checkpoint, Claim
+from relax_hpc.queue.client.training import Training
 from tests.requirements import requires
 
 requires("torch", "megatron")
 
-from relax_hpc.checkpoint.store import CheckpointError  # noqa: E402
-from relax_hpc.models.families import spec_of  # noqa: E402
-from relax_hpc.models.flops import peak_flops  # noqa: E402
-from relax_hpc.models.qwen3 import Qwen3  # noqa: E402
-from relax_hpc.multimodal.medium import Kind  # noqa: E402
-from relax_hpc.rendezvous.channel import Channel  # noqa: E402
+from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
+from relax_hpc.net.rendezvous.channel import Channel  # noqa: E402
 from relax_hpc.roles.checkpoints import Checkpoints  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
 from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
 from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mfu_report  # noqa: E402
 from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
 from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
+from relax_hpc.training.checkpoint.store import CheckpointError  # noqa: E402
+from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.flops import peak_flops  # noqa: E402
+from relax_hpc.training.models.qwen3 import Qwen3  # noqa: E402
 from tests.media_helpers import QWEN3_VL  # noqa: E402
 
 CLAIM = Claim(5, 3, (12, 13), (), 0, 12, assignment=[[[0, 3], [1]], [[2]]])

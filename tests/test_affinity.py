@@ -15,11 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.sandbox.processes import until
+from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.srun import srun_options
+from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
 from relax_hpc.config import Config, load
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.load import dump
-from relax_hpc.errors import ConfigError
-from relax_hpc.rendezvous.affinity import (
+from relax_hpc.net.rendezvous.affinity import (
     Core,
     Rank,
     cores,
@@ -29,13 +36,6 @@ from relax_hpc.rendezvous.affinity import (
     ranks_on_a_node,
     shares,
 )
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.sandbox.processes import until
-from relax_hpc.slurm.allocation import Allocation, Place
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.srun import srun_options
-from relax_hpc.slurm.steps import StepLauncher, step_environment
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 
@@ -188,7 +188,7 @@ def test_srun_options_are_the_sites_but_for_ours() -> None:
 TAKE = """\
 import json, os, pathlib, resource, sys, time
 from relax_hpc.config import load_resolved
-from relax_hpc.rendezvous.affinity import take_share
+from relax_hpc.net.rendezvous.affinity import take_share
 folder, role = pathlib.Path(sys.argv[1]), sys.argv[2]
 before = sorted(os.sched_getaffinity(0))
 take_share(load_resolved(folder), "forward", role)

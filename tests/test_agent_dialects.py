@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from relax_hpc.data.chat import ChatTemplate
-from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.front import Reply
+from relax_hpc.net.transport.exchange import Message
+from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.front import Reply
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.history import History
-from relax_hpc.transport.exchange import Message
+from relax_hpc.rollout.episodes.history import History
 from tests.agent_helpers import TEMPLATE, TOOLS, Chats, ToldEngine, chats_fixture, rows, session_of  # noqa: F401
 from tests.gateway_helpers import gateway
 from tests.requirements import requires

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.environments.plain import clean_texts, read_plain
+from relax_hpc.environments.plain_values import clean_texts, read_plain
 from relax_hpc.rollout.agents import program as program_module
 from relax_hpc.rollout.agents.agents import _variables, _without_proxy
 from relax_hpc.rollout.agents.program import Program

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.transfer_queue.inspect.audit import Ledger
+from relax_hpc.queue.inspect.audit import Ledger
 from tests import gated_agent
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, merged, queue_rows, queue_state, running

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation
+from relax_hpc.base.versions import Version
 from relax_hpc.rollout.agents import session as session_module
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.history import History, OpenRow
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation
+from relax_hpc.rollout.episodes.history import History, OpenRow
 from tests.agent_helpers import (  # noqa: F401
     COMPLETIONS,
     TOOLS,

@@ -16,14 +16,14 @@ import pytest
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.media import PromptMedium
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
 from relax_hpc.environments.base import EnvironmentFault
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.rewards.of_environment import environment
+from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.agents.agents import Agents
-from relax_hpc.rollout.history import History
-from relax_hpc.rollout.player import Player
+from relax_hpc.rollout.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.player import Player
 from relax_hpc.rollout.samples import reward_input
 from tests.agent_helpers import (  # noqa: F401
     TOOLS,

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from relax_hpc import cuda_context
-from relax_hpc.cuda_context import has_context
-from relax_hpc.observe.status_groups import started_ahead
-from relax_hpc.rendezvous.roster import claim_incarnation, latest_incarnation
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.supervise import leftovers
-from relax_hpc.supervise.group import Member
-from relax_hpc.supervise.processes import Processes, Waiting
-from relax_hpc.supervise.requests import Request
+from relax_hpc.base import cuda_context
+from relax_hpc.base.cuda_context import has_context
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.supervise import leftovers
+from relax_hpc.cluster.supervise.group import Member
+from relax_hpc.cluster.supervise.processes import Processes, Waiting
+from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
+from relax_hpc.ops.observe.status_groups import started_ahead
 from tests.queue_helpers import make_run
 from tests.supervisor_helpers import World, world_fixture  # noqa: F401
 
@@ -201,9 +201,9 @@ def test_nothing_is_started_ahead_unless_it_is_asked_for_and_for_nobody_who_has_
 RANK = """
 import argparse, json, os, sys, threading
 from pathlib import Path
-from relax_hpc.rendezvous.process import die_with_parent, Flag
-from relax_hpc.roles import ahead
-from relax_hpc.rundir import RunDir
+from relax_hpc.net.rendezvous.process import die_with_parent, Flag
+from relax_hpc.roles import start_ahead as ahead
+from relax_hpc.base.rundir import RunDir
 die_with_parent()
 ahead._LOOK_S = 0.05
 seen = {}
@@ -319,7 +319,7 @@ def test_ranks_that_share_a_standard_input_are_told_one_by_one() -> None:
     words = [
         sys.executable,
         "-m",
-        "relax_hpc.supervise.ranks",
+        "relax_hpc.cluster.supervise.ranks",
         "2",
         "-c",
         "import os; assert os.read(0, 1)",

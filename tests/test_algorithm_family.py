@@ -33,14 +33,14 @@ from relax_hpc.algorithms import (
 )
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
 from relax_hpc.algorithms.batch import TokenBatch
-from relax_hpc.checks.files import notes
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import fields_by
 from relax_hpc.config import dump, load
 from relax_hpc.config.load import gather, load_resolved
 from relax_hpc.config.options import options
-from relax_hpc.errors import ConfigError
-from relax_hpc.fields import fields_by
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.ops.checks.files import notes
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.queue.plan import Plan
 from tests.effort import effort
 from tests.test_algorithms import NAMES, random_batch
 
@@ -596,7 +596,7 @@ def test_a_group_whose_scores_are_older_than_the_policy_is_noted(overrides, inst
         ),
         (
             {"name": "tests.test_algorithm_family:Needy"},
-            "needs field judgement of nobody, see relax_hpc.fields",
+            "needs field judgement of nobody, see relax_hpc.base.fields",
         ),
     ],
 )

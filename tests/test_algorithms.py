@@ -20,8 +20,8 @@ from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
-from relax_hpc.errors import ConfigError
-from relax_hpc.fields import loss_fields
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import loss_fields
 from relax_hpc.roles.advantages import require_finite
 from tests.effort import effort
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.cluster.slurm.allocation import VARIABLE, Allocation, Place, node_name
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.slurm.allocation import VARIABLE, Allocation, Place, node_name
 
 HET = {
     "SLURM_JOB_ID": "8",

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from relax_hpc.background import Background, in_thread
-from relax_hpc.errors import FencedError
+from relax_hpc.base.background import Background, in_thread
+from relax_hpc.base.errors import FencedError
 
 SOON_S = 60.0
 

@@ -19,30 +19,29 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
+from relax_hpc.base.metrics.first_failures import read_failures
+from relax_hpc.base.metrics.spans import Spans
+from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
-from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
-from relax_hpc.metrics.first_failures import read_failures
-from relax_hpc.metrics.spans import Spans
-from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import EOS_ID
-from relax_hpc.observe.status import status
-from relax_hpc.observe.status_view import lines as status_lines
-from relax_hpc.rendezvous.process import Flag
-from relax_hpc.rendezvous.world import World
+from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.world import World
+from relax_hpc.ops.observe.status import status
+from relax_hpc.ops.observe.status_view import lines as status_lines
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards import Reward, RewardInput
-from relax_hpc.rewards.where import InThread
-from relax_hpc.roles import replica, rollout
-from relax_hpc.roles.context import Context
-from relax_hpc.rollout import judge
+from relax_hpc.rewards.placement import InThread
+from relax_hpc.rollout import group_rewards, replica, rollout_rank
+from relax_hpc.rollout.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout.outcomes import Failure, Outcomes
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.versions import Version
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import EOS_ID
 from tests.audit import audit, read_events
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
@@ -408,7 +407,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
             with QueueClient(run, config, "rollout", incarnation) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout.run(
+                rollout_rank.run(
                     Context(
                         run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()
                     )
@@ -422,7 +421,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 def use_reward(monkeypatch: pytest.MonkeyPatch, reward: Reward) -> None:
     """Have the role compute it, in its threads."""
     monkeypatch.setattr(
-        judge, "make_rewards", lambda name, workers, limit_s, *about: InThread(reward, limit_s)
+        group_rewards,
+        "make_rewards",
+        lambda name, workers, limit_s, *about: InThread(reward, limit_s),
     )
 
 

@@ -19,13 +19,13 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.metrics.read_spans import Process, Span
 from relax_hpc.config import load
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.metrics.read_spans import Process, Span
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transport.proof import MAX_UNPROVEN
+from relax_hpc.net.transport.proof import MAX_UNPROVEN
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.queue.client import QueueClient
 from tests.model_files import model_directory
 from tests.queue_helpers import in_thread, make_run, small
 from tests.turns_helpers import Drawing, backend, player, tokenizer_of

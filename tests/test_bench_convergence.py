@@ -14,11 +14,11 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.metrics.writer import METRICS_FILE
 from relax_hpc.config import load
-from relax_hpc.config.read import parse_yaml
 from relax_hpc.config.schema import Config
-from relax_hpc.metrics.writer import METRICS_FILE
+from relax_hpc.config.yaml_files import parse_yaml
+from relax_hpc.ops.checks.settings import check
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def test_a_wrong_word_ends_it_before_anything_starts(bench, words, capsys):
 
 
 def test_settings_make_a_run(bench, tmp_path):
+    from relax_hpc.cluster.slurm.layout import components
     from relax_hpc.config import load
-    from relax_hpc.slurm.layout import components
 
     for layout in ("het", "jobs"):
         path = tmp_path / f"{layout}.yaml"

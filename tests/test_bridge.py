@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.tokenizer import Tokenizer as ProjectTokenizer
 from relax_hpc.environments.base import Message
-from relax_hpc.rollout.bridge import Bridge
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
 from tests.effort import effort
 from tests.turns_helpers import SPECIAL, backend, template, tokenizer_of
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.training import parallel
+from relax_hpc.training.models.packs import PackSplit, Places
 from tests.effort import effort
 from tests.requirements import DEVICE, requires
 
@@ -43,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def of_pack(lengths: list[int], *parts: Tensor) -> Tensor:
     """Rows of `lengths` one after the other: [t, 1, heads, dim] each -> [t, 1, heads * dim]."""
     parallel.import_libraries(DEVICE, 0)
-    from relax_hpc.models.attention import CausalAttention
+    from relax_hpc.training.models.attention import CausalAttention
 
     rows = Places.of(lengths, PackSplit()).rows(0, DEVICE)
     return CausalAttention(SimpleNamespace(context_parallel_size=1))(*parts, packed_seq_params=rows)

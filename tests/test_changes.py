@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import Config, dump, load, load_resolved
 from relax_hpc.config.changes import add_change, change_files, retire_changes
-from relax_hpc.errors import ConfigError
-from relax_hpc.rundir import RunDir
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc import tasks
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.load import load
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
 from relax_hpc.data import chat
@@ -22,10 +22,10 @@ from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments.tools import tools_of
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.workers.blocking import BlockingWorker
-from relax_hpc.workers.process import ATTEMPTS
+from relax_hpc.net.workers.blocking import BlockingWorker
+from relax_hpc.net.workers.process import ATTEMPTS
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
 
@@ -73,7 +73,7 @@ def texts(
 
 def test_messages_are_rendered_as_transformers_renders_them(model: Path, tmp_path: Path) -> None:
     requires("transformers")
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoTokenizer

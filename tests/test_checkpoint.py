@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from relax_hpc import host_memory
-from relax_hpc.checkpoint import saver, store
-from relax_hpc.checkpoint.saver import Saver
-from relax_hpc.disk import WAITS
-from relax_hpc.errors import ConfigError, DeadlineError, FencedError, NoProgressError
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.base import host_memory
+from relax_hpc.base.disk_waits import WAITS
+from relax_hpc.base.errors import ConfigError, DeadlineError, FencedError, NoProgressError
+from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import adam
+from relax_hpc.training.checkpoint import saver, store
+from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.trainer import Trainer
 from tests.effort import effort
 from tests.killed_saves import POINTS

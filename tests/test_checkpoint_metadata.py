@@ -21,10 +21,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
-from relax_hpc.checkpoint.store import MARKER
-from relax_hpc.cli.program import main
+from relax_hpc.commands.program import main
 from relax_hpc.convert.metadata import UnknownEntryError, read_metadata
 from relax_hpc.convert.torch_dist import METADATA
+from relax_hpc.training.checkpoint.store import MARKER
 from tests.convert_helpers import DENSE, content, model, to
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from relax_hpc import __version__
-from relax_hpc.cli.program import COMMANDS, commands, main, parser_of
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_NO_PROGRESS, NoProgressError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.program import COMMANDS, commands, main, parser_of
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.changes import add_change
 from relax_hpc.config.options import options
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_NO_PROGRESS, NoProgressError
-from relax_hpc.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "runs" / "quickstart.yaml")
@@ -129,7 +129,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, bool]]:
     calls: list[tuple[Config, bool]] = []
     replace(
         monkeypatch,
-        "relax_hpc.lifecycle.local",
+        "relax_hpc.commands.local",
         run=lambda config, resume: calls.append((config, resume)) or 0,
     )
     return calls
@@ -291,8 +291,8 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         "lifecycle.scale",
     ):
         replace(monkeypatch, f"relax_hpc.{name}", main=take)
-    replace(monkeypatch, "relax_hpc.doctor.doctor", main=take)
-    monkeypatch.setattr("relax_hpc.sandbox.command.main", take)
+    replace(monkeypatch, "relax_hpc.ops.doctor.doctor", main=take)
+    monkeypatch.setattr("relax_hpc.cluster.sandbox.command.main", take)
     calls: list[tuple[list[str], tuple[Any, ...]]] = [
         (
             ["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"],
@@ -322,7 +322,7 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resubmit_passes_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relax_hpc.lifecycle import resubmit
+    from relax_hpc.commands import resubmit
 
     seen: list[Any] = []
     monkeypatch.setattr(resubmit, "main", lambda *args: seen.append(args) or 0)
@@ -360,8 +360,8 @@ def test_a_run_is_resumed_as_it_was_started(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from relax_hpc.lifecycle import submit as submit_module
-    from relax_hpc.slurm import job_lookup
+    from relax_hpc.cluster.slurm import job_lookup
+    from relax_hpc.commands import submit as submit_module
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
@@ -397,7 +397,7 @@ def test_exit_codes(
     def fail(*_: Any) -> int:
         raise error
 
-    replace(monkeypatch, "relax_hpc.observe.status_view", main=fail)
+    replace(monkeypatch, "relax_hpc.ops.observe.status_view", main=fail)
     assert main(["status", "a"]) == code
     assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
 
@@ -507,7 +507,7 @@ def test_help_of_run_documents_the_fields() -> None:
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["check", "--config", QUICKSTART]])
 def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys; from relax_hpc.cli.program import main\n"
+        "import sys; from relax_hpc.commands.program import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'msgpack', 'matplotlib', 'transformers', 'h5py') if "

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli.program import main
-from relax_hpc.errors import EXIT_CONFIG, EXIT_RETRY
-from relax_hpc.lifecycle import resubmit, stop
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.job_lookup import own_job
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise import requests
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_RETRY
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.job_lookup import own_job
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.commands import resubmit, stop
+from relax_hpc.commands.program import main
 from tests.command_helpers import (  # noqa: F401
     Supervisors,
     begin,

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 import relax_hpc
-from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.protocol import PROTOCOL
+from relax_hpc.base.errors import EXIT_CONFIG
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.protocol import PROTOCOL
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, merged, running

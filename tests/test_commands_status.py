@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
+from relax_hpc.base.log_rotation import cut_log
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.commands.program import main
 from relax_hpc.config import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
-from relax_hpc.observe import listing, logs
-from relax_hpc.observe.status import status
-from relax_hpc.observe.status_view import lines
-from relax_hpc.parts import cut_log
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.signs import say
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise import requests
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.life_signs import say
+from relax_hpc.ops.observe import listing, logs
+from relax_hpc.ops.observe.status import status
+from relax_hpc.ops.observe.status_view import lines
 from tests.command_helpers import (  # noqa: F401
     GROUPS,
     begin,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.base.packaged_configs import configs_folder, find_config, packaged_configs
 from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
-from relax_hpc.config.clean import REMOVED, clean, keys
+from relax_hpc.config.layer_validation import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
-from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.packaged_configs import configs_folder, find_config, packaged_configs
+from relax_hpc.config.yaml_files import MAX_BYTES, dump_yaml, parse_yaml
 from tests.effort import effort
 from tests.run_helpers import QUICKSTART
 

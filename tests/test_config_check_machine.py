@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
+from relax_hpc.ops.checks.settings import check, check_request
 from tests.run_helpers import QUICKSTART
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from relax_hpc.checks import files
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.weight_files import weight_files
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.convert.hf_tensors import HfTensors
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import SafetensorFiles
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.weight_files import weight_files
+from relax_hpc.ops.checks import files
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import SafetensorFiles
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.check_helpers import SEEING_EXPERTS, model_findings
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART

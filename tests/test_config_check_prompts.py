@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks import files
-from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data import row_files
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.ops.checks import files
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.check_helpers import model_findings
 from tests.model_files import model_directory
 

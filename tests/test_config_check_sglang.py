@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.settings import check
 from relax_hpc.config import load
-from relax_hpc.engines.sglang import flags
-from relax_hpc.engines.sglang.arguments import server_arguments
-from relax_hpc.engines.sglang.flags import check_flags
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.rollout.engines.sglang import flags
+from relax_hpc.rollout.engines.sglang.arguments import server_arguments
+from relax_hpc.rollout.engines.sglang.flags import check_flags
 from tests.check_helpers import EXPERTS, same_fields  # noqa: F401
 from tests.requirements import requires
 from tests.run_helpers import QUICKSTART

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.run_setup import FIXED, check_resumable
 from relax_hpc.config import dump, load
 from relax_hpc.config.differences import differences
 from relax_hpc.config.options import options
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
-from relax_hpc.lifecycle.establish import FIXED, check_resumable
-from relax_hpc.rundir import RunDir
 
 LEAVES = [option.key for option in options() if option.key.partition(".")[0] in FIXED]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.checkpoint.store import MARKER, checksum
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.protocol import RUN_FORMAT
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.program import main
 from relax_hpc.convert import workspace
-from relax_hpc.errors import RelaxError
-from relax_hpc.protocol import RUN_FORMAT
-from relax_hpc.rundir import RunDir
+from relax_hpc.training.checkpoint.store import MARKER, checksum
 from tests.convert_helpers import DENSE, MIXED, bounded_data, content, in_child, kill_at, model, to
 
 FORMS: dict[str, tuple[dict, dict[str, Any]]] = {

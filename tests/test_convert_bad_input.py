@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax_hpc.checkpoint.store import MARKER
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.commands.program import main
 from relax_hpc.convert.torch_dist import METADATA
-from relax_hpc.errors import ConfigError
+from relax_hpc.training.checkpoint.store import MARKER
 from tests.convert_helpers import DENSE, MIXED, content, model, to
 
 WEIGHTS = "model.safetensors"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.commands.program import main
 from relax_hpc.convert import job as conversion_job
 from relax_hpc.convert.conversion import Request
 from relax_hpc.convert.job import ConversionJob, JobOptions, submit
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.sandbox import Sandbox
 from tests.convert_helpers import DENSE, content, model, to
 from tests.fake_slurm import FakeSlurm
 

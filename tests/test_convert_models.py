@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax_hpc.checkpoint import store
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.commands.program import main
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert import verify
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import FAMILIES, spec_of
-from relax_hpc.models.hf_files import SafetensorFiles, read_config
+from relax_hpc.training.checkpoint import store
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.training.models.families import FAMILIES, spec_of
+from relax_hpc.training.models.hf_files import SafetensorFiles, read_config
 from tests.biased_family import BIASED, Qwen2
 from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES

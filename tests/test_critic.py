@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, TinyModelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.queue.client import Claim
+from relax_hpc.queue.inspect.audit import journal_records
 from relax_hpc.roles.critic import Values
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.inspect.audit import journal_records
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.audit import audit
 from tests.convert_helpers import to
 from tests.engine_helpers import reference_model

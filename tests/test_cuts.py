@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from relax_hpc.transfer_queue.controller.messages import Refused
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.messages import Refused
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.queue_helpers import small
 from tests.queue_machine import WorldMachine, searched
 from tests.queue_world import GROUPS, World, contents

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from relax_hpc.engines.deadline import Silence
-from relax_hpc.models.sizes import read_seconds
+from relax_hpc.base.model_sizes import read_seconds
+from relax_hpc.rollout.engines.deadline import Silence
 from tests.virtual_clock import run_on_a_clock
 
 

@@ -19,19 +19,19 @@ from typing import Any
 
 import pytest
 
-from relax_hpc import disk
-from relax_hpc.cli.program import main
-from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, FencedError, RelaxError
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rundir import write_atomic
-from relax_hpc.supervise import disk_watch
-from relax_hpc.supervise.disk_watch import DiskWatch
-from relax_hpc.supervise.supervisor import Supervisor
-from relax_hpc.transfer_queue.controller.journal import Journal
-from relax_hpc.transfer_queue.controller.journal import _read as journal_frames
-from relax_hpc.transfer_queue.storage.media import MediaStore
-from relax_hpc.versions import Version
+from relax_hpc.base import disk_waits
+from relax_hpc.base.disk_waits import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
+from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY, FencedError, RelaxError
+from relax_hpc.base.rundir import write_atomic
+from relax_hpc.base.versions import Version
+from relax_hpc.cluster.supervise import disk_watch
+from relax_hpc.cluster.supervise.disk_watch import DiskWatch
+from relax_hpc.cluster.supervise.supervisor import Supervisor
+from relax_hpc.commands.program import main
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.queue.controller.journal import Journal
+from relax_hpc.queue.controller.journal import _read as journal_frames
+from relax_hpc.queue.storage.media import MediaStore
 from tests.effort import effort
 from tests.queue_helpers import (
     BUDGET,
@@ -54,7 +54,7 @@ SYNCS = ("fsync", "fdatasync")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LATEST_S", 0.1)
+    monkeypatch.setattr(disk_waits, "_LATEST_S", 0.1)
 
 
 class Failing:
@@ -131,7 +131,7 @@ def test_other_errors_are_raised_at_once_and_nothing_waits_for_ever(
     ends = iter([False, False, True])
     with pytest.raises(OSError, match="no"):
         patiently(tmp_path, write(errno.ENOSPC), until=lambda: next(ends))
-    monkeypatch.setattr(disk, "_GRACE_S", 0.0)
+    monkeypatch.setattr(disk_waits, "_GRACE_S", 0.0)
     monkeypatch.setattr(WAITS, "limit_s", 0.3)
     with pytest.raises(OSError, match="no"):
         patiently(tmp_path, write(errno.ENOSPC))
@@ -151,7 +151,7 @@ def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monke
         lines.write(line)
         lines.flush()
     assert WAITS.longest()["loose"] and lines.dropped == 0
-    monkeypatch.setattr(disk, "_KEPT_BYTES", 4)
+    monkeypatch.setattr(disk_waits, "_KEPT_BYTES", 4)
     lines.write(b"too much\n")
     assert lines.dropped == 9
     failing.on = False
@@ -164,11 +164,11 @@ def test_a_wait_that_nobody_tries_again_is_over(tmp_path: Path, monkeypatch) -> 
     again."""
     WAITS.begin(tmp_path / "spans", OSError(errno.ENOSPC, "full"), loose=True)
     WAITS.begin(tmp_path / "queue", OSError(errno.ENOSPC, "full"))
-    monkeypatch.setattr(disk, "_LOOSE_S", 0.0)
+    monkeypatch.setattr(disk_waits, "_LOOSE_S", 0.0)
     assert WAITS.longest()["path"] == str(tmp_path / "queue"), "somebody waits for it"
     WAITS.end(tmp_path / "queue")
     assert WAITS and WAITS.longest() == {}
-    monkeypatch.setattr(disk, "_LOOSE_S", 60.0)
+    monkeypatch.setattr(disk_waits, "_LOOSE_S", 60.0)
     assert WAITS.longest()["path"] == str(tmp_path / "spans")
     WAITS.end(tmp_path / "spans")
 
@@ -234,7 +234,9 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
     with small_disk(tmp_path / "disk") as full:
         log = full.folder / "log"
         log.write_bytes(b"x" * 4094 + b"\n")
-        printed = io.BufferedWriter(disk._Printed(os.open(log, os.O_APPEND | os.O_WRONLY), "wb"))
+        printed = io.BufferedWriter(
+            disk_waits._Printed(os.open(log, os.O_APPEND | os.O_WRONLY), "wb")
+        )
         full.fill()
         for line in (b"one\n", b"two\n"):
             printed.write(line)
@@ -249,7 +251,7 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
 def test_what_is_printed_ends_nothing(block: str) -> None:
     """On a real device that is always full; commands neutralise what they print."""
     program = (
-        "from relax_hpc.disk import keep_printing; from relax_hpc.terminal_text import "
+        "from relax_hpc.base.disk_waits import keep_printing; from relax_hpc.base.terminal_text import "
         "harmless_output\n"
     )
     program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"
@@ -331,7 +333,7 @@ def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return 2
 
-    monkeypatch.setattr("relax_hpc.supervise.supervisor.latest_incarnation", incarnations)
+    monkeypatch.setattr("relax_hpc.cluster.supervise.supervisor.latest_incarnation", incarnations)
     run = make_run(tmp_path / "run")
     watch = DiskWatch(run, 60.0, lines.append)
     supervisor = SimpleNamespace(
@@ -493,7 +495,7 @@ def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int)
             raise OSError(number, "full")
         path.write_text("{}")
 
-    monkeypatch.setattr("relax_hpc.rendezvous.exit_mark.write_json", write)
+    monkeypatch.setattr("relax_hpc.net.rendezvous.exit_mark.write_json", write)
     leave_mark(tmp_path / "mark")
     assert (tmp_path / "mark").exists() and not WAITS
     full += [1] * 1000

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Distill, Grpo
 from relax_hpc.algorithms.base import CorrectionConfig, OverlongConfig
 from relax_hpc.algorithms.batch import TokenBatch
-from relax_hpc.checks.model_files import spec_at
-from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.plan.plan import own_spec
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.ops.checks.model_files import spec_at
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.ops.plan.plan import own_spec
+from relax_hpc.queue.plan import Plan
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, merged, queue_rows, running, trained_steps

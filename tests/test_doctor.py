@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.doctor import cluster, deep, doctor, host, job
-from relax_hpc.doctor.doctor import diagnose
-from relax_hpc.doctor.planes import judge_planes
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.transport.plane_check import Trial
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.net.transport.plane_check import Trial
+from relax_hpc.ops.doctor import cluster, deep, doctor, host, job
+from relax_hpc.ops.doctor.doctor import diagnose
+from relax_hpc.ops.doctor.planes import judge_planes
 from tests.doctor_helpers import bad, expect, fake_fixture, group, make, site  # noqa: F401
 from tests.fake_slurm import FakeSlurm
 from tests.requirements import requires

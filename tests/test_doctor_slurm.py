@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.doctor.doctor import diagnose
-from relax_hpc.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.ops.doctor.doctor import diagnose
 from tests.doctor_helpers import bad, expect, fake_fixture, group, make, site  # noqa: F401
 from tests.fake_slurm import CONFIG, PARTITION, FakeSlurm
 from tests.requirements import requires

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import load
-from relax_hpc.doctor.modules import check_staging
+from relax_hpc.ops.doctor.modules import check_staging
 from tests.model_files import model_directory
 
 OLD_TCL = (

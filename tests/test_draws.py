@@ -15,11 +15,11 @@ requires("torch")
 
 import torch  # noqa: E402
 
-from relax_hpc.engines import make_engine  # noqa: E402
-from relax_hpc.engines.draws import keyed_uniform, sample_token  # noqa: E402
-from relax_hpc.engines.engine import GenerateRequest, Sampling  # noqa: E402
-from relax_hpc.errors import ConfigError  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.base.errors import ConfigError  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.rollout.engines import make_engine  # noqa: E402
+from relax_hpc.rollout.engines.engine import GenerateRequest, Sampling  # noqa: E402
+from relax_hpc.rollout.engines.seeded_draws import keyed_uniform, sample_token  # noqa: E402
 from tests.engine_helpers import error_against, make_config, make_model  # noqa: E402
 
 

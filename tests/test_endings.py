@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.job_endings import give_back, heed_user, is_cancelled
+from relax_hpc.cluster.slurm.orphans import Bereft, Orphan
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise.launch_records import Launch, record
+from relax_hpc.cluster.supervise.requests import asked_to_stop
 from relax_hpc.config import Config
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.endings import give_back, heed_user, is_cancelled
-from relax_hpc.slurm.orphans import Bereft, Orphan
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise.launch_records import Launch, record
-from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.fake_slurm import FakeSlurm
 
 ENDING = "JobState=COMPLETING Reason=None Restarts=0 ExitCode=0:0"

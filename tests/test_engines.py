@@ -21,11 +21,14 @@ requires("sglang", "torch", "transformers")
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
+from relax_hpc.base.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
 from relax_hpc.data.tokenizer import load_tokenizer  # noqa: E402
-from relax_hpc.engines import make_engine  # noqa: E402
-from relax_hpc.engines.draws import cut  # noqa: E402
-from relax_hpc.engines.engine import (  # noqa: E402
+from relax_hpc.rewards import RewardError, RewardInput, Scores, get_reward  # noqa: E402
+from relax_hpc.rewards.scoring import scores_soon  # noqa: E402
+from relax_hpc.rollout.engines import make_engine  # noqa: E402
+from relax_hpc.rollout.engines.engine import (  # noqa: E402
     Draft,
     Engine,
     EngineFault,
@@ -33,15 +36,12 @@ from relax_hpc.engines.engine import (  # noqa: E402
     Generation,
     Sampling,
 )
-from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
-from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
-from relax_hpc.models.families import spec_of  # noqa: E402
-from relax_hpc.models.hf_files import read_config  # noqa: E402
-from relax_hpc.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
-from relax_hpc.rewards import RewardError, RewardInput, Scores, get_reward  # noqa: E402
-from relax_hpc.rewards.ask import scores_soon  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
-from relax_hpc.weights.slab import MARK  # noqa: E402
+from relax_hpc.rollout.engines.seeded_draws import cut  # noqa: E402
+from relax_hpc.rollout.engines.sglang.client import SglangClient  # noqa: E402
+from relax_hpc.rollout.engines.transformers_engine import load_weights  # noqa: E402
+from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.hf_files import read_config  # noqa: E402
+from relax_hpc.training.weights.slab import MARK  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
     error_against,
     make_config,

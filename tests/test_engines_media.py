@@ -18,17 +18,17 @@ requires("sglang", "torch", "transformers")
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from relax_hpc.base.routes import NAME, RouteShape  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.data.media import PromptMedium  # noqa: E402
-from relax_hpc.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
-from relax_hpc.models.families import spec_of  # noqa: E402
-from relax_hpc.models.hf_files import read_config  # noqa: E402
-from relax_hpc.models.stored_pieces import by_piece  # noqa: E402
-from relax_hpc.multimodal.medium import Kind  # noqa: E402
+from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
+from relax_hpc.queue.storage.media import check_media, placeholders_of  # noqa: E402
+from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
 from relax_hpc.rollout.samples import rows_of  # noqa: E402
-from relax_hpc.routes import NAME, RouteShape  # noqa: E402
-from relax_hpc.transfer_queue.storage.media import check_media, placeholders_of  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
-from relax_hpc.weights.version_files import copy_small  # noqa: E402
+from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.hf_files import read_config  # noqa: E402
+from relax_hpc.training.models.stored_pieces import by_piece  # noqa: E402
+from relax_hpc.training.weights.version_files import copy_small  # noqa: E402
 from tests.engine_helpers import make_slab  # noqa: E402
 from tests.media_engine import (  # noqa: E402
     CLOSE,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments import environment_class
 from relax_hpc.environments.base import Beginning, Environment, Response
-from relax_hpc.errors import ConfigError
 from tests.requirements import requires
 
 requires("gymnasium")

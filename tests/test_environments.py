@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments import process as process_module
 from relax_hpc.environments.base import (
     Context,
@@ -26,7 +27,6 @@ from relax_hpc.environments.base import (
 )
 from relax_hpc.environments.host import Environments, Session
 from relax_hpc.environments.wire import checked_step, step_to_wire
-from relax_hpc.errors import ConfigError
 from tests import hostile_environments
 from tests.environment_helpers import HOSTILE, LIMIT_S, beginning, play, text_of, with_host
 from tests.hostile_environments import BAD_STEPS, WELL
@@ -231,7 +231,7 @@ def test_what_can_work_in_no_episode_is_said_as_a_mistake_of_the_configuration()
             "environment.options: Hostile is not made with them: .*unexpected keyword",
         ),
         ("tool", {}, "environment.kind: found 'tool', allowed .*did you mean 'tools'"),
-        ("relax_hpc.errors:ConfigError", {}, "found no class derived from"),
+        ("relax_hpc.base.errors:ConfigError", {}, "found no class derived from"),
         ("relax_hpc.environments.base:Environment", {}, "found a class without step; give it that"),
     ],
 )

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Gspo, ReinforcePP
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
+from relax_hpc.base.errors import RefusedError
+from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
+from relax_hpc.base.versions import Version
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import (
+from relax_hpc.queue.client.summary import summarise
+from relax_hpc.queue.row_ids import ids_of, place_of, row_id, ticket_of
+from relax_hpc.queue.row_schema import Row, by_prompt, sampled_versions
+from relax_hpc.roles.advantages import advantages_of
+from relax_hpc.roles.step_report import Tally
+from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Episode,
     EpisodeRow,
@@ -24,18 +32,10 @@ from relax_hpc.engines.engine import (
     Generation,
     Sampling,
 )
-from relax_hpc.errors import RefusedError
-from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
-from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.roles.step_report import Tally
-from relax_hpc.rollout.episodes import play
+from relax_hpc.rollout.episodes.play import play
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.samples import group_rows, leave_older_out, reward_input
 from relax_hpc.tasks import Task
-from relax_hpc.transfer_queue.client.summary import summarise
-from relax_hpc.transfer_queue.row_ids import ids_of, place_of, row_id, ticket_of
-from relax_hpc.transfer_queue.row_schema import Row, by_prompt, sampled_versions
-from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.requirements import requires
 

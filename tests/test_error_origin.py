@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.error_origin import NO_ORIGIN, describe_with_location, locate, shorten
-from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.first_failures import (
+from relax_hpc.base.error_origin import NO_ORIGIN, describe_with_location, locate, shorten
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.metrics.first_failures import (
     FAILURES_FILE,
     FailureWriter,
     FirstFailure,
     read_failures,
 )
-from relax_hpc.named import named
+from relax_hpc.base.plugins import named
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.choice import multiple_choice
+from relax_hpc.rewards.scoring import scores
 from tests.requirements import PACKAGE
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.config.schema import EvalConfig, TinyModelConfig
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.queue.inspect.audit import audit, read_events
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rollout.evaluation import Tally, pass_at
 from relax_hpc.rollout.sample_log import read_samples
-from relax_hpc.transfer_queue.inspect.audit import audit, read_events
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, SMALL, merged, running, trained_steps
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc import disk
-from relax_hpc.parts import parts_of
-from relax_hpc.transfer_queue.controller import eventlog
-from relax_hpc.transfer_queue.controller.eventlog import EventLog, Extent, event_lines
+from relax_hpc.base import disk_waits
+from relax_hpc.base.log_rotation import parts_of
+from relax_hpc.queue.controller import eventlog
+from relax_hpc.queue.controller.eventlog import EventLog, Extent, event_lines
 from tests.effort import effort
 
 
@@ -67,8 +67,8 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monk
     for module, name, value in (
         (eventlog, "_CHUNK_BYTES", 16),
         (eventlog, "_AGAIN_S", 0.0),
-        (disk, "_KEPT_BYTES", 64),
-        (disk, "_SOONEST_S", 0.0),
+        (disk_waits, "_KEPT_BYTES", 64),
+        (disk_waits, "_SOONEST_S", 0.0),
     ):
         monkeypatch.setattr(module, name, value)
     path, write, fails = tmp_path / "events.jsonl", os.write, [True] * 5

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.examples import Example, Learned, rules_of
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.requirements import requires
 
 requires("torch")
@@ -86,7 +86,7 @@ def learned(tokenizer: Tokenizer, one: Learned) -> list[str]:
 
 def test_what_the_assistant_says_is_learned_as_transformers_masks_it(model: Path) -> None:
     requires("transformers")
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoTokenizer

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import FAMILIES, HARMLESS, problems, spec_of, understood
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.training.models.families import FAMILIES, HARMLESS, problems, spec_of, understood
 from tests.effort import effort
 from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
 

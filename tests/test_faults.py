@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base.errors import EXIT_NO_PROGRESS
+from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import (

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc import fields
-from relax_hpc.fields import FieldSpec, as_markdown
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.row_schema import BadRow
-from relax_hpc.transfer_queue.storage.columns import columns_of
-from relax_hpc.transfer_queue.storage.hdf5 import read
-from relax_hpc.transfer_queue.storage.hdf5_writer import write
-from relax_hpc.transfer_queue.storage.shard import pack, unpack
-from relax_hpc.versions import Version
+from relax_hpc.base import fields
+from relax_hpc.base.fields import FieldSpec, as_markdown
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.row_schema import BadRow
+from relax_hpc.queue.storage.columns import columns_of
+from relax_hpc.queue.storage.hdf5 import read
+from relax_hpc.queue.storage.hdf5_writer import write
+from relax_hpc.queue.storage.shard import pack, unpack
 from tests.queue_helpers import rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def test_every_field_is_explained_in_the_docs() -> None:
     told = (ROOT / "docs/reference/fields.md").read_text()
     table = "\n".join(as_markdown())
     assert table in told, (
-        "the table in docs/reference/fields.md is not that of relax_hpc/fields.py, which is "
+        "the table in docs/reference/fields.md is not that of relax_hpc/base/fields.py, which is "
         f"now\n{table}"
     )
 
@@ -49,7 +49,7 @@ def test_what_is_new_in_a_table_is_known_everywhere(tmp_path: Path, what: str) -
 LOAD = """
 import sys
 from relax_hpc.config.load import load
-from relax_hpc.fields import FIELDS
+from relax_hpc.base.fields import FIELDS
 
 load([], {"rollout.engine.kind": sys.argv[1]})
 print("routes" in FIELDS, "torch" in sys.modules)
@@ -60,7 +60,7 @@ print("routes" in FIELDS, "torch" in sys.modules)
 def test_a_built_in_engine_declares_its_fields_in_its_class(kind: str) -> None:
     """As a plug-in does. The library of an engine without fields is not imported for that."""
     register = (
-        "from relax_hpc import engine_classes\n"
+        "from relax_hpc.base import engine_classes\n"
         "engine_classes.ENGINE_CLASSES['built_in'] = 'tests.routes_engine:RoutesEngine'"
     )
     command = [sys.executable, "-c", register + LOAD, kind]
@@ -71,9 +71,9 @@ def test_a_built_in_engine_declares_its_fields_in_its_class(kind: str) -> None:
 
 INHERITED = """
 import sys
-from relax_hpc import engine_classes
+from relax_hpc.base import engine_classes
 from relax_hpc.config.load import load
-from relax_hpc.engines import make_engine
+from relax_hpc.rollout.engines import make_engine
 
 engine_classes.ENGINE_CLASSES["derived"] = "derived_engine:DerivedEngine"
 make_engine(load([], {"rollout.engine.kind": "derived"}), 0, None, None, None)

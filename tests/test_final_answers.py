@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.checks.rewards import check_rewards
 from relax_hpc.config.load import load
+from relax_hpc.ops.checks.rewards import check_rewards
 from relax_hpc.rewards import RewardError, RewardInput, Score, get_reward
-from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.number_text import read_number
+from relax_hpc.rewards.scoring import scores
 from tests.answer_helpers import ANYTHING, EXAMPLES, no_process_left_fixture, safe, total  # noqa: F401
 from tests.effort import effort
 from tests.requirements import requires

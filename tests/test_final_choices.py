@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relax_hpc.rewards import REWARDS, RewardError, RewardInput, get_reward
-from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.final_answer import boxed, without_thoughts
+from relax_hpc.rewards.scoring import scores
 from tests.answer_helpers import ANYTHING, EXAMPLES, no_process_left_fixture, safe, total  # noqa: F401
 from tests.requirements import requires
 

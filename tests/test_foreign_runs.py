@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump, load
-from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.rundir import RunDir
 from tests.guardian import remove_folder
 from tests.plain_user import PlainUser, plain_user
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.root
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 PROGRAM = """
 import contextlib, io, json, sys
-from relax_hpc.cli.program import main
+from relax_hpc.commands.program import main
 
 for argv in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from relax_hpc.base.metrics.spans import OpenSpan
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
-from relax_hpc.metrics.spans import OpenSpan
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.client import Claim
+from relax_hpc.queue.client.plane_log import Ways
 from relax_hpc.roles import forward
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.client.ways import Ways
-from relax_hpc.versions import Version
-from relax_hpc.weights.subscriber import NOTHING, News
+from relax_hpc.training.weights.subscriber import NOTHING, News
 
 SPAN = OpenSpan("wait", None, "", ("", ""), 0.0, 0.0)
 

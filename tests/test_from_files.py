@@ -18,27 +18,27 @@ from torch.nn.functional import cross_entropy
 from relax_hpc.algorithms import Dpo, Sft
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import mean_metrics
-from relax_hpc.checks.settings import check
-from relax_hpc.cli.program import main
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.metrics.tags import declared
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
 from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.examples.tasks.sort_digits import SortDigitPairs
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.metrics.tags import declared
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.queue.plan import Plan
 from relax_hpc.roles.data import rows_of
 from relax_hpc.rollout.samples import PromptSource
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_train
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.versions import Version
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import SMALL, Running, queue_rows, running

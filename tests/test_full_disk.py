@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.observe.status import status
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.errors import EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.ops.observe.status import status
 from tests.audit import audit
 from tests.effort import effort
 from tests.requirements import requires

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from relax_hpc.algorithms import Sft
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 from tests.requirements import DEVICE, requires
 from tests.test_training_logprobs import OneRank, inputs
 from tests.training_helpers import (  # noqa: F401
@@ -37,7 +37,7 @@ from tests.training_helpers import (  # noqa: F401
 
 requires("triton", "megatron")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
-from relax_hpc.models.layer_spec import RMSNorm  # noqa: E402
+from relax_hpc.training.models.layer_spec import RMSNorm  # noqa: E402
 
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -61,7 +61,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (7, 48), (600, 16), (3, 5000)])
 def test_norm(rows: int, columns: int):
-    from relax_hpc.models import triton_layers
+    from relax_hpc.training.models import triton_layers
 
     def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return triton_layers._RMSNorm.apply(x, weight, 1e-6)
@@ -79,7 +79,7 @@ def test_norm(rows: int, columns: int):
 def test_rotary(s: int, b: int, heads: int, dim: int):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    from relax_hpc.models import triton_layers
+    from relax_hpc.training.models import triton_layers
 
     # The last of them far on, where a sine of low precision would be of no use.
     angles = torch.cat([torch.arange(s - 1), torch.tensor([131071])])[
@@ -99,7 +99,7 @@ def test_rotary(s: int, b: int, heads: int, dim: int):
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 3, 34), (70, 2, 128)])
 def test_gated_activation(shape: tuple[int, ...]):
-    from relax_hpc.models import triton_layers
+    from relax_hpc.training.models import triton_layers
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
@@ -255,8 +255,8 @@ def wrong_fixture(
 ) -> tuple[Kernels, str]:
     """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers
     have its name."""
-    from relax_hpc.models import hf_mapping, kernels, megatron, triton_layers
     from relax_hpc.training import triton_logprobs
+    from relax_hpc.training.models import hf_mapping, kernels, megatron, triton_layers
 
     if request.param == "te norm":
         monkeypatch.setattr(kernels, "prepare", lambda *_: None)
@@ -291,7 +291,7 @@ class WrongNorm(RMSNorm):
 
 def te_with(norm: type[RMSNorm], config: Any, kernels: Kernels) -> Any:
     """Plain layers, of which those of ``te`` have another norm."""
-    from relax_hpc.models.layer_spec import layer_spec
+    from relax_hpc.training.models.layer_spec import layer_spec
 
     block = layer_spec(config, "plain")
     if kernels == "te":

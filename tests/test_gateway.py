@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.forward import Forwarder
-from relax_hpc.gateway.front import MOST_BYTES, Reply, key_of
-from relax_hpc.gateway.place import purpose_of
-from relax_hpc.transport.exchange import Exchange, Gone, Message, TooLarge
-from relax_hpc.transport.sockets import connect
-from relax_hpc.transport.wire import BadMessage, pack
+from relax_hpc.net.transport.exchange import Exchange, Gone, Message, TooLarge
+from relax_hpc.net.transport.sockets import connect
+from relax_hpc.net.transport.wire import BadMessage, pack
+from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.forward import Forwarder
+from relax_hpc.rollout.agents.gateway.front import MOST_BYTES, Reply, key_of
+from relax_hpc.rollout.agents.gateway.place import purpose_of
 from tests.gateway_helpers import LIMIT_S, gateway
 
 
@@ -272,7 +272,7 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
             command = [
                 sys.executable,
                 "-m",
-                "relax_hpc.gateway.forward",
+                "relax_hpc.rollout.agents.gateway.forward",
                 "--run_dir",
                 str(there.run.root),
             ]
@@ -298,7 +298,7 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
 
 def test_neither_gateway_nor_forwarder_imports_torch() -> None:
     code = (
-        "import sys, relax_hpc.roles.gateway, relax_hpc.gateway.forward; sys.exit('torch' in "
+        "import sys, relax_hpc.roles.gateway, relax_hpc.rollout.agents.gateway.forward; sys.exit('torch' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0

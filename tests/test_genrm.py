@@ -21,17 +21,22 @@ import pytest
 import yaml
 from aiohttp import web
 
-from relax_hpc.checks.model_files import spec_at
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.reward_settings import JudgeSettings, RewardSettings
+from relax_hpc.cluster.slurm.layout import components
+from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config import load
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.plan.plan import plan
-from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
-from relax_hpc.reward_settings import JudgeSettings, RewardSettings
+from relax_hpc.net.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
+from relax_hpc.net.transport.calls import CallListener
+from relax_hpc.net.transport.exchange import Message
+from relax_hpc.net.transport.listener import listen
+from relax_hpc.net.transport.proof import Challenge
+from relax_hpc.ops.checks.model_files import spec_at
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.ops.plan.plan import plan
 from relax_hpc.rewards import (
     RewardError,
     RewardInput,
@@ -39,19 +44,14 @@ from relax_hpc.rewards import (
     Scores,
     get_reward,
     group_service,
-    while_away,
+    outage,
 )
-from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.group_service import PURPOSE
-from relax_hpc.rewards.while_away import WhileAway
+from relax_hpc.rewards.outage import WhileAway
+from relax_hpc.rewards.scoring import scores_soon
 from relax_hpc.roles import genrm
-from relax_hpc.rollout.judge import patient_settings
-from relax_hpc.slurm.layout import components
-from relax_hpc.slurm.render import render
-from relax_hpc.transport.calls import CallListener
-from relax_hpc.transport.exchange import Message
-from relax_hpc.transport.listener import listen
-from relax_hpc.transport.proof import Challenge
+from relax_hpc.rollout.group_rewards import patient_settings
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.audit import audit
 from tests.http_server import serving
 from tests.requirements import requires
@@ -141,7 +141,7 @@ class InThisProcess:
 
 @pytest.fixture(name="quick")
 def quick_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(while_away, "_LOOK_S", 0.01)
+    monkeypatch.setattr(outage, "_LOOK_S", 0.01)
     monkeypatch.setattr(group_service, "_LOOK_S", 0.0)
 
 

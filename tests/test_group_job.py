@@ -11,21 +11,21 @@ from typing import NoReturn
 
 import pytest
 
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, NoProgressError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm import jobs, lost_jobs
+from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.commands import Slurm as Commands
+from relax_hpc.cluster.slurm.commands import SlurmError
+from relax_hpc.cluster.slurm.jobs import GroupJob
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.successors import take_hub
+from relax_hpc.cluster.supervise.group_table import Roll
+from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.supervisor import RELEASED
 from relax_hpc.config import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, NoProgressError
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm import jobs, lost_jobs
-from relax_hpc.slurm.allocation import Allocation, Place
-from relax_hpc.slurm.commands import Slurm as Commands
-from relax_hpc.slurm.commands import SlurmError
-from relax_hpc.slurm.jobs import GroupJob
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.slurm.successors import take_hub
-from relax_hpc.supervise.requests import asked_to_stop
-from relax_hpc.supervise.roll import Roll
-from relax_hpc.supervise.supervisor import RELEASED
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.fake_slurm import FakeSlurm
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.groups import base_name, group_of, ranks_of, roles_of
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.data.chat import template_of
+from relax_hpc.ops.checks.settings import check
 from relax_hpc.rewards import RewardInput, get_reward
 from tests.model_files import model_directory
 from tests.requirements import requires

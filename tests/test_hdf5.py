@@ -18,14 +18,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.fields import FIELDS
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.storage import hdf5
-from relax_hpc.transfer_queue.storage.columns import columns_of
-from relax_hpc.transfer_queue.storage.hdf5 import read
-from relax_hpc.transfer_queue.storage.hdf5_writer import write
-from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
-from relax_hpc.versions import Version
+from relax_hpc.base.fields import FIELDS
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.storage import hdf5
+from relax_hpc.queue.storage.columns import columns_of
+from relax_hpc.queue.storage.hdf5 import read
+from relax_hpc.queue.storage.hdf5_writer import write
+from relax_hpc.queue.storage.shard import ShardError, pack, unpack
 from tests.queue_helpers import learned, rows_of
 
 ORIGIN = {"group": "rollout", "incarnation": 1}

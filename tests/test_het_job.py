@@ -8,18 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from relax_hpc.base.errors import EXIT_DONE, EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm import jobs
+from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
+from relax_hpc.cluster.slurm.jobs import HetJob
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise.group_table import Roll
+from relax_hpc.cluster.supervise.launch_records import UNKNOWN, Launch, record
+from relax_hpc.cluster.supervise.requests import ask_to_stop
 from relax_hpc.config import Config
-from relax_hpc.errors import EXIT_DONE, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm import jobs
-from relax_hpc.slurm.allocation import Allocation, Place
-from relax_hpc.slurm.commands import Slurm, SlurmError
-from relax_hpc.slurm.jobs import HetJob
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise.launch_records import UNKNOWN, Launch, record
-from relax_hpc.supervise.requests import ask_to_stop
-from relax_hpc.supervise.roll import Roll
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.fake_slurm import FakeSlurm
 
 ALL = {"7": {"state": "RUNNING", "het": "7+0", "nodes": 2}, "8": {"state": "RUNNING", "het": "7+1"}}

@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.checks.model_files import find_model
-from relax_hpc.cli import main
+from relax_hpc.base.errors import EXIT_RETRY, ConfigError
+from relax_hpc.base.weight_files import read_header
+from relax_hpc.commands.program import main
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig
 from relax_hpc.convert.verify import prompt_ids
 from relax_hpc.data.examples import ExampleRules
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.prompts import PromptRules, prompts_of
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from relax_hpc.errors import EXIT_RETRY, ConfigError
-from relax_hpc.models.families import problems, spec_of
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.weight_files import read_header
+from relax_hpc.ops.checks.model_files import find_model
+from relax_hpc.training.models.families import problems, spec_of
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 from tests.effort import effort
 
 JSON = st.recursive(

@@ -22,26 +22,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Unavailable, record_of
-from relax_hpc.cli import main
-from relax_hpc.config import Config, dump, load_resolved
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.foreign_files import (
+from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.base.foreign_files import (
     ForeignFileError,
     open_in_run,
     read_json,
     read_json_object,
     unpack_gzip,
 )
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.named import no_imports
-from relax_hpc.parts import lines_of
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.base.log_rotation import lines_of
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.plugins import no_imports
+from relax_hpc.base.rundir import RunDir, read_map, write_json
+from relax_hpc.commands.program import main
+from relax_hpc.config import Config, dump, load_resolved
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.queue.controller import eventlog
+from relax_hpc.queue.inspect.audit import JournalCopy
+from relax_hpc.queue.plan import Plan
 from relax_hpc.rollout import sample_log
 from relax_hpc.rollout.sample_log import read_samples
-from relax_hpc.rundir import RunDir, read_map, write_json
-from relax_hpc.transfer_queue.controller import eventlog
-from relax_hpc.transfer_queue.inspect.audit import JournalCopy
-from relax_hpc.transfer_queue.plan import Plan
 from tests.effort import effort
 from tests.queue_helpers import make_run
 
@@ -404,7 +404,7 @@ RECORDS = [
 def test_a_journal_that_no_controller_has_written_ends_commands_in_a_line(
     run: RunDir, record: bytes
 ) -> None:
-    from relax_hpc.transfer_queue.controller.journal import _frame
+    from relax_hpc.queue.controller.journal import _frame
 
     (run.journal / "inc-000001.journal").write_bytes(_frame(record))
     code, _, err = printed(run, "queue", "audit")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.imports import many_imports
+from relax_hpc.base.imports import many_imports
 from tests.requirements import requires
 
 pytestmark = pytest.mark.run
@@ -36,7 +36,7 @@ import_role(role, config, 0)
 gc.callbacks.clear()
 found |= {"imported": sorted(sys.modules), "collects": gc.isenabled(), "for_good": gc.get_freeze_count()}
 
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, policy, rows, save, trainer
 
@@ -75,7 +75,7 @@ def test_a_rank_imports_all_that_it_needs_at_once_and_nothing_else(
 
 ENGINE = """
 import sys
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.transformers_hook import install_transformers_hook
 
 install_transformers_hook()
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM

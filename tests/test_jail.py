@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.reward_settings import CodeSettings, RewardSettings
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput, jail, jail_cgroup, jail_entry
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail
@@ -216,9 +216,9 @@ def test_where_nothing_can_be_kept_apart_it_is_refused_unless_asked_for(tmp_path
         (tmp_path / name).write_text(json.dumps(settings))
     program = """if True:
         import json, sys
-        from relax_hpc.checks.settings import check
+        from relax_hpc.ops.checks.settings import check
         from relax_hpc.config.load import load
-        from relax_hpc.reward_settings import CodeSettings
+        from relax_hpc.base.reward_settings import CodeSettings
         from relax_hpc.rewards.jail import Jail
         findings = {path: check(load([path])) for path in sys.argv[1:]}
         print(json.dumps([Jail(CodeSettings(weak=True)).run("print(6 * 7)", "", 60).output, findings]))

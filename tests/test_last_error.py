@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.last_error import find_last_error, may_pass, read_last_error, without_numbers
+from relax_hpc.base.last_error import find_last_error, may_pass, read_last_error, without_numbers
 
 SGLANG = """\
 /x/awq.py:53: UserWarning: Only CUDA, HIP and XPU support AWQ currently.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.rundir import RunDir
 from tests import late_writes
 
 OVER = [

@@ -8,13 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.container import (
+    container_command,
+    container_srun_options,
+    mounts,
+    role_python,
+)
+from relax_hpc.cluster.slurm.layout import component, components, gpu_hours, node_hours, seconds
+from relax_hpc.cluster.slurm.render import render
+from relax_hpc.commands.submit import cost_line
 from relax_hpc.config import Config, load, resolve, to_dict
-from relax_hpc.errors import ConfigError
-from relax_hpc.lifecycle.submit import cost_line
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm.container import container_command, container_srun_options, mounts, role_python
-from relax_hpc.slurm.layout import component, components, gpu_hours, node_hours, seconds
-from relax_hpc.slurm.render import render
 
 RUN = RunDir("/scratch/run").root
 

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import EXIT_RETRY, DeadlineError, FencedError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise import lease as module
+from relax_hpc.cluster.supervise.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.cluster.supervise.supervisor import Outcome
+from relax_hpc.commands import head
+from relax_hpc.commands.head import Head, _sign
 from relax_hpc.config.schema import Config, LivenessConfig
-from relax_hpc.errors import EXIT_RETRY, DeadlineError, FencedError
-from relax_hpc.lifecycle import head
-from relax_hpc.lifecycle.head import Head, _sign
-from relax_hpc.rendezvous.roster import claim_incarnation, latest_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise import lease as module
-from relax_hpc.supervise.lease import Lease, leave_outcome, outcome_of
-from relax_hpc.supervise.supervisor import Outcome
-from relax_hpc.weights.node_cache import Staging, staging_root
+from relax_hpc.net.rendezvous.roster import claim_incarnation, latest_incarnation
+from relax_hpc.training.weights.node_cache import Staging, staging_root
 from tests.queue_helpers import make_run
 from tests.small_disk import small_disk
 
@@ -38,10 +38,10 @@ LIMITS = LivenessConfig(beat_s=0.05, lease_s=0.6)
 CANDIDATE = """
 import sys, time
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.errors import FencedError
-from relax_hpc.supervise.lease import Lease
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.errors import FencedError
+from relax_hpc.cluster.supervise.lease import Lease
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.base.rundir import RunDir
 run = RunDir(sys.argv[1])
 incarnation = 0
 print("waits", flush=True)

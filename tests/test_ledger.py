@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
 from tests.queue_helpers import make_run
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise import processes
+from relax_hpc.cluster.supervise.launch_records import UNKNOWN, Launch
+from relax_hpc.cluster.supervise.leftovers import VARIABLE, end_leftovers, word
+from relax_hpc.cluster.supervise.processes import LocalLauncher, Processes
 from relax_hpc.config.load import dump, load
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise import processes
-from relax_hpc.supervise.launch_records import UNKNOWN, Launch
-from relax_hpc.supervise.leftovers import VARIABLE, end_leftovers, word
-from relax_hpc.supervise.processes import LocalLauncher, Processes
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.queue_helpers import make_run
 from tests.run_helpers import write_config
 

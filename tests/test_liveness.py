@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import DeadlineError, RelaxError
+from relax_hpc.cluster.supervise import liveness
+from relax_hpc.cluster.supervise.group import Member
+from relax_hpc.cluster.supervise.liveness import Liveness
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.errors import DeadlineError, RelaxError
-from relax_hpc.supervise import liveness
-from relax_hpc.supervise.group import Member
-from relax_hpc.supervise.liveness import Liveness
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 STARTED: Any = object()

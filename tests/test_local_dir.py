@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import local_dir
-from relax_hpc.local_dir import LOCAL_DIR, Scratch
+from relax_hpc.base import local_dir
+from relax_hpc.base.local_dir import LOCAL_DIR, Scratch
 
 
 def test_scratch_of_a_killed_process_goes_with_the_next(
@@ -20,7 +20,7 @@ def test_scratch_of_a_killed_process_goes_with_the_next(
     outside = tmp_path / "in-memory"
     outside.touch()
     script = (
-        "import os, sys; from pathlib import Path; from relax_hpc.local_dir import Scratch; "
+        "import os, sys; from pathlib import Path; from relax_hpc.base.local_dir import Scratch; "
         "one = Scratch()\n"
     )
     script += "print(one.path, flush=True); one.outside(Path(sys.argv[1])); os.kill(os.getpid(), 9)"

@@ -18,12 +18,12 @@ from tests.requirements import requires
 
 requires("transformers", "torch")
 
+from relax_hpc.base.errors import ConfigError  # noqa: E402
+from relax_hpc.base.transformers_hook import install_transformers_hook  # noqa: E402
 from relax_hpc.config.schema import DataConfig  # noqa: E402
 from relax_hpc.data.media import spans_of  # noqa: E402
 from relax_hpc.data.prompts import Prompt, PromptRules  # noqa: E402
 from relax_hpc.data.tokenizer import load_tokenizer  # noqa: E402
-from relax_hpc.errors import ConfigError  # noqa: E402
-from relax_hpc.transformers_hook import install_transformers_hook  # noqa: E402
 from tests.media_files import PROCESSOR, avi, encoded, model_files, picture  # noqa: E402
 from tests.prompt_helpers import load_prompts  # noqa: E402
 

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.content_id import id_of
-from relax_hpc.multimodal import frame_reader
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.frame_reader import Video, read_video
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.loading import header, load
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.pool import MediaPool
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.multimodal.sizes import Budget
-from relax_hpc.multimodal.sound_reader import read_sound, sound_length
+from relax_hpc.base.content_id import id_of
+from relax_hpc.data.multimodal import frame_reader
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.frame_reader import Video, read_video
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.loading import header, load
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.pool import MediaPool
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.sizes import Budget
+from relax_hpc.data.multimodal.sound_reader import read_sound, sound_length
 from tests.effort import effort
 from tests.ffmpeg_reference import (
     AV1,

@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from relax_hpc.multimodal import features, image
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.medium import Header, Kind, Medium
-from relax_hpc.multimodal.placeholders import runs_with_sound
-from relax_hpc.multimodal.positions import positions
-from relax_hpc.multimodal.rules import IMAGE as IMAGE_BUDGET
-from relax_hpc.multimodal.rules import Rules, sound_tokens
-from relax_hpc.multimodal.sizes import Budget
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.data.multimodal import features, image
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.medium import Header, Kind, Medium
+from relax_hpc.data.multimodal.placeholders import runs_with_sound
+from relax_hpc.data.multimodal.positions import positions
+from relax_hpc.data.multimodal.rules import IMAGE as IMAGE_BUDGET
+from relax_hpc.data.multimodal.rules import Rules, sound_tokens
+from relax_hpc.data.multimodal.sizes import Budget
 from tests.media_files import PROCESSOR, encoded, model_files, picture, tone
 
 install_transformers_hook()
@@ -168,7 +168,7 @@ def test_the_spectrogram_of_a_sound_is_that_of_its_extractor(tmp_path: Path) -> 
 
 FILTERS = """
 import sys
-from relax_hpc.multimodal.features import mel_filters
+from relax_hpc.data.multimodal.features import mel_filters
 found = mel_filters(16000, 400, 128)
 print("librosa.filters" in sys.modules, hash(found.tobytes()))
 """

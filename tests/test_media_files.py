@@ -19,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import MultimodalConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.multimodal import frame_reader, sound_reader
-from relax_hpc.multimodal.audio import resampled
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.features import waveform
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.loading import header, load
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.multimodal.placeholders import stamped_runs
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.multimodal.sizes import Budget
+from relax_hpc.data.multimodal import frame_reader, sound_reader
+from relax_hpc.data.multimodal.audio import resampled
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.features import waveform
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.loading import header, load
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.placeholders import stamped_runs
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.sizes import Budget
 from tests.effort import effort
 from tests.media_files import avi, clip, encoded, model_files, picture, sound, tone
 from tests.videos import make as videos
@@ -415,8 +415,8 @@ numba.jit = numba.stencil = numba.guvectorize = numba.vectorize = lambda *given,
 numba.__getattr__ = lambda name: None
 sys.modules["numba"] = numba
 import librosa
-from relax_hpc.multimodal import frame_reader, sound_reader
-from relax_hpc.multimodal.audio import resampled
+from relax_hpc.data.multimodal import frame_reader, sound_reader
+from relax_hpc.data.multimodal.audio import resampled
 for rate in map(int, sys.argv[1:]):
     samples = np.random.default_rng(0).standard_normal(rate // 3).astype(np.float32)
     theirs = librosa.resample(samples, orig_sr=rate, target_sr=16000)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_hpc.content_id import id_of
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.loading import load
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.pool import MediaPool
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.base.content_id import id_of
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.loading import load
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.pool import MediaPool
+from relax_hpc.data.multimodal.rules import Rules
 from tests.media_files import (
     CRASHES,
     HANGS,

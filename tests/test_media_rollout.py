@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import PromptMedium
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.features import raw_features
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.features import raw_features
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.observe.sample_page import page
-from relax_hpc.observe.sample_reading import whole
-from relax_hpc.observe.sample_text import lines
+from relax_hpc.ops.observe.sample_page import page
+from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_text import lines
+from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media
 from relax_hpc.roles.media_reader import MediaReader
+from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, Generation
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.samples import rows_of
 from relax_hpc.rollout.thumbnails import thumbnail
-from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media
-from relax_hpc.versions import Version
 from tests.media_prompts import END, IMAGE, START, png, seeing_model
 
 MEDIUM = PromptMedium(Kind.IMAGE, png(), ((2, 4),))

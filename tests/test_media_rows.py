@@ -19,20 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.checks.files import read_prompts
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, DataConfig, ModelConfig, MultimodalConfig
 from relax_hpc.data.media import MediaRules, places_of, spans_of
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.image import load
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import source_of, split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.rows import BadLine, data_uri
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.doctor.media import check_media
-from relax_hpc.errors import ConfigError
 from relax_hpc.examples.tasks.moving_squares import filmed
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.image import load
-from relax_hpc.multimodal.medium import Kind
+from relax_hpc.ops.checks.files import read_prompts
+from relax_hpc.ops.doctor.media import check_media
 from relax_hpc.tasks import get_task
 from tests.media_files import CRASHES, HANGS, avi, clip, have_own_pillow, tone
 from tests.media_prompts import END, IMAGE, START, VIDEO, hearing_model, png, seeing_model

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.row_schema import BadRow
-from relax_hpc.transfer_queue.storage import media
-from relax_hpc.transfer_queue.storage.media import (
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.row_schema import BadRow
+from relax_hpc.queue.storage import media
+from relax_hpc.queue.storage.media import (
     BadMedia,
     MediaError,
     MediaStore,
@@ -27,7 +28,6 @@ from relax_hpc.transfer_queue.storage.media import (
     media_ids,
     placeholders_of,
 )
-from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of
 
 PADS = {"image": 901, "video": 902, "audio": 903}
@@ -35,7 +35,7 @@ ID = "0" * 64
 WRITER = """
 import signal, sys
 from pathlib import Path
-from relax_hpc.transfer_queue.storage.media import MediaStore
+from relax_hpc.queue.storage.media import MediaStore
 where, what = sys.argv[1:]
 store = MediaStore(Path(where), grace_s=100)
 real = getattr(Path, what)

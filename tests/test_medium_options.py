@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.loading import header, load
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.options import MediumOptions, with_options
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.named_media import MediumReference, reference_in
 from relax_hpc.data.prompts import Prompt, PromptRules, prompt_of
 from relax_hpc.data.rows import BadLine
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.loading import header, load
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.options import MediumOptions, with_options
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.ffmpeg_reference import H264, decoded_frames, make_file, moving
 from tests.media_prompts import png

@@ -24,19 +24,21 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from relax_hpc.rendezvous.world import World  # noqa: E402
-from relax_hpc.training import alone, meeting  # noqa: E402
-from relax_hpc.training.meeting import MeetingStore, Remote, serve, store_of  # noqa: E402
-from relax_hpc.transport.links import Deadline  # noqa: E402
-from relax_hpc.transport.wire import pack  # noqa: E402
+from relax_hpc.net.rendezvous.world import World  # noqa: E402
+from relax_hpc.net.transport.links import Deadline  # noqa: E402
+from relax_hpc.net.transport.wire import pack  # noqa: E402
+from relax_hpc.training import authenticated_store  # noqa: E402
+from relax_hpc.training.authenticated_store import MeetingStore, Remote, serve, store_of  # noqa: E402
+from relax_hpc.training.cpu import single_process
 
 pytestmark = pytest.mark.run
 
 TOKEN = b"t" * 32
 ALONE = """
 import os, psutil
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.training import alone, parallel
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.training.cpu import single_process as alone
+from relax_hpc.training import parallel
 parallel.initialize_alone("cpu", 0, 60.0)
 channel = Channel(60.0)
 import torch.distributed as dist
@@ -90,7 +92,7 @@ def test_collectives_of_one_rank_give_what_a_real_group_of_one_rank_gives() -> N
     torch 2.11."""
     given, results = torch.arange(1.0, 9.0).view(4, 2), []
     for start in (
-        lambda: alone.initialize(timedelta(seconds=60)),
+        lambda: single_process.initialize(timedelta(seconds=60)),
         lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1),
     ):
         start()
@@ -198,7 +200,7 @@ def test_a_thousand_ranks_meet_and_rank_0_has_one_thread_for_them(served: tuple[
     remote.set("word", b"for all")
     assert threading.active_count() == before
     for one in made:
-        assert meeting._next_message(one, Deadline(30.0)) == {"result": b"for all"}
+        assert authenticated_store._next_message(one, Deadline(30.0)) == {"result": b"for all"}
         one.close()
 
 
@@ -217,7 +219,7 @@ def test_who_says_what_no_rank_says_is_hung_up_on(served: tuple[str, int], said:
     one = remote._connect()
     one.send(said)
     with pytest.raises(ConnectionResetError):
-        meeting._next_message(one, Deadline(30.0))
+        authenticated_store._next_message(one, Deadline(30.0))
     one.close()
     assert remote.missing(["word"]) == "word"
 
@@ -245,10 +247,10 @@ RANK = """
 import os, sys, torch
 import torch.distributed as dist
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.rendezvous.world import World
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.world import World
 from relax_hpc.training import parallel
-from relax_hpc.training.meeting import store_of
+from relax_hpc.training.authenticated_store import store_of
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 import socket
 listening = socket.socket(fileno=int(sys.argv[3])) if rank == 0 else None
@@ -281,7 +283,7 @@ def test_ranks_of_several_nodes_meet_by_it() -> None:
 
 def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a shared filesystem that may take one node a minute longer than another."""
-    monkeypatch.setattr(meeting, "CONNECT_S", 0.1)
+    monkeypatch.setattr(authenticated_store, "CONNECT_S", 0.1)
     listening = socket.create_server(("127.0.0.1", 0))
     remote, found = Remote(listening.getsockname(), TOKEN, 60.0), []
     asking = threading.Thread(target=lambda: found.append(remote.count()))
@@ -307,8 +309,8 @@ import ctypes, os
 if os.environ["RELAX_MEETING"].startswith("1 "):
     assert ctypes.CDLL(None).unshare(0x10000000) == 0, "no user namespaces"
 from relax_hpc.config.schema import MpiConfig
-from relax_hpc.rendezvous.world import join
-from relax_hpc.training.meeting import store_of
+from relax_hpc.net.rendezvous.world import join
+from relax_hpc.training.authenticated_store import store_of
 world = join("127.0.0.1", 2, MpiConfig(), 60.0)
 store = store_of(world, b"t" * 32, 30.0)
 if world.leader:
@@ -330,7 +332,7 @@ def test_ranks_of_one_node_meet_where_each_is_in_a_container_of_its_own() -> Non
         "-W",
         "ignore",
         "-m",
-        "relax_hpc.supervise.ranks",
+        "relax_hpc.cluster.supervise.ranks",
         "2",
         "-c",
         IN_A_CONTAINER,

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.metrics.progress import Progress, progress_line
-from relax_hpc.metrics.read import load_metrics, read_metrics, tags_of
-from relax_hpc.metrics.tags import PARTS, TAGS, in_tensorboard
-from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.base.metrics.progress import Progress, progress_line
+from relax_hpc.base.metrics.read import load_metrics, read_metrics, tags_of
+from relax_hpc.base.metrics.tags import PARTS, TAGS, in_tensorboard
+from relax_hpc.base.metrics.writer import MetricsWriter
 
 
 def figures_module():
@@ -211,7 +211,7 @@ def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
 
 def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):
     script = (
-        "import sys, pathlib; from relax_hpc.metrics.writer import MetricsWriter;"
+        "import sys, pathlib; from relax_hpc.base.metrics.writer import MetricsWriter;"
         "assert 'tensorboard' not in sys.modules;"
         "MetricsWriter(pathlib.Path(sys.argv[1]), 1).close();"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)"

@@ -11,8 +11,8 @@ import yaml
 from safetensors.torch import load_file
 
 from relax_hpc.examples.tasks.mixed_media import PARTS
-from relax_hpc.observe.sample_view import Wanted, find
-from relax_hpc.transfer_queue.storage.media import check_media
+from relax_hpc.ops.observe.sample_view import Wanted, find
+from relax_hpc.queue.storage.media import check_media
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import final_weights, queue_rows, read_metrics, running, trained_steps

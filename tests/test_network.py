@@ -17,19 +17,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relax_hpc.base.errors import EXIT_RETRY, ConfigError, DeadlineError, RelaxError
+from relax_hpc.base.metrics import spans
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.cluster.supervise.launch_records import read_mark
+from relax_hpc.cluster.supervise.processes import family, kill, role_words
 from relax_hpc.config import dump, load
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import EXIT_RETRY, ConfigError, DeadlineError, RelaxError
-from relax_hpc.metrics import spans
-from relax_hpc.rendezvous import network
-from relax_hpc.rendezvous.network import interface_address, library_environment, own_address
-from relax_hpc.rendezvous.roster import claim_incarnation
+from relax_hpc.net.rendezvous import network
+from relax_hpc.net.rendezvous.network import interface_address, library_environment, own_address
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.roles.__main__ import meeting_s
 from relax_hpc.roles.prepare import prepare
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise.launch_records import read_mark
-from relax_hpc.supervise.processes import family, kill, role_words
-from relax_hpc.versions import Version
 from tests.containers import PYTHON, install, make_image
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
 from tests.requirements import mpiexec, requires
@@ -134,8 +134,8 @@ def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
 RANK = """
 import os, signal, sys
 from relax_hpc.config.schema import MpiConfig
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rendezvous.world import join
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.rendezvous.world import join
 die_with_parent()
 world = join("127.0.0.1", 3, MpiConfig(), 60.0)
 assert "mpi4py" not in sys.modules and "RELAX_MEETING" not in os.environ
@@ -160,7 +160,7 @@ elif "pass" not in sys.argv[1]:
 def test_ranks_of_one_node_meet_without_mpi_and_end_together(
     end: str, code: int, said: str
 ) -> None:
-    words = [sys.executable, "-m", "relax_hpc.supervise.ranks", "3", "-c", RANK, end]
+    words = [sys.executable, "-m", "relax_hpc.cluster.supervise.ranks", "3", "-c", RANK, end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert code or sorted(done.stdout) == ["0", "1", "2"]
@@ -174,7 +174,7 @@ def test_ranks_of_one_node_are_told_signals_and_die_with_their_launcher() -> Non
     words = [
         sys.executable,
         "-m",
-        "relax_hpc.supervise.ranks",
+        "relax_hpc.cluster.supervise.ranks",
         "2",
         "-c",
         RANK.partition("world =")[0] + script,
@@ -196,7 +196,7 @@ def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
     requires("mpi")
     script = (
         "import sys; from relax_hpc.config.schema import MpiConfig; from "
-        "relax_hpc.rendezvous.world import join\n"
+        "relax_hpc.net.rendezvous.world import join\n"
     )
     script += "world = join('127.0.0.1', 3, MpiConfig(), 60.0)\n"
     script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
@@ -247,10 +247,8 @@ def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
     if not library:
         requires("mpi")
     (tmp_path / "mpi4py.py").write_text(library)
-    script = (
-        "from relax_hpc.config.schema import MpiConfig; from relax_hpc.errors import RelaxError\n"
-    )
-    script += "from relax_hpc.rendezvous.world import join\n"
+    script = "from relax_hpc.config.schema import MpiConfig; from relax_hpc.base.errors import RelaxError\n"
+    script += "from relax_hpc.net.rendezvous.world import join\n"
     script += f"try: join('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
     script += "except RelaxError as error: print(type(error).__name__, error)"
     paths = [str(tmp_path)] * bool(library) + [str(Path(__file__).parents[1])]

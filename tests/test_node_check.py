@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.sandbox.config_files import open_mpi
+from relax_hpc.cluster.sandbox.processes import until
+from relax_hpc.cluster.slurm import node_check
+from relax_hpc.cluster.slurm.allocation import Allocation, Place
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.mpi import mpi_plugin
+from relax_hpc.cluster.slurm.node_check import check_nodes, read_reports
+from relax_hpc.cluster.slurm.node_probe import BadNodes
+from relax_hpc.cluster.slurm.steps import StepLauncher, step_environment
+from relax_hpc.commands.snapshot import take_snapshot
 from relax_hpc.config import load
 from relax_hpc.config.load import dump
-from relax_hpc.lifecycle.snapshot import take_snapshot
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.sandbox.config_files import open_mpi
-from relax_hpc.sandbox.processes import until
-from relax_hpc.slurm import node_check
-from relax_hpc.slurm.allocation import Allocation, Place
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.mpi import mpi_plugin
-from relax_hpc.slurm.node_check import check_nodes, read_reports
-from relax_hpc.slurm.node_probe import BadNodes
-from relax_hpc.slurm.steps import StepLauncher, step_environment
 from tests.containers import PYTHON, install, make_image
 from tests.requirements import requires
 
@@ -186,7 +186,7 @@ def test_what_ranks_leave_with_slurm_fits_into_its_lines(
     """Its pmi2 plugin cuts what is longer than 1,024 bytes, and MPI_Init waits for ever."""
     config = load([sandbox.site], {"layout": "jobs", "actor.parallel.data": 2, "site.mpi": WHEEL})
     monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
-    code = "from relax_hpc.slurm.mpi import try_mpi; print(try_mpi()['ranks'])"
+    code = "from relax_hpc.cluster.slurm.mpi import try_mpi; print(try_mpi()['ranks'])"
     words = [
         "srun",
         f"--jobid={job}",

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise.requests import ask_to_stop
+from relax_hpc.commands import head, on_end
+from relax_hpc.commands.head import Head
+from relax_hpc.commands.on_end import INTERRUPTED, report_end, reporting_end
 from relax_hpc.config import Config
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.lifecycle import head, on_end
-from relax_hpc.lifecycle.head import Head
-from relax_hpc.lifecycle.on_end import INTERRUPTED, report_end, reporting_end
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise.requests import ask_to_stop
 
 WRITE = "import sys; open(sys.argv[1], 'w').write('|'.join(sys.argv[2:]))"
 

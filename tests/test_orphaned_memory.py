@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc import orphaned_memory
-from relax_hpc.orphaned_memory import sweep_orphaned_memory
-from relax_hpc.rundir import RunDir
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base import orphaned_memory
+from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.training.weights.node_cache import staging_root
 from tests.plain_user import plain_user
 
 USER = """
@@ -30,8 +30,8 @@ sys.stdin.read()
 
 GUARDED = """
 import sys
-from relax_hpc.lifecycle.guard import start_guard
-from relax_hpc.rundir import RunDir
+from relax_hpc.commands.guard import start_guard
+from relax_hpc.base.rundir import RunDir
 start_guard(RunDir(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.read()

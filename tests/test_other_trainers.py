@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.commands.program import main
 from relax_hpc.config import load
-from relax_hpc.config.clean import keys
+from relax_hpc.config.layer_validation import keys
 from relax_hpc.config.options import options
 from relax_hpc.config.other_trainers import TABLE, TRAINERS, explain_other_name, names_of
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
 
 QUICKSTART = "configs/runs/quickstart.yaml"
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"

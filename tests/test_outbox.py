@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from relax_hpc.errors import FencedError, RefusedError
+from relax_hpc.base.errors import FencedError, RefusedError
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.outbox import Outbox
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of
 
 VERSION = Version(1, 0)

@@ -31,7 +31,7 @@ IMPORT_NAMES = {
     "decord": "decord2",
     "nixl_cu12": "nixl-cu12",
     # What torch for CUDA brings along; nothing imports it but by name, see
-    # relax_hpc.models.kernels.
+    # relax_hpc.training.models.kernels.
     "triton": "torch",
 }
 LIGHT = ["cli.py", "errors.py", "versions.py", "config", "launch", "rendezvous"]
@@ -136,7 +136,7 @@ def test_console_script_is_declared() -> None:
         for e in metadata.distribution("relax_hpc").entry_points
         if e.group == "console_scripts"
     }
-    assert scripts == {"relax-hpc": "relax_hpc.cli:main"}
+    assert scripts == {"relax-hpc": "relax_hpc.commands.program:main"}
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import parts
-from relax_hpc.parts import Keeper, compress, cut_log, lines_of, own_log, parts_of, read_part
+from relax_hpc.base import log_rotation
+from relax_hpc.base.log_rotation import (
+    Keeper,
+    compress,
+    cut_log,
+    lines_of,
+    own_log,
+    parts_of,
+    read_part,
+)
 
 WRITER = """
 import os, subprocess, sys
@@ -69,7 +77,7 @@ def test_a_log_is_as_it_was_where_there_is_no_room_for_its_part(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parts.shutil, "copyfileobj", full)
+    monkeypatch.setattr(log_rotation.shutil, "copyfileobj", full)
     with pytest.raises(OSError, match="No space"):
         cut_log(log, 100)
     assert list(tmp_path.iterdir()) == [log] and log.read_bytes() == b"line\n" * 100
@@ -96,10 +104,10 @@ def test_a_part_counts_once_while_it_is_compressed_and_damage_hides_no_other(
 
 def test_a_keeper_looks_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = threading.Event()
-    monkeypatch.setattr(parts, "_LOOK_S", 0.01)
-    monkeypatch.setattr(parts, "PART_BYTES", 100)
-    real = parts.cut_log
-    monkeypatch.setattr(parts, "cut_log", lambda path: real(path) and cut.set())
+    monkeypatch.setattr(log_rotation, "_LOOK_S", 0.01)
+    monkeypatch.setattr(log_rotation, "PART_BYTES", 100)
+    real = log_rotation.cut_log
+    monkeypatch.setattr(log_rotation, "cut_log", lambda path: real(path) and cut.set())
     keeper = Keeper([tmp_path / "none.log"])
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 101)
@@ -111,7 +119,7 @@ def test_a_keeper_looks_again_and_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("name", "known"), [("actor.log", True), ("terminal.txt", False)])
 def test_a_process_knows_its_own_log(tmp_path: Path, name: str, known: bool) -> None:
-    code = "import sys; from relax_hpc.parts import own_log; sys.stderr.write(str(own_log()))"
+    code = "import sys; from relax_hpc.base.log_rotation import own_log; sys.stderr.write(str(own_log()))"
     with (tmp_path / name).open("ab") as file:
         words = [sys.executable, "-c", code]
         done = subprocess.run(

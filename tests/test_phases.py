@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_hpc.engines.sglang.phases import STARTING, Phases
-from relax_hpc.observe.status_groups import doing
+from relax_hpc.ops.observe.status_groups import doing
+from relax_hpc.rollout.engines.sglang.phases import STARTING, Phases
 
 
 def test_the_phase_is_that_of_the_last_line_that_is_known(tmp_path: Path) -> None:

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.memory import check_memory
-from relax_hpc.checks.model_files import spec_at
-from relax_hpc.cli import main
+from relax_hpc.cluster.slurm.layout import components
+from relax_hpc.commands.program import main
 from relax_hpc.config import Config, load
-from relax_hpc.config.read import parse_yaml
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
-from relax_hpc.doctor.memory import host_mib
-from relax_hpc.plan import tower_memory
-from relax_hpc.plan.footprint import GIB
-from relax_hpc.plan.model_memory import parameters
-from relax_hpc.plan.peaks import basis
-from relax_hpc.plan.plan import plan
-from relax_hpc.plan.roles import CONTEXT_BYTES
-from relax_hpc.slurm.layout import components
+from relax_hpc.config.yaml_files import parse_yaml
+from relax_hpc.ops.checks.memory import check_memory
+from relax_hpc.ops.checks.model_files import spec_at
+from relax_hpc.ops.doctor.memory import host_mib
+from relax_hpc.ops.plan import tower_memory
+from relax_hpc.ops.plan.footprint import GIB
+from relax_hpc.ops.plan.model_memory import parameters
+from relax_hpc.ops.plan.peaks import basis
+from relax_hpc.ops.plan.plan import plan
+from relax_hpc.ops.plan.roles import CONTEXT_BYTES
 from tests.pages import ROOT
 
 MODELS = ROOT / "configs/models"

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from relax_hpc.algorithms import Grpo
-from relax_hpc.checkpoint.store import sharded_state
 from relax_hpc.config.load import build
 from relax_hpc.config.schema import ActorConfig, Config, ModelConfig, ParallelConfig
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.plan import optimizer_memory, roles
-from relax_hpc.plan.footprint import Footprint
+from relax_hpc.ops.plan import optimizer_memory, roles
+from relax_hpc.ops.plan.footprint import Footprint
 from relax_hpc.training import adam, logprobs, parallel, parity
-from relax_hpc.training.away import StateAway
+from relax_hpc.training.checkpoint.store import sharded_state
+from relax_hpc.training.device_offload import StateAway
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
 from tests.convert_helpers import MIXED, model
 from tests.requirements import requires
@@ -36,8 +36,8 @@ from tests.training_helpers import Peak, batch, rows
 requires("torch", "megatron")
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
-from relax_hpc.models.layer_spec import RMSNorm  # noqa: E402
 from relax_hpc.training.model import PolicyModel  # noqa: E402
+from relax_hpc.training.models.layer_spec import RMSNorm  # noqa: E402
 
 TOKENS, ROW = 512, 128
 SHAPE = {

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transport import PlaneError, ShmPlane, SlabPool, shm
-from relax_hpc.transport.slab import slab_size
+from relax_hpc.net.transport import PlaneError, ShmPlane, SlabPool, shm
+from relax_hpc.net.transport.slab import slab_size
 from tests.plain_user import plain_user
 from tests.plane_helpers import NAMES, READ_S, TOKEN, Peer, digest, open_files, pattern, plane_here
 

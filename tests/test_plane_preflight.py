@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, Pipe
 import msgpack
 import pytest
 
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transport import (
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.transport import (
     Descriptor,
     Plane,
     PlaneError,
@@ -23,7 +23,7 @@ from relax_hpc.transport import (
     TcpPlane,
     plane_check,
 )
-from relax_hpc.transport.plane_check import (
+from relax_hpc.net.transport.plane_check import (
     Trial,
     best,
     make_offer,

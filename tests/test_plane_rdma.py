@@ -23,13 +23,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import Config, PlanesConfig, QueueConfig
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transfer_queue.controller.messages import MAX_OPAQUE_BYTES
-from relax_hpc.transfer_queue.storage.shard_store import planes_of
-from relax_hpc.transport import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
-from relax_hpc.transport.rdma import RdmaPlane, available
-from relax_hpc.transport.rdma_path import card, route
-from relax_hpc.transport.rdma_source import Place
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.transport import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
+from relax_hpc.net.transport.rdma import RdmaPlane, available
+from relax_hpc.net.transport.rdma_path import card, route
+from relax_hpc.net.transport.rdma_source import Place
+from relax_hpc.queue.controller.messages import MAX_OPAQUE_BYTES
+from relax_hpc.queue.storage.shard_store import planes_of
 from tests.plain_user import plain_user
 from tests.plane_helpers import READ_S, ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
 from tests.queue_helpers import Roles, in_thread, make_run, small
@@ -283,9 +283,7 @@ def test_what_every_plane_promises_holds_over_tcp():
 
 @needs_nixl
 def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
-    code = (
-        "import os; before = dict(os.environ); from relax_hpc.transport.rdma_agent import Agent; "
-    )
+    code = "import os; before = dict(os.environ); from relax_hpc.net.transport.rdma_agent import Agent; "
     code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
@@ -346,7 +344,7 @@ def test_a_user_without_rights_can_do_it():
 def test_memory_of_another_user_is_not_there():
     if os.getuid():
         pytest.skip("needs processes of two users: run as root")
-    code = "import json, sys; from relax_hpc.transport.rdma_path import route; "
+    code = "import json, sys; from relax_hpc.net.transport.rdma_path import route; "
     code += "print(route(json.loads(sys.argv[1]), int(sys.argv[2])))"
     memory = SlabPool().take(10).memory
     with plain_user() as user:

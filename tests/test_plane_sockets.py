@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transport import Descriptor, Plane, PlaneError, SlabPool, TcpPlane, tcp
-from relax_hpc.transport.choice import make_planes
-from relax_hpc.transport.links import Deadline, prove, receive
-from relax_hpc.transport.proof import ANSWER_BYTES, GREETING_BYTES, Challenge
+from relax_hpc.net.transport import Descriptor, Plane, PlaneError, SlabPool, TcpPlane, tcp
+from relax_hpc.net.transport.choice import make_planes
+from relax_hpc.net.transport.links import Deadline, prove, receive
+from relax_hpc.net.transport.proof import ANSWER_BYTES, GREETING_BYTES, Challenge
 from tests.plane_helpers import NAMES, READ_S, TOKEN, Peer, digest, open_files, pattern, plane_here
 
 OTHER_TOKEN = b"fedcba9876543210" * 4
@@ -149,7 +149,7 @@ def test_a_maker_that_gives_no_sign_is_given_up_long_before_the_deadline(kind):
 
 def test_who_listens_and_says_nothing_is_not_waited_for(kind, maker, reader, monkeypatch):
     """Whoever got the port of a maker that has died may wait to be spoken to."""
-    monkeypatch.setattr("relax_hpc.transport.peers.CONNECT_S", SHORT_S)
+    monkeypatch.setattr("relax_hpc.net.transport.peers.CONNECT_S", SHORT_S)
     record = maker.publish(next(NAMES), 1000)
     with impostor(kind, lambda connection, _: until_it_hangs_up(connection)) as leads:
         with pytest.raises(PlaneError, match=r"timed out|not done"):
@@ -236,7 +236,7 @@ def readers(kind: str) -> list[threading.Thread]:
 
 
 def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
-    monkeypatch.setattr("relax_hpc.transport.links.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("relax_hpc.net.transport.links.MAX_CONNECTIONS", 2)
     with plane_here(kind) as plane, plane_here(kind) as other:
         record = plane.publish("r", memoryview(b"bytes"))
         with (
@@ -254,7 +254,7 @@ def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
 
 def test_so_many_have_proven_nothing_and_whoever_holds_the_token_gets_in(kind, monkeypatch):
     """Those that came first make room, and none has a thread."""
-    monkeypatch.setattr("relax_hpc.transport.lobby.MAX_UNPROVEN", 3)
+    monkeypatch.setattr("relax_hpc.net.transport.lobby.MAX_UNPROVEN", 3)
     with plane_here(kind) as plane, plane_here(kind) as other, ExitStack() as held:
         record = plane.publish("r", memoryview(b"bytes"))
         many = [held.enter_context(stranger(record))[0] for _ in range(10)]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transport import Plane, PlaneError, SlabPool
+from relax_hpc.net.transport import Plane, PlaneError, SlabPool
 from tests.plain_user import plain_user
 from tests.plane_helpers import (
     NAMES,

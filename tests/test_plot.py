@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.metrics import plot
-from relax_hpc.metrics.plot import (
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.metrics import plot
+from relax_hpc.base.metrics.plot import (
     HELD_OUT,
     Curve,
     main,
@@ -23,8 +23,8 @@ from relax_hpc.metrics.plot import (
     smooth,
     unit_of,
 )
-from relax_hpc.metrics.read import Metrics
-from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.base.metrics.read import Metrics
+from relax_hpc.base.metrics.writer import MetricsWriter
 from tests.requirements import requires
 
 requires("matplotlib")

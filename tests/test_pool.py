@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config import Config, dump
 from relax_hpc.config.changes import add_change, change_files
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import GenerateRequest, Generation
-from relax_hpc.engines.pool import Entry, entries
-from relax_hpc.errors import ConfigError
-from relax_hpc.roles.replica import Replica
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation
+from relax_hpc.rollout.engines.pool import Entry, entries
+from relax_hpc.rollout.replica import Replica
 from tests.audit import audit
 from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.rundir import RunDir
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.training.weights.node_cache import staging_root
 from tests import fault_table, power_loss
 from tests.audit import audit
 from tests.requirements import requires

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Grpo, Ppo
 from relax_hpc.algorithms.gae import gae
 from relax_hpc.algorithms.values import clipped_value_loss, explained_variance
-from relax_hpc.checks.settings import check
 from relax_hpc.config import load
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.tiny_model import qwen3_config
-from relax_hpc.plan.plan import plan
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.ops.plan.plan import plan
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.tiny_model import qwen3_config
 from tests.requirements import requires
 from tests.test_episodes import groups, whole_and_cut
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm import node_probe
-from relax_hpc.slurm.node_probe import BadNodes, check_node, excluded, fabric_problems
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm import node_probe
+from relax_hpc.cluster.slurm.node_probe import BadNodes, check_node, excluded, fabric_problems
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command(run: RunDir) -> None:
     """Prints one line, and its exit code says whether the node is good."""
-    command = [sys.executable, "-m", "relax_hpc.slurm.node_probe", f"--run_dir={run.root}"]
+    command = [sys.executable, "-m", "relax_hpc.cluster.slurm.node_probe", f"--run_dir={run.root}"]
     for extra, code in (
         (["--interface=lo"], 0),
         (["--min_memory_gib=1e9", "--interface=ib77"], 75),

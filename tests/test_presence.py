@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.disk import WAITS
-from relax_hpc.errors import DeadlineError
-from relax_hpc.roles.replica import FOR_TURN, Replica
-from relax_hpc.roles.rollout import Rollout
-from relax_hpc.sandbox.processes import until
-from relax_hpc.transfer_queue import presence
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.training import Training
-from relax_hpc.transfer_queue.presence import Presence
+from relax_hpc.base.disk_waits import WAITS
+from relax_hpc.base.errors import DeadlineError
+from relax_hpc.cluster.sandbox.processes import until
+from relax_hpc.queue import presence
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.training import Training
+from relax_hpc.queue.presence import Presence
+from relax_hpc.rollout.replica import FOR_TURN, Replica
+from relax_hpc.rollout.rollout_rank import Rollout
 from tests.queue_helpers import BUDGET, in_thread, make_run, small
 
 GROUPS = ("hub", "rollout", "actor")

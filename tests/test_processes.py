@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from relax_hpc.processes import all_processes
+from relax_hpc.base.processes import all_processes
 
 
 def test_a_process_can_be_ended_that_got_the_pid_of_one_seen_before() -> None:

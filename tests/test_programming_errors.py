@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from relax_hpc.algorithms.base import drawn_tokens
+from relax_hpc.base.error_origin import ErrorOrigin
+from relax_hpc.base.errors import EXIT_CONFIG
+from relax_hpc.base.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.config.schema import Config, RolloutConfig
-from relax_hpc.error_origin import ErrorOrigin
-from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.roles.__main__ import settings_of_role
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from tests.effort import effort
@@ -30,7 +30,7 @@ import asyncio
 
 import numpy as np
 
-from relax_hpc.engines.engine import Generation, checked
+from relax_hpc.rollout.engines.engine import Generation, checked
 
 
 class MyEngine:
@@ -319,7 +319,7 @@ def test_an_error_in_this_package_names_the_plugins_that_may_have_caused_it(
     error = raised.value.with_traceback(raised.tb.tb_next)
     text = describe_programming_error(error, ["my_plugin:fails", "not_imported:x"])
     assert "base.py:" in text and "check what my_plugin:fails returns" in text
-    assert describe_programming_error(error, ["relax_hpc.errors:RelaxError"]) == ""
+    assert describe_programming_error(error, ["relax_hpc.base.errors:RelaxError"]) == ""
 
 
 def test_names_of_plugins_are_found_in_settings() -> None:

@@ -19,15 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data import prompt_file
 from relax_hpc.data.prompt_file import PromptFile, open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.rows import BadLine, count_rows, read_rows
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.prompt_helpers import load_prompts, read_prompts
 from tests.requirements import requires

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, prompts_of
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts as load
 
 GOOD = {"id": "a", "prompt": "12?", "answer": "12", "level": 3}

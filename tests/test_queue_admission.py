@@ -13,14 +13,14 @@ from typing import Any
 import msgpack
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller.handlers import tickets as handlers
-from relax_hpc.transfer_queue.controller.planning import admission
-from relax_hpc.transfer_queue.controller.planning.admission import admissible
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.queue.controller.handlers import tickets as handlers
+from relax_hpc.queue.controller.planning import admission
+from relax_hpc.queue.controller.planning.admission import admissible
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.queue_helpers import small
 from tests.queue_world import InMemory

@@ -9,21 +9,21 @@ import sys
 import numpy as np
 import pytest
 
-import relax_hpc.transfer_queue as package
+import relax_hpc.queue as package
+from relax_hpc.base.errors import RefusedError
 from relax_hpc.config.schema import PlanesConfig
-from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue import Claim, QueueClient, Version, serving
-from relax_hpc.transfer_queue.client import read_columns
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.storage.shard import pack
-from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.transfer_queue.storage.shard_store import ShardReader
+from relax_hpc.queue import Claim, QueueClient, Version, serving
+from relax_hpc.queue.client import read_columns
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.storage.shard import pack
+from relax_hpc.queue.storage.shard_files import ShardFiles
+from relax_hpc.queue.storage.shard_store import ShardReader
 from tests.plane_helpers import plane_here
 from tests.queue_helpers import Roles, make_run, rows_of, small
 
 EXAMPLE = """
 import doctest, sys
-import relax_hpc.transfer_queue as package
+import relax_hpc.queue as package
 found = doctest.testmod(package)
 assert found.attempted > 10 and not found.failed, found
 assert "torch" not in sys.modules

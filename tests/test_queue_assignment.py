@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller.handlers import claims
-from relax_hpc.transfer_queue.controller.planning.claims import assignment
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.samplers import GroupSize, dealt, schedule
-from relax_hpc.versions import Version
+from relax_hpc.queue.controller.handlers import claims
+from relax_hpc.queue.controller.planning.claims import assignment
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.lengths import is_packed, packed, unpacked
+from relax_hpc.queue.plan import GENERATED, Plan
+from relax_hpc.queue.samplers import GroupSize, dealt, schedule
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.queue_world import InMemory, contents, refused_kind
 

@@ -19,17 +19,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.journal import Journal
-from relax_hpc.transfer_queue.inspect import export
-from relax_hpc.transfer_queue.inspect.audit import Audit, Ledger, audit, journal_records
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.versions import Version
+from relax_hpc.queue.controller.journal import Journal
+from relax_hpc.queue.inspect import export
+from relax_hpc.queue.inspect.audit import Audit, Ledger, audit, journal_records
+from relax_hpc.queue.plan import Plan
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 from tests.queue_helpers import (
     BUDGET,
     GIVES,

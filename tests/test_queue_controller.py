@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transport.wire import pack, unpack
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.net.transport.wire import pack, unpack
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.lengths import packed
 from tests.queue_helpers import (
     BUDGET,
     Roles,

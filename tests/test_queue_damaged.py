@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import PlanesConfig
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import claims
-from relax_hpc.transfer_queue.client.claims import DAMAGED, MISSING, check_claim, sound_claim
-from relax_hpc.versions import Version
+from relax_hpc.queue.client import claims
+from relax_hpc.queue.client.claims import DAMAGED, MISSING, check_claim, sound_claim
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 
 FILES_ALONE = PlanesConfig(shm="off", rdma="off", tcp="off")

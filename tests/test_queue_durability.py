@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hpc.errors import FencedError
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.transfer_queue import Controller, Plan, QueueClient, serving
-from relax_hpc.transfer_queue.controller.messages import Request
+from relax_hpc.base.errors import FencedError
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.queue import Controller, Plan, QueueClient, serving
+from relax_hpc.queue.controller.messages import Request
 from tests.queue_helpers import Roles, make_run, small
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
-from relax_hpc.transfer_queue.client.answers import OWED
-from relax_hpc.versions import Version
-from relax_hpc.weights.subscriber import NOTHING
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.client.answers import OWED
+from relax_hpc.training.weights.subscriber import NOTHING
 from tests.queue_helpers import Roles, in_thread, make_run, small
 
 

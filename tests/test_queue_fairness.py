@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.queue_helpers import BUDGET, small
 from tests.queue_world import InMemory
 

@@ -10,7 +10,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from relax_hpc.errors import (
+from relax_hpc.base.errors import (
     ConfigError,
     DeadlineError,
     FencedError,
@@ -18,14 +18,14 @@ from relax_hpc.errors import (
     RelaxError,
     StoppedError,
 )
-from relax_hpc.protocol import PROTOCOL
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.transfer_queue.client import QueueClient, connection
-from relax_hpc.transfer_queue.controller.journal import Journal, JournalError, Position
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transport.wire import pack
-from relax_hpc.versions import Version
+from relax_hpc.base.protocol import PROTOCOL
+from relax_hpc.base.versions import Version
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport.wire import pack
+from relax_hpc.queue.client import QueueClient, connection
+from relax_hpc.queue.controller.journal import Journal, JournalError, Position
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.plan import Plan
 from tests.queue_helpers import (
     BUDGET,
     GIVES,

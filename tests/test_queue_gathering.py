@@ -16,16 +16,16 @@ import h5py
 import numpy as np
 import pytest
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller import gathering, server
-from relax_hpc.transfer_queue.controller.gathering import covered_steps, planned
-from relax_hpc.transfer_queue.inspect.audit import audit
-from relax_hpc.transfer_queue.inspect.export import KeptRows
-from relax_hpc.transfer_queue.row_ids import ids_of
-from relax_hpc.transfer_queue.storage import hdf5_writer
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.queue.controller import gathering, server
+from relax_hpc.queue.controller.gathering import covered_steps, planned
+from relax_hpc.queue.inspect.audit import audit
+from relax_hpc.queue.inspect.export import KeptRows
+from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.storage import hdf5_writer
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, serve_here, small
 
 pytestmark = pytest.mark.run

@@ -16,21 +16,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.rendezvous.roster import latest_card
-from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
-from relax_hpc.transfer_queue.controller.messages import Refused, parse
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.controller.service import SCHEMAS
-from relax_hpc.transfer_queue.controller.waiting import NotYet
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.storage.shard import MAX_NAME_BYTES, ShardError, check_name, pack
-from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.transfer_queue.storage.shard_store import ShardReader
-from relax_hpc.transport import wire
-from relax_hpc.transport.sockets import framed
-from relax_hpc.transport.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.net.rendezvous.roster import latest_card
+from relax_hpc.net.transport import wire
+from relax_hpc.net.transport.sockets import framed
+from relax_hpc.net.transport.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
+from relax_hpc.queue.client import Claim, read_rows
+from relax_hpc.queue.controller.journal import Journal, JournalError
+from relax_hpc.queue.controller.messages import Refused, parse
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.controller.service import SCHEMAS
+from relax_hpc.queue.controller.waiting import NotYet
+from relax_hpc.queue.plan import GENERATED, Plan
+from relax_hpc.queue.storage.shard import MAX_NAME_BYTES, ShardError, check_name, pack
+from relax_hpc.queue.storage.shard_files import ShardFiles
+from relax_hpc.queue.storage.shard_store import ShardReader
 from tests.effort import effort
 from tests.plane_helpers import plane_here
 from tests.queue_helpers import BUDGET, HubProcess, Roles, dial, make_run, rows_of, small

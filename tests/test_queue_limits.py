@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.controller.planning.admission import amounts
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.planning.admission import amounts
+from relax_hpc.queue.plan import Plan
 from tests.effort import effort
 from tests.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import BYTES, GROUPS, World

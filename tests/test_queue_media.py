@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue.client import QueueClient, media_client
-from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
-from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
-from relax_hpc.transfer_queue.client.segments import START, append, read
-from relax_hpc.transfer_queue.controller.handlers.media import MAX_MEDIA
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import media
-from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media, id_of
-from relax_hpc.versions import Version
+from relax_hpc.base.errors import RefusedError
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.client import QueueClient, media_client
+from relax_hpc.queue.client.claims import check_claim, sound_claim
+from relax_hpc.queue.client.media_client import TOO_LARGE, store_media
+from relax_hpc.queue.client.segments import START, append, read
+from relax_hpc.queue.controller.handlers.media import MAX_MEDIA
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage import media
+from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media, id_of
 from tests.queue_helpers import (
     BUDGET,
     GIVES,

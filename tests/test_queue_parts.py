@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc import transfer_queue
-from relax_hpc.transfer_queue.controller.messages import Request
-from relax_hpc.transfer_queue.controller.registry import APPLIERS, HANDLERS, Registry
-from relax_hpc.transfer_queue.controller.state.events import EventBatch, expand, lines
-from relax_hpc.transfer_queue.controller.state.reply_cache import REMEMBERED, ReplyCache
-from relax_hpc.transfer_queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
-from relax_hpc.transfer_queue.controller.topics import ALL
-from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
-from relax_hpc.transfer_queue.records import Event
+from relax_hpc import queue
+from relax_hpc.queue.controller.messages import Request
+from relax_hpc.queue.controller.registry import APPLIERS, HANDLERS, Registry
+from relax_hpc.queue.controller.state.events import EventBatch, expand, lines
+from relax_hpc.queue.controller.state.reply_cache import REMEMBERED, ReplyCache
+from relax_hpc.queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
+from relax_hpc.queue.controller.topics import ALL
+from relax_hpc.queue.controller.waiting import WaitingRequests
+from relax_hpc.queue.records import Event
 
-PACKAGE = Path(transfer_queue.__file__).parent
+PACKAGE = Path(queue.__file__).parent
 tickets = st.integers(0, 40)
 runs = st.tuples(tickets, st.integers(0, 8)).map(lambda run: list(range(run[0], run[0] + run[1])))
 several = runs | st.lists(tickets, max_size=8, unique=True)

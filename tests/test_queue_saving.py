@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.queue_helpers import GIVES, in_thread, make_run, small
 from tests.queue_world import InMemory, contents, refused_kind
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config import dump
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.segments import START, UNFINISHED, append, read
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.inspect.audit import Ledger
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, UNSCORED, Plan
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.segments import START, UNFINISHED, append, read
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.inspect.audit import Ledger
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, UNSCORED, Plan
+from relax_hpc.queue.row_schema import Row
 from tests.queue_helpers import HubProcess, Roles, in_thread, make_run, rows_of, small
 from tests.queue_world import InMemory, contents, refused_kind
 

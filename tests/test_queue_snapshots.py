@@ -13,15 +13,15 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller import snapshots
-from relax_hpc.transfer_queue.controller.eventlog import EventLog, Extent
-from relax_hpc.transfer_queue.controller.journal import Journal, Position
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.controller.snapshots import Snapshots
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.queue.controller import snapshots
+from relax_hpc.queue.controller.eventlog import EventLog, Extent
+from relax_hpc.queue.controller.journal import Journal, Position
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.controller.snapshots import Snapshots
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.plan import Plan
 from tests.queue_helpers import HubProcess, Roles, in_thread, make_run, small
 from tests.queue_world import GROUPS, World, contents
 

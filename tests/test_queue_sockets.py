@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transport import lobby, sockets
-from relax_hpc.transport.listener import Listener, listen
-from relax_hpc.transport.sockets import Bell, Connection, Cutter, Knock, connect, framed
-from relax_hpc.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage
+from relax_hpc.net.transport import lobby, sockets
+from relax_hpc.net.transport.listener import Listener, listen
+from relax_hpc.net.transport.sockets import Bell, Connection, Cutter, Knock, connect, framed
+from relax_hpc.net.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage
 from tests.queue_helpers import next_payload
 
 TOKEN, PURPOSE = b"0123456789abcdef" * 4, b"test"

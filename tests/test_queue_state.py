@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from relax_hpc.transfer_queue.controller.planning.admission import admissible
-from relax_hpc.transfer_queue.controller.planning.claims import claimable
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.planning.admission import admissible
+from relax_hpc.queue.controller.planning.claims import claimable
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.queue_helpers import GIVES, small
 from tests.queue_machine import WorldMachine, searched
 from tests.queue_world import GROUPS, World, contents, refused_kind

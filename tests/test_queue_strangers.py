@@ -16,22 +16,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.errors import DeadlineError
-from relax_hpc.rendezvous.open_files import connection_limit
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transport import lobby, proof, sockets
-from relax_hpc.transport.listener import FRAMES_A_TURN, Listener, listen
-from relax_hpc.transport.lobby import ACCEPTED_A_TURN
-from relax_hpc.transport.proof import (
+from relax_hpc.base.errors import DeadlineError
+from relax_hpc.net.rendezvous.open_files import connection_limit
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport import lobby, proof, sockets
+from relax_hpc.net.transport.listener import FRAMES_A_TURN, Listener, listen
+from relax_hpc.net.transport.lobby import ACCEPTED_A_TURN
+from relax_hpc.net.transport.proof import (
     ANSWER_BYTES,
     GREETING_BYTES,
     MAX_UNPROVEN,
     Challenge,
     Response,
 )
-from relax_hpc.transport.sockets import Connection, Knock, connect, framed
-from relax_hpc.transport.wire import BadMessage, Seal, pack, unpack
+from relax_hpc.net.transport.sockets import Connection, Knock, connect, framed
+from relax_hpc.net.transport.wire import BadMessage, Seal, pack, unpack
+from relax_hpc.queue.client import QueueClient
 from tests.effort import effort
 from tests.queue_helpers import Roles, dial, in_thread, make_run, small
 from tests.test_queue_sockets import PURPOSE, TOKEN, come, meet
@@ -224,8 +224,8 @@ CROWDED = """
 import resource, socket, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 96))
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.plan import Plan
 from tests.queue_helpers import dial, make_run, small
 run = make_run(Path(sys.argv[1]))
 controller = Controller(run, Plan.of(small()), 1)

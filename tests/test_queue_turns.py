@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.state.queue_state import QueueState
 from tests.queue_helpers import Roles, in_thread, make_run, small
 
 

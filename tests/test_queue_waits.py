@@ -8,12 +8,12 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.controller.planning.windows import awaited
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.controller.state.task_queues import WAITING
-from relax_hpc.transfer_queue.controller.state.ticket_map import TicketMap
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.planning.windows import awaited
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.controller.state.task_queues import WAITING
+from relax_hpc.queue.controller.state.ticket_map import TicketMap
+from relax_hpc.queue.plan import Plan
 from tests.queue_helpers import BUDGET, GIVES, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import GROUPS, World
 

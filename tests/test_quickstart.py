@@ -17,9 +17,9 @@ import xxhash
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc.metrics.tags import PARTS, declared, in_tensorboard
-from relax_hpc.observe.sample_view import Wanted, find
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.base.metrics.tags import PARTS, declared, in_tensorboard
+from relax_hpc.ops.observe.sample_view import Wanted, find
+from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, queue_state, read_metrics, running, trained_steps

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.supervise import launch_records
+from relax_hpc.cluster.supervise.launch_records import Launch
 from relax_hpc.config.schema import Config
-from relax_hpc.observe.status_groups import group_status
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rendezvous.signs import identity
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.supervise import launch_records
-from relax_hpc.supervise.launch_records import Launch
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.life_signs import identity
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.ops.observe.status_groups import group_status
 from tests.queue_helpers import make_run
 
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from relax_hpc.cli.program import main
-from relax_hpc.metrics.read_spans import read_spans
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.inspect.export import KeptRows
-from relax_hpc.transfer_queue.row_ids import place_of
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import record_file
+from relax_hpc.base.metrics.read_spans import read_spans
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.program import main
+from relax_hpc.queue.inspect.export import KeptRows
+from relax_hpc.queue.row_ids import place_of
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage import record_file
 from tests import late_news, run_helpers
 from tests.audit import audit
 from tests.requirements import requires

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.cluster.slurm.layout import components, gpu_hours
+from relax_hpc.cluster.slurm.render import directive, render, render_group, templates
 from relax_hpc.config import Config, load, resolve
-from relax_hpc.config.read import dump_yaml, parse_yaml
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.slurm.layout import components, gpu_hours
-from relax_hpc.slurm.render import directive, render, render_group, templates
+from relax_hpc.config.yaml_files import dump_yaml, parse_yaml
+from relax_hpc.ops.checks.settings import check
 from tests.effort import effort
 from tests.model_files import model_directory
 from tests.requirements import requires
@@ -252,7 +252,7 @@ def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() 
     assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch"]
     for group, text in ((name.removesuffix(".sbatch"), text) for name, text in jobs.items()):
         assert (len(lines(text, "requeue")), lines(text, "no-")) == (1, [])
-        assert text.endswith(f"relax_hpc.lifecycle.head --run_dir /scratch/demo --group {group}\n")
+        assert text.endswith(f"relax_hpc.commands.head --run_dir /scratch/demo --group {group}\n")
 
 
 def test_a_hub_of_two_nodes_outlives_one_of_them_in_each_layout() -> None:
@@ -476,7 +476,7 @@ def test_hostile_values_stay_values(tmp_path: Path, value: str, folder: str) -> 
     ran = run_script(
         tmp_path, render_group(config, "actor"), **module('printf "%s|" "$@" >modules')
     )
-    assert ran.argv == ["-m", "relax_hpc.lifecycle.head", "--run_dir", run_dir, "--group", "actor"]
+    assert ran.argv == ["-m", "relax_hpc.commands.head", "--run_dir", run_dir, "--group", "actor"]
     assert ran.env["VALUE"] == value
     assert ran.env["RELAX_LOCAL_DIR"] == f"/local/{folder}/me-relax"
     assert ran.env["PYTHONPATH"] == str(Path(run_dir) / "code")
@@ -532,7 +532,7 @@ def test_a_size_by_hand_takes_its_files_from_the_environment(tmp_path: Path) -> 
     ran = run_script(tmp_path, text, **files)
     size = f"--config={tmp_path}/configs/clusters/4-nodes.yaml"
     names = ["--config=a b.yaml", "--config=$(touch pwned).yaml", size]
-    assert ran.argv == ["-m", "relax_hpc.lifecycle.head", *names, "--config=my site.yaml"]
+    assert ran.argv == ["-m", "relax_hpc.commands.head", *names, "--config=my site.yaml"]
     del files["RELAX_SITE"]
     assert (
         run_script(tmp_path, text, **files, RELAX_HOME="/repo").argv[-1]

@@ -17,12 +17,12 @@ requires("sglang", "torch", "transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from relax_hpc.engines import make_engine  # noqa: E402
-from relax_hpc.engines.engine import Draft, Engine, GenerateRequest, Generation, Sampling  # noqa: E402
-from relax_hpc.models.hf_files import read_config  # noqa: E402
-from relax_hpc.models.tiny_tokenizer import EOS_ID  # noqa: E402
-from relax_hpc.routes import NAME  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.base.routes import NAME  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.rollout.engines import make_engine  # noqa: E402
+from relax_hpc.rollout.engines.engine import Draft, Engine, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.training.models.hf_files import read_config  # noqa: E402
+from relax_hpc.training.models.tiny_tokenizer import EOS_ID  # noqa: E402
 from tests.engine_helpers import make_config, make_slab  # noqa: E402
 from tests.routes_helpers import SHAPE, experts_model, own_routes  # noqa: E402
 

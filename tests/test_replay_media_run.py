@@ -16,16 +16,16 @@ requires("sglang", "mpi", "torch", "megatron")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from relax_hpc.metrics.read import read_metrics  # noqa: E402
-from relax_hpc.models.towers.media import RowMedia  # noqa: E402
-from relax_hpc.multimodal.medium import Medium  # noqa: E402
-from relax_hpc.multimodal.rules import Rules  # noqa: E402
-from relax_hpc.routes import NAME, NONE, RouteShape  # noqa: E402
-from relax_hpc.rundir import RunDir  # noqa: E402
+from relax_hpc.base.metrics.read import read_metrics  # noqa: E402
+from relax_hpc.base.routes import NAME, NONE, RouteShape  # noqa: E402
+from relax_hpc.base.rundir import RunDir  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.data.multimodal.medium import Medium  # noqa: E402
+from relax_hpc.data.multimodal.rules import Rules  # noqa: E402
+from relax_hpc.queue.row_schema import Row  # noqa: E402
+from relax_hpc.queue.storage.media import MediaStore, media_ids  # noqa: E402
 from relax_hpc.training.batches import collate  # noqa: E402
-from relax_hpc.transfer_queue.row_schema import Row  # noqa: E402
-from relax_hpc.transfer_queue.storage.media import MediaStore, media_ids  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.training.models.towers.media import RowMedia  # noqa: E402
 from tests.audit import audit  # noqa: E402
 from tests.media_engine import SEEING_EXPERTS, strong  # noqa: E402
 from tests.routes_helpers import declared_fixture, routed_policy  # noqa: E402, F401

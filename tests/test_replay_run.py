@@ -13,14 +13,14 @@ from tests.requirements import requires
 
 requires("sglang", "mpi", "torch", "megatron")
 
-from relax_hpc.metrics.read import read_metrics  # noqa: E402
-from relax_hpc.routes import NAME  # noqa: E402
-from relax_hpc.rundir import RunDir  # noqa: E402
-from relax_hpc.transfer_queue.client.segments import START  # noqa: E402
-from relax_hpc.transfer_queue.inspect.audit import Ledger  # noqa: E402
-from relax_hpc.transfer_queue.row_schema import Row  # noqa: E402
-from relax_hpc.transfer_queue.storage import record_file  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.base.metrics.read import read_metrics  # noqa: E402
+from relax_hpc.base.routes import NAME  # noqa: E402
+from relax_hpc.base.rundir import RunDir  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.queue.client.segments import START  # noqa: E402
+from relax_hpc.queue.inspect.audit import Ledger  # noqa: E402
+from relax_hpc.queue.row_schema import Row  # noqa: E402
+from relax_hpc.queue.storage import record_file  # noqa: E402
 from tests.routes_helpers import (  # noqa: E402  # noqa: F401
     SHAPE,
     declared_fixture,

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_CONFIG
+from relax_hpc.base.metrics.writer import MetricsWriter
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.supervise.launch_records import Launch, record
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump, load
-from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.metrics.writer import MetricsWriter
-from relax_hpc.observe.report import report
-from relax_hpc.observe.report_view import lines
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.supervise.launch_records import Launch, record
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.ops.observe.report import report
+from relax_hpc.ops.observe.report_view import lines
 
 ORIGIN = 1000.0
 """Wall time at which the run began; spans count from there."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import DeadlineError
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise import requests
-from relax_hpc.supervise.requests import Request
+from relax_hpc.base.errors import DeadlineError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.cluster.supervise.requests import Request
 from tests.queue_helpers import make_run
 
 

@@ -18,16 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise.launch_records import all_ended, is_done
+from relax_hpc.commands.run_setup import check_resumable, keep_date
 from relax_hpc.config import dump, load, load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.lifecycle.establish import check_resumable, keep_date
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise.launch_records import all_ended, is_done
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
 from tests.run_helpers import (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import CodeSettings, RewardSettings
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput, jail
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail

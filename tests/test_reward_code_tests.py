@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.reward_settings import CodeSettings, RewardSettings
+from relax_hpc.base.reward_settings import CodeSettings, RewardSettings
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.code_sides.judge import PythonTests

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.rewards import check_rewards
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.reward_settings import ByRowSettings, FormatSettings, RewardSettings
 from relax_hpc.config.load import load
-from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import ByRowSettings, FormatSettings, RewardSettings
+from relax_hpc.ops.checks.rewards import check_rewards
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward
-from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.dapo import normal_form
-from relax_hpc.rewards.where import make_rewards
+from relax_hpc.rewards.placement import make_rewards
+from relax_hpc.rewards.scoring import scores
 from tests.requirements import requires
 
 

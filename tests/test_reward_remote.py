@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from relax_hpc.background import say
-from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import JudgeSettings, RemoteSettings, RewardSettings
+from relax_hpc.base.background import say
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.reward_settings import JudgeSettings, RemoteSettings, RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward
 from relax_hpc.rewards import service as service_module
-from relax_hpc.rewards.ask import scores_soon
-from relax_hpc.rewards.where import make_rewards
+from relax_hpc.rewards.placement import make_rewards
+from relax_hpc.rewards.scoring import scores_soon
 from tests.http_server import Answer, serving
 
 GROUP = [RewardInput("2+2?", "4", text, "stop", {"level": 1}) for text in ("4", "5")]

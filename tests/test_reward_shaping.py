@@ -22,13 +22,13 @@ from relax_hpc.algorithms import (
     Rloo,
 )
 from relax_hpc.algorithms.base import KlConfig, OverlongConfig
-from relax_hpc.checks.settings import check
+from relax_hpc.base.versions import Version
 from relax_hpc.config import load
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Ended, Episode, EpisodeRow, Generation
+from relax_hpc.ops.checks.settings import check
 from relax_hpc.roles.advantages import shuffled
+from relax_hpc.rollout.engines.engine import Ended, Episode, EpisodeRow, Generation
 from relax_hpc.rollout.samples import group_rows
-from relax_hpc.versions import Version
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.rewards import check_rewards
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config import load
 from relax_hpc.environments import environment_class
-from relax_hpc.errors import ConfigError
+from relax_hpc.ops.checks.rewards import check_rewards
+from relax_hpc.ops.checks.settings import check
 from relax_hpc.rewards import RewardError, RewardInput, Score, get_reward
-from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.scoring import scores
 from relax_hpc.rewards.signature import function_misfits
 from relax_hpc.tasks import get_task, misfits
 

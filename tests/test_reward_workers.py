@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.net.workers import pool as pool_module
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
+from relax_hpc.rewards.placement import InThread
 from relax_hpc.rewards.pool import Pool
-from relax_hpc.rewards.where import InThread
-from relax_hpc.workers import pool as pool_module
 from tests.requirements import PACKAGE
 from tests.signalled import count_calls
 
@@ -71,7 +71,7 @@ def word(sample):
             time.sleep(0.01)
         return 1.0
     if what == "modules":
-        heavy = ("numpy", "torch", "yaml", "msgpack", "relax_hpc.config", "relax_hpc.engines")
+        heavy = ("numpy", "torch", "yaml", "msgpack", "relax_hpc.config", "relax_hpc.rollout.engines")
         return {"total": 1, **{name: 1 for name in heavy if name in sys.modules}}
     if what == "environment":
         return {"total": 1, **{name: 1 for name in os.environ if name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID")}}

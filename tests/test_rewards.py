@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.rewards import REWARDS, RewardError, RewardInput, Score, get_reward
-from relax_hpc.rewards.ask import is_async, scores, scores_soon
 from relax_hpc.rewards.maths import math_answer
+from relax_hpc.rewards.scoring import is_async, scores, scores_soon
 
 
 def sample(text: str, answer: str = "1234", finish: str = "stop") -> RewardInput:

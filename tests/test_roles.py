@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Grpo
+from relax_hpc.base.local_dir import LOCAL_DIR
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.metrics.spans import Spans
+from relax_hpc.base.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.cluster.supervise.processes import environment
 from relax_hpc.config.schema import Config, ForwardConfig
-from relax_hpc.local_dir import LOCAL_DIR
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.metrics.spans import Spans
-from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
-from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.samplers import share
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
 from relax_hpc.roles.event_loop import first_error
-from relax_hpc.rollout.activity import Activity
+from relax_hpc.rollout.engine_activity import Activity
 from relax_hpc.rollout.outcomes import Failure, generated
-from relax_hpc.supervise.processes import environment
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.samplers import share
 from tests.requirements import requires
 
 
@@ -214,7 +214,7 @@ def test_an_engine_waits_for_environments_while_all_its_episodes_are_with_them(
 
 
 def test_the_error_that_counts_is_the_one_that_restarting_cannot_cure() -> None:
-    from relax_hpc.errors import ConfigError, RelaxError
+    from relax_hpc.base.errors import ConfigError, RelaxError
 
     wrong = ConfigError("wrong")
     assert (

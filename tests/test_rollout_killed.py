@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import FIELDS, loss_fields
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config import dump, load_resolved
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines.engine import Generation
-from relax_hpc.errors import ConfigError
-from relax_hpc.fields import FIELDS, loss_fields
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.segments import append
+from relax_hpc.queue.inspect.audit import Ledger
+from relax_hpc.queue.storage.record_file import read
+from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.engines.engine import Generation
 from relax_hpc.rollout.samples import PromptSource
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_train
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.segments import append
-from relax_hpc.transfer_queue.inspect.audit import Ledger
-from relax_hpc.transfer_queue.storage.record_file import read
-from relax_hpc.transfer_queue.storage.shard import ShardError
-from relax_hpc.versions import Version
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
 
@@ -37,7 +37,7 @@ requires("torch", "transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from relax_hpc.weights.node_cache import staging_root  # noqa: E402
+from relax_hpc.training.weights.node_cache import staging_root  # noqa: E402
 from tests.drawing_rollout import (  # noqa: E402
     LONG,
     config_of,

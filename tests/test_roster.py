@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.protocol import PROTOCOL, RUN_FORMAT
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import load_resolved
-from relax_hpc.errors import ConfigError
-from relax_hpc.protocol import PROTOCOL, RUN_FORMAT
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, latest_card, publish_card
-from relax_hpc.rundir import RunDir
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, latest_card, publish_card
 from tests.queue_helpers import make_run
 
 RACER = """
 import sys
 from pathlib import Path
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
+from relax_hpc.net.rendezvous.roster import claim_incarnation
+from relax_hpc.base.rundir import RunDir
 run = RunDir(Path(sys.argv[1]))
 run.create()
 print(run.token().decode(), *(claim_incarnation(run, "actor") for _ in range(50)))

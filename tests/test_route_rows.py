@@ -11,24 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.base.routes import BAD_ROUTES, NAME, OTHER_ROUTES, RouteShape
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Draft, Generation
-from relax_hpc.models.packs import PackSplit
-from relax_hpc.models.replay import Routes
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.client.segments import START, joined
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_report import StepResult, Tally, policy_values
 from relax_hpc.rollout.attempt import Attempt, answer_of
-from relax_hpc.rollout.judge import Judge
+from relax_hpc.rollout.engines.engine import Draft, Generation
+from relax_hpc.rollout.group_rewards import Judge
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import rows_of as rows_of_answers
-from relax_hpc.routes import BAD_ROUTES, NAME, OTHER_ROUTES, RouteShape
 from relax_hpc.training.batches import collate_parts
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.client.segments import START, joined
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.replay import Routes
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.routes_helpers import declared_fixture, drawn_routes  # noqa: F401
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.routes import NAME, RouteShape
-from relax_hpc.training.agreement import Agreement
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.base.routes import NAME, RouteShape
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.training.route_agreement import Agreement
 from tests.routes_helpers import (  # noqa: F401
     SHAPE,
     declared_fixture,

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.checks.files import read_prompts
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, DataConfig
 from relax_hpc.data.prompt_file import check_same, open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.errors import ConfigError
+from relax_hpc.ops.checks.files import read_prompts
 from tests.media_prompts import IMAGE, png, seeing_model
 from tests.prompt_helpers import row_set
 from tests.requirements import requires

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.checks.data import check_data
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.examples import Example, rules_of
@@ -22,9 +22,9 @@ from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.rows import BadLine, read_rows, without_nulls
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.data.visits import CYCLE, Visits
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.ops.checks.data import check_data
 from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.media_prompts import png
 from tests.requirements import requires

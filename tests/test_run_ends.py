@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli.program import main
+from relax_hpc.base.errors import EXIT_RETRY
+from relax_hpc.base.rundir import write_json
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.commands.program import main
 from relax_hpc.config import load_resolved
 from relax_hpc.config.groups import roles_of
-from relax_hpc.errors import EXIT_RETRY
-from relax_hpc.observe import listing
-from relax_hpc.observe.status import status
-from relax_hpc.rendezvous import signs
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.signs import identity
-from relax_hpc.rundir import write_json
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.supervise import requests
+from relax_hpc.net.rendezvous import life_signs
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.life_signs import identity
+from relax_hpc.ops.observe import listing
+from relax_hpc.ops.observe.status import status
 from tests.command_helpers import (  # noqa: F401
     GROUPS,
     begin,
@@ -56,7 +56,7 @@ def test_the_end_of_a_run_is_known_at_once(
     run = make_run(tmp_path / "runs" / "a", "local")
     assert main(["status", str(run.root)]) == EXIT_RETRY
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
-        sign = identity() | {"pid": process.pid, "born": signs._born(process.pid)}
+        sign = identity() | {"pid": process.pid, "born": life_signs._born(process.pid)}
         for name in GROUPS:
             incarnation = begin(run, name)
             beat = run.rendezvous(name) / f"beat-{name}.json"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.cli.program import main
-from relax_hpc.observe import states
-from relax_hpc.observe.states import OVER, RunSigns, exit_code, state_of
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise import requests
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.commands.program import main
+from relax_hpc.ops.observe import run_state
+from relax_hpc.ops.observe.run_state import OVER, RunSigns, exit_code, state_of
 from tests.command_helpers import begin, make_run
 from tests.fake_slurm import FakeSlurm
 
@@ -159,5 +159,5 @@ def test_the_run_of_another_user_is_judged_by_its_jobs_ids(
     # A site may show each user their own jobs alone.
     slurm.set(jobs={})
     assert say(run, capsys) == ("ended", 75)
-    monkeypatch.setattr(states.os, "getuid", lambda: run.root.stat().st_uid + 1)
+    monkeypatch.setattr(run_state.os, "getuid", lambda: run.root.stat().st_uid + 1)
     assert say(run, capsys) == ("running", 0)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.rundir import write_atomic, write_json, write_numbered
+from relax_hpc.base.rundir import write_atomic, write_json, write_numbered
 
 WRITER = """
 import sys
 from pathlib import Path
-from relax_hpc.rundir import write_numbered
+from relax_hpc.base.rundir import write_numbered
 for number in range(40):
     write_numbered(Path(sys.argv[1]), ".txt", f"{sys.argv[2]} {number} ".encode() * 100)
 """

@@ -12,28 +12,28 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines.engine import BadAnswer, Episode, Sampling
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from relax_hpc.gateway.serving import gateway
-from relax_hpc.models.tiny_model import write_tokenizer
-from relax_hpc.observe.sample_replay import find
+from relax_hpc.ops.observe.sample_replay import find
 from relax_hpc.rewards import Score
-from relax_hpc.rollout.history import History
+from relax_hpc.rollout.agents.gateway.serving import gateway
+from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Sampling
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.player import player_of
+from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import PromptMedia
-from relax_hpc.rollout.player import player_of
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples
 from relax_hpc.rollout.samples import PromptSource, requests_for, rows_of
-from relax_hpc.rollout.turns import Start
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_evals, open_train
-from relax_hpc.versions import Version
+from relax_hpc.training.models.tiny_model import write_tokenizer
 from tests.media_prompts import png, seeing_model
 from tests.queue_helpers import make_run
 from tests.turns_helpers import Drawing

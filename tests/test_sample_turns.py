@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, SamplesConfig
+from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Generation
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.observe.sample_page import page
-from relax_hpc.observe.sample_reading import whole
-from relax_hpc.observe.sample_text import lines
+from relax_hpc.ops.observe.sample_page import page
+from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_text import lines
+from relax_hpc.queue.row_schema import turns_of
+from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.rewards import Score
+from relax_hpc.rollout.engines.engine import Generation
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import CUT, CUT_SHORT, Sample, SampleLog, read_samples
-from relax_hpc.transfer_queue.row_schema import turns_of
-from relax_hpc.transfer_queue.storage.media import MediaStore
-from relax_hpc.versions import Version
 from tests.browser import needs_browser, seen
 
 OLD, NEW = Version(1, 3), Version(1, 4)

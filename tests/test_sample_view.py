@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.terminal_text import harmless, wrapped
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import SamplesConfig
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
-from relax_hpc.observe.sample_page import page
+from relax_hpc.ops.observe.sample_page import page
 from relax_hpc.rollout.sample_log import SampleLog
-from relax_hpc.rundir import RunDir
-from relax_hpc.terminal_text import harmless, wrapped
-from relax_hpc.versions import Version
 from tests.browser import needs_browser, seen
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.samplers import (
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.samplers import (
     GroupSize,
     balanced,
     dealt,

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Generation
-from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rewards.where import InThread
-from relax_hpc.rollout import judge
+from relax_hpc.rewards.placement import InThread
+from relax_hpc.rollout import group_rewards
+from relax_hpc.rollout.engines.engine import Generation
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import group_rows
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
 
 PROMPT = Prompt("p", (5, 6, 7), "2?", "2", {})
 
@@ -101,10 +101,10 @@ def test_components_of_rewards_are_counted_and_known_of_samples(
 ) -> None:
     """Those of a group that comes to nothing too; known are those of samples that people may look
     at."""
-    monkeypatch.setattr(judge, "make_rewards", lambda *about: InThread(own_reward, 60.0))
+    monkeypatch.setattr(group_rewards, "make_rewards", lambda *about: InThread(own_reward, 60.0))
     config, reported = Config(prompts_per_step=2), list[tuple[int, dict[str, float]]]()
     config.rollout.filter = "rewards_differ"
-    judging = judge.Judge(
+    judging = group_rewards.Judge(
         config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4
     )
 

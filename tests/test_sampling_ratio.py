@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.algorithms.batch import TokenBatch
-from relax_hpc.engines.draws import cut, sample_token
-from relax_hpc.engines.engine import Sampling
+from relax_hpc.rollout.engines.engine import Sampling
+from relax_hpc.rollout.engines.seeded_draws import cut, sample_token
 
 CONTEXTS = [[2.0, 1.0, 0.0, -1.0, -2.0], [0.3, 0.2, 0.1, 0.0, -0.1]]
 """Logits: one sharp distribution, of which little is cut away, and one flat."""

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
+from relax_hpc.cluster.sandbox import Options, Sandbox, cluster, config_files, machine, processes
+from relax_hpc.cluster.sandbox.processes import until
+from relax_hpc.commands.program import main
 from relax_hpc.config.load import build, compose
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
-from relax_hpc.sandbox import Options, Sandbox, cluster, config_files, machine, processes
-from relax_hpc.sandbox.processes import until
 from tests.guardian import session_folder
 from tests.plain_user import plain_user
 from tests.requirements import requires

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import CheckpointConfig
-from relax_hpc.transfer_queue.controller.handlers.training import _next_timed_save
-from relax_hpc.transfer_queue.controller.save_clock import SaveClock
-from relax_hpc.transfer_queue.controller.state.progress import Progress
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.queue.controller.handlers.training import _next_timed_save
+from relax_hpc.queue.controller.save_clock import SaveClock
+from relax_hpc.queue.controller.state.progress import Progress
+from relax_hpc.queue.plan import Plan
 from tests.queue_helpers import small
 
 STEPS = 40

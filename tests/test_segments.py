@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from relax_hpc.base.fields import FIELDS, FieldSpec
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
-from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.queue.client.segments import START, UNFINISHED, joined, told
+from relax_hpc.queue.controller.state.segments import Log, Segments
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.attempt import Attempt, answer_of
-from relax_hpc.transfer_queue.client.segments import START, UNFINISHED, joined, told
-from relax_hpc.transfer_queue.controller.state.segments import Log, Segments
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, Generation
 from tests.effort import effort
 
 EPISODES, TICKETS, BUDGET = 2, 3, 99

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.server_devices import device_mistakes, devices_per_server
+from relax_hpc.base.versions import Version
 from relax_hpc.config.load import load
 from relax_hpc.config.schema import Config
-from relax_hpc.engines.sglang.engine import server_arguments
-from relax_hpc.server_devices import device_mistakes, devices_per_server
-from relax_hpc.versions import Version
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.rollout.engines.sglang.engine import server_arguments
 from tests.requirements import requires
 
 SIZES = st.integers(1, 4)

@@ -21,11 +21,11 @@ import numpy as np  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
-from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, Generation  # noqa: E402
-from relax_hpc.engines.sglang import process  # noqa: E402
-from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
-from relax_hpc.routes import NAME, RouteShape  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.base.routes import NAME, RouteShape  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.rollout.engines.engine import BadAnswer, Draft, EngineFault, Generation  # noqa: E402
+from relax_hpc.rollout.engines.sglang import process  # noqa: E402
+from relax_hpc.rollout.engines.sglang.client import SglangClient  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, request  # noqa: E402
 
 pytestmark = pytest.mark.run

@@ -22,14 +22,14 @@ requires("sglang")
 import psutil  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
-from relax_hpc.engines.engine import EngineFault  # noqa: E402
-from relax_hpc.engines.sglang import process as sglang_process  # noqa: E402
-from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
-from relax_hpc.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
-from relax_hpc.engines.sglang.session import Session  # noqa: E402
-from relax_hpc.errors import ConfigError, RelaxError, start_error_of  # noqa: E402
-from relax_hpc.last_error import find_last_error  # noqa: E402
-from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.base.errors import ConfigError, RelaxError, start_error_of  # noqa: E402
+from relax_hpc.base.last_error import find_last_error  # noqa: E402
+from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.rollout.engines.engine import EngineFault  # noqa: E402
+from relax_hpc.rollout.engines.sglang import process as sglang_process  # noqa: E402
+from relax_hpc.rollout.engines.sglang import server as sglang_server  # noqa: E402
+from relax_hpc.rollout.engines.sglang.engine import SglangEngine, judge_arguments, server_arguments  # noqa: E402
+from relax_hpc.rollout.engines.sglang.session import Session  # noqa: E402
 from tests.engine_helpers import make_config, request, session_of  # noqa: E402
 from tests.test_last_error import CONSEQUENCE, SGLANG  # noqa: E402
 
@@ -143,7 +143,7 @@ def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
 
 def test_a_server_dies_with_the_role_that_started_it() -> None:
     tie = (
-        "import os, sys; from relax_hpc.rendezvous.process import die_with_parent; "
+        "import os, sys; from relax_hpc.net.rendezvous.process import die_with_parent; "
         "die_with_parent()"
     )
     server = f"{tie}; print(os.getpid(), flush=True); sys.stdin.read()"

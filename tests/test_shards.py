@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.storage import record_file
-from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
-from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.versions import Version
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.client import Claim, read_rows
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.storage import record_file
+from relax_hpc.queue.storage.shard import ShardError, pack, unpack
+from relax_hpc.queue.storage.shard_files import ShardFiles
 from tests.queue_helpers import rows_of
 
 ORIGIN = {"group": "rollout", "incarnation": 1}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.rendezvous import signs
-from relax_hpc.rendezvous.signs import identity, is_gone, said, say
+from relax_hpc.net.rendezvous import life_signs
+from relax_hpc.net.rendezvous.life_signs import identity, is_gone, said, say
 
 SPEAKER = """
 import sys
 from pathlib import Path
-from relax_hpc.rendezvous.signs import say
+from relax_hpc.net.rendezvous.life_signs import say
 say(Path(sys.argv[1]), "warm start")
 print("said", flush=True)
 sys.stdin.read()
@@ -74,6 +74,6 @@ def test_what_a_process_is_at_is_said_until_it_is_over(tmp_path, monkeypatch):
         path.write_text(text)
         assert said(path) == ""
     monkeypatch.setattr(
-        signs, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "no room"))
+        life_signs, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "no room"))
     )
     say(path, "goes on")

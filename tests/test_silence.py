@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.commands import SlurmError
+from relax_hpc.cluster.slurm.node_check import exclude_option
+from relax_hpc.cluster.slurm.silent_groups import Silence
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
 from relax_hpc.config import Config
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm.commands import SlurmError
-from relax_hpc.slurm.node_check import exclude_option
-from relax_hpc.slurm.silence import Silence
-from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 
 
 @dataclass

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import (
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.batched_engine import DrawsTogether
+from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Draft,
     EngineFault,
@@ -23,10 +25,8 @@ from relax_hpc.engines.engine import (
     Generation,
     Sampling,
 )
-from relax_hpc.engines.simulated_engine import SimulatedEngine
-from relax_hpc.engines.stops import Stops, with_stops
-from relax_hpc.engines.together import DrawsTogether
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines.simulated_engine import SimulatedEngine
+from relax_hpc.rollout.engines.stops import Stops, with_stops
 from tests.requirements import requires
 from tests.virtual_clock import run_on_a_clock
 
@@ -45,7 +45,7 @@ OLD, NEW = Version(1, 3), Version(1, 4)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from relax_hpc.models.tiny_model import make_tiny_model
+    from relax_hpc.training.models.tiny_model import make_tiny_model
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(directory, TinyModelConfig(), 0)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.slurm.layout import components
+from relax_hpc.cluster.slurm.render import render_size
 from relax_hpc.config import load
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.slurm.layout import components
-from relax_hpc.slurm.render import render_size
 from tests.requirements import requires
 from tests.run_helpers import ALL, engine_of, merged, with_engine, write_config
 from tests.slurm_runs import ENGINE_START_S, OVER, START_S, SlurmRun

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.sandbox import Sandbox
+from relax_hpc.cluster.sandbox import Sandbox
 from tests.requirements import requires
 from tests.run_helpers import rollbacks
 from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.slurm import commands
-from relax_hpc.slurm.commands import Slurm, SlurmError, clean_environment, parse_time
+from relax_hpc.cluster.slurm import commands
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError, clean_environment, parse_time
 from tests.fake_slurm import FakeSlurm
 
 DOWN = {

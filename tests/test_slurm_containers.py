@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.sandbox import Sandbox
+from relax_hpc.cluster.sandbox import Sandbox
 from tests.containers import PYTHON, install, make_image
 from tests.effort import effort
 from tests.requirements import requires
@@ -52,7 +52,7 @@ def test_a_run_inside_of_containers_survives_a_kill(
         live.finish()
         live.assert_nothing_left()
     calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
-    assert any("relax_hpc.slurm.node_probe" in call for call in calls)
+    assert any("relax_hpc.cluster.slurm.node_probe" in call for call in calls)
     assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {
         "actor",
         "rollout",

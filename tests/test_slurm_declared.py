@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.slurm.het_options import INHERITED
+from relax_hpc.cluster.slurm.layout import Component, components, seconds
+from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config import Config, load
-from relax_hpc.errors import ConfigError
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.slurm.inherited import INHERITED
-from relax_hpc.slurm.layout import Component, components, seconds
-from relax_hpc.slurm.render import render
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 

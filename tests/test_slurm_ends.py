@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.base.errors import EXIT_NO_PROGRESS
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.supervise.requests import asked_to_stop
 from tests.requirements import requires
 from tests.run_helpers import ALL, merged
 from tests.slurm_runs import START_S, TWO_GROUPS, submitted

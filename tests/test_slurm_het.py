@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.sandbox.processes import alive
-from relax_hpc.slurm.commands import parse_time
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.sandbox.processes import alive
+from relax_hpc.cluster.slurm.commands import parse_time
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, trained_steps
 from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted

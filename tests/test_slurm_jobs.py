@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_hpc.sandbox import Sandbox, processes
+from relax_hpc.cluster.sandbox import Sandbox, processes
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, with_engine
 from tests.slurm_runs import (
@@ -202,7 +202,7 @@ def test_all_processes_are_killed(live: SlurmRun) -> None:
 
 def heads_of(live: SlurmRun, group: str) -> list[psutil.Process]:
     """Processes of the batch script of a group's job, and of its standby."""
-    command_words = {"relax_hpc.lifecycle.head", "--group", group}
+    command_words = {"relax_hpc.commands.head", "--group", group}
     return [process for process in live.processes() if command_words <= set(command(process))]
 
 

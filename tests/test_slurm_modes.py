@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.sandbox import Sandbox
+from relax_hpc.cluster.sandbox import Sandbox
 from tests import gate
 from tests.effort import effort
 from tests.requirements import requires

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import EXIT_DONE
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import cluster
+from relax_hpc.base.errors import EXIT_DONE
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import cluster
 from tests.effort import effort
 from tests.plain_user import PlainUser, plain_user
 from tests.requirements import requires

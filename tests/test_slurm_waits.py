@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_hpc.sandbox import Sandbox
+from relax_hpc.cluster.sandbox import Sandbox
 from tests.requirements import requires
 from tests.run_helpers import ALL
 from tests.slurm_runs import ENDLESS, START_S, submitted

@@ -9,7 +9,7 @@ from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 
 import relax_hpc
-from relax_hpc.lifecycle.snapshot import copy_code
+from relax_hpc.commands.snapshot import copy_code
 
 
 def test_the_copy_is_compiled_so_that_no_rank_compiles_it_at_its_start(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics import spans as spans_module
-from relax_hpc.metrics.read_spans import (
+from relax_hpc.base.log_rotation import cut_own, lines_of, parts_of
+from relax_hpc.base.metrics import spans as spans_module
+from relax_hpc.base.metrics.read_spans import (
     merge_intervals,
     read_processes,
     read_spans,
     union_length,
 )
-from relax_hpc.metrics.spans import Spans, process_began
-from relax_hpc.parts import cut_own, lines_of, parts_of
+from relax_hpc.base.metrics.spans import Spans, process_began
 
 INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
 

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config import dump
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.segments import append
+from relax_hpc.queue.controller.server import Controller
 from relax_hpc.rollout import segment_log
 from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.rollout.spares import has_spare
 from relax_hpc.tasks.files import open_train
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.segments import append
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.versions import Version
 from tests.audit import audit
 from tests.run_helpers import queue_rows
 from tests.test_bad_input import FaultyEngine, train_the_step, use_reward, world  # noqa: F401

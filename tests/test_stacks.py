@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.rendezvous.process import shows_stacks
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.steps import Steps
-from relax_hpc.supervise import group
-from relax_hpc.supervise.group import Member
-from relax_hpc.supervise.processes import Processes
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.steps import Steps
+from relax_hpc.cluster.supervise import group
+from relax_hpc.cluster.supervise.group import Member
+from relax_hpc.cluster.supervise.processes import Processes
+from relax_hpc.net.rendezvous.process import shows_stacks
 from tests.fake_slurm import FakeSlurm
 
 CODE = """
 import ctypes, subprocess, sys, threading
-from relax_hpc.rendezvous.process import show_stacks
+from relax_hpc.net.rendezvous.process import show_stacks
 
 def waits():
     threading.Event().wait()

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import local_dir
+from relax_hpc.base import local_dir
+from relax_hpc.base.errors import ConfigError, DeadlineError
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import Config
-from relax_hpc.errors import ConfigError, DeadlineError
-from relax_hpc.roles import node_files
-from relax_hpc.rundir import RunDir
+from relax_hpc.net import node_files
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = """
 import sys
 from relax_hpc.config import Config
-from relax_hpc.roles.node_files import go_on_in_local_environment
+from relax_hpc.net.node_files import go_on_in_local_environment
 config = Config()
 config.site.stage = ["environment"]
 go_on_in_local_environment(config, "where", sys.argv[1:])

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.cli.program import main
-from relax_hpc.observe.report_view import lines as report_lines
-from relax_hpc.observe.status import status
-from relax_hpc.observe.status_view import fitted_lines, lines
-from relax_hpc.rundir import RunDir, write_json
-from relax_hpc.slurm.commands import Slurm
-from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.base.rundir import RunDir, write_json
+from relax_hpc.cluster.slurm.commands import Slurm
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.commands.program import main
+from relax_hpc.ops.observe.report_view import lines as report_lines
+from relax_hpc.ops.observe.status import status
+from relax_hpc.ops.observe.status_view import fitted_lines, lines
 from tests.command_helpers import begin, make_run
 from tests.fake_slurm import FakeSlurm
 

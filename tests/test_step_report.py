@@ -16,9 +16,14 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Algorithm, Distill, Grpo, Ppo
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import mean_metrics
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.metrics.writer import MetricsWriter
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import RelaxError
-from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.queue.client import StepTrained
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import NOBODY
 from relax_hpc.roles.step_report import (
     StepResult,
     Tally,
@@ -26,11 +31,6 @@ from relax_hpc.roles.step_report import (
     row_counts,
     staleness_report,
 )
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise.console import Terminal
-from relax_hpc.transfer_queue.client import StepTrained
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import NOBODY
 from tests.requirements import requires
 from tests.test_algorithms import random_batch
 

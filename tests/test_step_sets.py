@@ -15,13 +15,13 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller.planning.admission import why_not
-from relax_hpc.transfer_queue.controller.planning.claims import awaited
-from relax_hpc.transfer_queue.controller.planning.step_sets import Room
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.versions import Version
+from relax_hpc.queue.controller.planning.admission import why_not
+from relax_hpc.queue.controller.planning.claims import awaited
+from relax_hpc.queue.controller.planning.step_sets import Room
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.queue_helpers import BUDGET, small
 from tests.queue_world import InMemory, contents

@@ -13,22 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, Mode, PlanesConfig, QueueConfig, SiteConfig
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.row_schema import BadRow
-from relax_hpc.transfer_queue.storage.shard import ShardError
-from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
-from relax_hpc.transfer_queue.storage.shard_store import (
+from relax_hpc.net.transport import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
+from relax_hpc.net.transport.choice import check_required
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.row_schema import BadRow
+from relax_hpc.queue.storage.shard import ShardError
+from relax_hpc.queue.storage.shard_files import ShardFiles
+from relax_hpc.queue.storage.shard_store import (
     Descriptor,
     ShardReader,
     ShardStore,
     planes_of,
 )
-from relax_hpc.transport import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
-from relax_hpc.transport.choice import check_required
-from relax_hpc.versions import Version
 from tests.queue_helpers import make_run, rows_of
 
 TOKEN = b"t" * 32

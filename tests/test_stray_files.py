@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.submissions import Entry, Ledger
+from relax_hpc.cluster.supervise import launch_records, requests
+from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt
+from relax_hpc.cluster.supervise.incarnations import _nodes
+from relax_hpc.cluster.supervise.lease import Lease, holder_of, outcome_of
+from relax_hpc.cluster.supervise.requests import Request
+from relax_hpc.commands.run_setup import check_resumable, reopen
 from relax_hpc.config import Config, dump, load_resolved
-from relax_hpc.errors import ConfigError
-from relax_hpc.lifecycle.establish import check_resumable, reopen
-from relax_hpc.observe import status_groups
-from relax_hpc.observe.status import last_checkpoint, status
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import (
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import (
     Card,
     claim_incarnation,
     latest_card,
     latest_incarnation,
     publish_card,
 )
-from relax_hpc.rundir import RunDir
-from relax_hpc.slurm.submissions import Entry, Ledger
-from relax_hpc.supervise import launch_records, requests
-from relax_hpc.supervise.attempts import latest_attempt, new_attempt
-from relax_hpc.supervise.incarnations import _nodes
-from relax_hpc.supervise.lease import Lease, holder_of, outcome_of
-from relax_hpc.supervise.requests import Request
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.ops.observe import status_groups
+from relax_hpc.ops.observe.status import last_checkpoint, status
+from relax_hpc.queue.client import QueueClient
 from tests.queue_helpers import Roles, in_thread, make_run, small
 from tests.stray_files import ODD, WRONG, leave
 

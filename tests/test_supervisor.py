@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.config.schema import GroupConfig
-from relax_hpc.errors import (
+from relax_hpc.base.errors import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_RETRY,
@@ -18,13 +17,14 @@ from relax_hpc.errors import (
     NoProgressError,
     RelaxError,
 )
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.supervise import failures, requests, starts
-from relax_hpc.supervise.disk_watch import NoRoom
-from relax_hpc.supervise.group import Unavailable
-from relax_hpc.supervise.launch_records import read_mark
-from relax_hpc.supervise.supervisor import Outcome
-from relax_hpc.transfer_queue.client.status import Status
+from relax_hpc.cluster.supervise import failures, requests, starts
+from relax_hpc.cluster.supervise.disk_watch import NoRoom
+from relax_hpc.cluster.supervise.group import Unavailable
+from relax_hpc.cluster.supervise.launch_records import read_mark
+from relax_hpc.cluster.supervise.supervisor import Outcome
+from relax_hpc.config.schema import GroupConfig
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.queue.client.status import Status
 from tests.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
 FULL = OSError(28, "No space left on device")

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
+from relax_hpc.base.errors import FencedError
+from relax_hpc.cluster.supervise import requests
+from relax_hpc.cluster.supervise.group import Incarnation, Member, Unavailable
+from relax_hpc.cluster.supervise.launch_records import Launch, read_mark
+from relax_hpc.cluster.supervise.supervisor import RELEASED, Outcome
 from relax_hpc.config.groups import roles_of
-from relax_hpc.errors import FencedError
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.supervise import requests
-from relax_hpc.supervise.group import Incarnation, Member, Unavailable
-from relax_hpc.supervise.launch_records import Launch, read_mark
-from relax_hpc.supervise.supervisor import RELEASED, Outcome
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.errors import EXIT_RETRY, ConfigError, RelaxError
+from relax_hpc.base.plugins import RENAMED, RENAMED_MODULES, no_imports
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.commands.run_setup import check_resumable
 from relax_hpc.config import Config, dump, load, load_resolved
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.chat import template_of
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
-from relax_hpc.errors import EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.examples.tasks.sort_digits import sets_of, sort_answer
-from relax_hpc.lifecycle.establish import check_resumable
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.named import RENAMED, RENAMED_MODULES, no_imports
+from relax_hpc.ops.checks.settings import check
 from relax_hpc.rewards import get_reward
-from relax_hpc.rollout.episodes import Repeat, play
-from relax_hpc.rundir import RunDir
+from relax_hpc.rollout.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.episodes.play import Repeat, play
 from relax_hpc.tasks import Task, eval_reward, files, get_task, train_reward
 from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_files
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "tasks"
@@ -154,7 +154,7 @@ OLD_NAMES = [
 def test_old_names_of_example_tasks_are_accepted_with_one_warning(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("relax_hpc.named._warned", set())
+    monkeypatch.setattr("relax_hpc.base.plugins._warned", set())
     task = get_task(name)
     assert type(get_task(name)) is type(task) and type(task).__module__.startswith(
         "relax_hpc.examples.tasks."

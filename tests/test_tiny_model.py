@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model, parameter_shapes
-from relax_hpc.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from relax_hpc.training.models.tiny_model import make_tiny_model, parameter_shapes
+from relax_hpc.training.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 SMALL = TinyModelConfig(hidden_size=16, num_layers=1, head_dim=8, intermediate_size=24)
 
@@ -72,7 +72,9 @@ def test_impossible_shapes_are_refused(tmp_path):
 
 
 def test_transformers_loads_a_mixture_of_experts(tmp_path):
-    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
+    pytest.importorskip(
+        "relax_hpc.rollout.engines.sglang.cpu.stand_ins"
+    ).install_transformers_hook()
     from transformers import AutoModelForCausalLM
 
     shape = TinyModelConfig(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24)
@@ -90,7 +92,9 @@ def test_transformers_loads_a_mixture_of_experts(tmp_path):
 
 
 def test_transformers_loads_model_and_tokenizer(tmp_path):
-    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
+    pytest.importorskip(
+        "relax_hpc.rollout.engines.sglang.cpu.stand_ins"
+    ).install_transformers_hook()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     make_tiny_model(tmp_path / "m", TinyModelConfig(), 0)
@@ -130,7 +134,9 @@ def test_transformers_loads_model_and_tokenizer(tmp_path):
 
 
 def test_transformers_finds_the_processor_of_a_model_that_hears(tmp_path):
-    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
+    pytest.importorskip(
+        "relax_hpc.rollout.engines.sglang.cpu.stand_ins"
+    ).install_transformers_hook()
     from transformers import AutoProcessor
 
     shape = TinyModelConfig(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, template_of
 from relax_hpc.data.examples import demonstration_of
@@ -22,10 +23,9 @@ from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.environments.base import Message
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rollout.agents.rendering import Renderer
-from relax_hpc.rollout.bridge import Bridge
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.effort import effort
 from tests.requirements import requires
 
@@ -170,7 +170,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     directory = tmp_path_factory.mktemp("model") / "tiny"

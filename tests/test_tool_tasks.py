@@ -14,19 +14,19 @@ import pytest
 
 from relax_hpc.config import Config, load
 from relax_hpc.data.chat import ChatTemplate
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import Beginning, MediaPart, Message, Response
 from relax_hpc.environments.tool_calls import ToolCall
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.rollout.bridge import Bridge
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
 from relax_hpc.rollout.samples import turn_text
 from relax_hpc.tasks import environment_of, get_task
 from relax_hpc.training.demonstrations import read_demonstrations
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 
 RUNS = Path(__file__).parents[1] / "configs" / "runs"
 COUNT = 20

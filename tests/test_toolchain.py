@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.cuda_allocator import expand_segments, without_expandable_segments
-from relax_hpc.doctor import gpus
-from relax_hpc.doctor.doctor import diagnose
-from relax_hpc.engines.sglang import toolchain
-from relax_hpc.engines.sglang.process import server_environment
-from relax_hpc.engines.sglang.toolchain import compilers, toolkit_variables
+from relax_hpc.base.cuda_allocator import expand_segments, without_expandable_segments
+from relax_hpc.ops.doctor import gpus
+from relax_hpc.ops.doctor.doctor import diagnose
 from relax_hpc.roles import __main__ as roles_main
+from relax_hpc.rollout.engines.sglang import toolchain
+from relax_hpc.rollout.engines.sglang.process import server_environment
+from relax_hpc.rollout.engines.sglang.toolchain import compilers, toolkit_variables
 from tests.doctor_helpers import make
 
 GPU = {"layout": "local", "model": {"device": "cuda"}, "rollout": {"engine": {"kind": "sglang"}}}

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.environments.base import Beginning, MediaPart, Observation, Response, Step
 from relax_hpc.environments.host import Environments
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of, read_turn
@@ -33,7 +34,6 @@ from relax_hpc.environments.tools.mcp import Connection, NoAnswer, ServerDied
 from relax_hpc.environments.tools.pictures import box_of
 from relax_hpc.environments.with_tools import WithTools
 from relax_hpc.environments.zoom import ZoomIn
-from relax_hpc.errors import ConfigError, RelaxError
 from tests.environment_helpers import LIMIT_S, play, with_host
 from tests.media_files import encoded, picture
 from tests.signalled import count_calls

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from relax_hpc.models.families import problems, spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import all_pieces
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.training.models.families import problems, spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.hf_mapping import all_pieces
 from tests.media_helpers import QWEN3_OMNI_THINKER, QWEN3_VL, QWEN3_VL_MOE
 from tests.pages import ROOT
 

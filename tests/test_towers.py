@@ -15,20 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from relax_hpc.algorithms import Sft
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.routes import NAME
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia, TowerInput, TowerMedia
-from relax_hpc.models.towers.vision import normalised
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.features import patches, raw_features
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.routes import NAME
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.features import patches, raw_features
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.towers.media import RowMedia, TowerInput, TowerMedia
+from relax_hpc.training.models.towers.vision import normalised
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model, to
 from tests.media_helpers import (
     GRIDS,

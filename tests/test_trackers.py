@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.checks.settings import check
+from relax_hpc.base.metrics.first_failures import read_failures
+from relax_hpc.base.metrics.read import load_metrics, read_metrics
+from relax_hpc.base.metrics.writer import MetricsWriter
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import dump, load
-from relax_hpc.metrics.first_failures import read_failures
-from relax_hpc.metrics.read import load_metrics, read_metrics
-from relax_hpc.metrics.trackers.processes import REASON, TrackerProcesses
-from relax_hpc.metrics.writer import MetricsWriter
-from relax_hpc.rundir import RunDir
+from relax_hpc.net.tracker_processes import REASON, TrackerProcesses
+from relax_hpc.ops.checks.settings import check
 from tests.run_helpers import LIGHT, merged, running
 
 RUN_S = 240.0
@@ -169,7 +169,7 @@ def test_a_tracker_that_never_finishes_is_ended_and_reported(run: RunDir) -> Non
         (
             ["pathlib:Path"],
             "metrics.trackers: 'pathlib:Path': found no class derived from "
-            "relax_hpc.metrics.trackers",
+            "relax_hpc.base.metrics.trackers",
         ),
         (
             names("LogsNothing"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.transfer_queue.inspect.audit import journal_records
+from relax_hpc.queue.inspect.audit import journal_records
 from tests import twin_role
 from tests.audit import audit
 from tests.requirements import requires

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Kernels
-from relax_hpc.errors import ConfigError
 from relax_hpc.training import adam
 from relax_hpc.training.adam import PiecewiseAdamW, Update, update_plainly
 from relax_hpc.training.rounding import round_stochastically

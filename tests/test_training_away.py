@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.host_memory import host_like
-from relax_hpc.training import offload, swapped
-from relax_hpc.training.away import StateAway
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.host_memory import host_like
+from relax_hpc.training import offload, swap_weights
+from relax_hpc.training.device_offload import StateAway
 from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import (  # noqa: F401
     LR,
@@ -135,10 +135,10 @@ def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(
     huge = type(
         "Huge", (), {"numel": lambda _: unlimited, "dtype": torch.uint8, "shape": (unlimited,)}
     )()
-    monkeypatch.setattr(swapped, "host_like", lambda _, *about: host_like([huge], *about))
+    monkeypatch.setattr(swap_weights, "host_like", lambda _, *about: host_like([huge], *about))
     too_little = r"weights old: \d+ bytes of host memory .*group of its own"
     with pytest.raises(ConfigError, match=r"actor\.forward: .*" + too_little):
-        swapped.SwappedWeights(ours.model.module).keep("old")
+        swap_weights.SwappedWeights(ours.model.module).keep("old")
     monkeypatch.setattr(offload, "host_like", lambda _, *about: host_like([huge], *about[:2]))
     with pytest.raises(
         ConfigError,

@@ -22,7 +22,7 @@ import torch
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 
 from relax_hpc.config.schema import Config, WarmStartConfig
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.warm_start import warm_start
 
 config, at = Config(seed=3, warm_start=WarmStartConfig(steps=2, batch_size=2)), Path(sys.argv[1])

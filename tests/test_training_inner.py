@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from relax_hpc.algorithms import DrGrpo, Grpo, M2po
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, OptimizerConfig
-from relax_hpc.errors import ConfigError
 from relax_hpc.roles.forward import Scorer
-from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.swapped import SwappedWeights
+from relax_hpc.training.swap_weights import SwappedWeights
 from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import (  # noqa: F401
     LR,

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import (
+from relax_hpc.training.batches import collate
+from relax_hpc.training.models.hf_mapping import (
     all_pieces,
     check_names,
     cut,
@@ -18,9 +19,8 @@ from relax_hpc.models.hf_mapping import (
     split,
     stage_entries,
 )
-from relax_hpc.models.packs import PackSplit
-from relax_hpc.models.qwen3 import Qwen3
-from relax_hpc.training.batches import collate
+from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.qwen3 import Qwen3
 from relax_hpc.training.optimizer import learning_rate
 
 SHAPE = Qwen3(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.megatron import transformer_config
-from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.training.batches import collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.megatron import transformer_config
+from relax_hpc.training.models.qwen3 import Qwen3
 from tests.convert_helpers import DENSE, LLAMA, MIXED, model
 from tests.requirements import DEVICE
 from tests.training_helpers import (  # noqa: F401
@@ -42,7 +42,7 @@ def reference_logprobs(
     directory: Path, tokens: torch.Tensor, temperature: float, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """By transformers on the same device, [1, s - 1] in host memory."""
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoModelForCausalLM
@@ -157,7 +157,7 @@ def test_kernels_that_are_not_here_are_refused_by_name(
     tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ):
     """On a CPU, whatever is installed; elsewhere if it is not."""
-    monkeypatch.setattr("relax_hpc.models.kernels.interprets", lambda: False)
+    monkeypatch.setattr("relax_hpc.training.models.kernels.interprets", lambda: False)
     with pytest.raises(
         ConfigError, match=f"actor.kernels: found {kernels}.*(be imported|on a CPU, allowed: plain)"
     ):
@@ -167,7 +167,7 @@ def test_kernels_that_are_not_here_are_refused_by_name(
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
-    from relax_hpc.models.rules import rope_theta
+    from relax_hpc.training.models.rules import rope_theta
 
     assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
     assert rope_theta(read_config(tiny)) == 1e6

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_files import read_config
 from relax_hpc.training import parallel
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
 from tests.convert_helpers import to
 from tests.rank_layouts import (
@@ -168,9 +168,9 @@ def test_a_split_that_does_not_fit_the_processes_is_refused():
 
 
 def test_a_split_that_does_not_fit_the_model_is_refused():
-    from relax_hpc.models.megatron import check_split
-    from relax_hpc.models.qwen3 import Qwen3
-    from relax_hpc.models.qwen3_moe import Qwen3Moe
+    from relax_hpc.training.models.megatron import check_split
+    from relax_hpc.training.models.qwen3 import Qwen3
+    from relax_hpc.training.models.qwen3_moe import Qwen3Moe
 
     sizes = {
         "hidden": 8,

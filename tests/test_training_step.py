@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Sft
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import OptimizerConfig, ParallelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import stored_forms
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.plan.model_memory import CHUNKS, kept_elements
+from relax_hpc.ops.plan.model_memory import CHUNKS, kept_elements
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import logprobs
 from relax_hpc.training.batches import collate_parts
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.hf_mapping import stored_forms
+from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import LLAMA, MIXED, model
 from tests.own_algorithm import Opo
 from tests.training_helpers import (  # noqa: F401
@@ -61,7 +61,7 @@ def independent_step(
 ) -> dict[str, Tensor]:
     """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model,
     sample by sample."""
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoModelForCausalLM

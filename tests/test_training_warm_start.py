@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, DataConfig, WarmStartConfig
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.training.demonstrations import read_demonstrations
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.training.warm_start import warm_start
 
 

@@ -14,9 +14,9 @@ requires("torch", "megatron")
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from relax_hpc.engines.sglang.slab_loader import copying  # noqa: E402
-from relax_hpc.models.hf_files import SafetensorFiles  # noqa: E402
-from relax_hpc.weights.transfers import Transfers, batches, pieces  # noqa: E402
+from relax_hpc.rollout.engines.sglang.slab_loader import copying  # noqa: E402
+from relax_hpc.training.models.hf_files import SafetensorFiles  # noqa: E402
+from relax_hpc.training.weights.transfers import Transfers, batches, pieces  # noqa: E402
 from tests.training_helpers import one_rank_fixture, policy, tiny_fixture  # noqa: E402, F401
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import pytest
 
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import Episode
 from relax_hpc.environments.base import Environment, Observation, Response, Step
-from relax_hpc.rewards.of_environment import environment
-from relax_hpc.rollout.history import History
+from relax_hpc.rewards.environment_reward import environment
+from relax_hpc.rollout.engines.engine import Episode
+from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.samples import reward_input
 from tests.test_turns import BUDGET, PROMPT, TOKENIZER, Contexts, spelled
 from tests.turns_helpers import TEMPLATE, Drawing, player, start

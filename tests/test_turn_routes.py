@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from relax_hpc.engines.engine import Episode, GenerateRequest, Generation
-from relax_hpc.engines.sglang.stream import Response
+from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Generation
+from relax_hpc.rollout.engines.sglang.stream import Response
 from relax_hpc.rollout.samples import group_rows
-from relax_hpc.routes import NAME, RouteShape
 from tests.routes_helpers import declared_fixture  # noqa: F401
 from tests.test_turns import BUDGET, PROMPT, TEMPLATE, TOKENIZER, Contexts, Counting, Log, prompt_of
 from tests.test_turns import template_process as template_process

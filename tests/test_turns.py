@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.media import Place, PromptMedium
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import CUT, BadAnswer, Episode, Generation
 from relax_hpc.environments.base import (
     Context,
     Environment,
@@ -28,17 +28,17 @@ from relax_hpc.environments.base import (
     Response,
     Step,
 )
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.rewards.of_environment import environment
+from relax_hpc.queue.client.segments import START, joined
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rollout.attempt import Attempt, answer_of
-from relax_hpc.rollout.bridge import Bridge
-from relax_hpc.rollout.episodes import Repeat
-from relax_hpc.rollout.history import History
-from relax_hpc.rollout.player import OnEnvironments, Player
+from relax_hpc.rollout.engines.engine import CUT, BadAnswer, Episode, Generation
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.play import Repeat
+from relax_hpc.rollout.episodes.player import OnEnvironments, Player
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turns import Rules
 from relax_hpc.rollout.samples import group_rows, reward_input
-from relax_hpc.rollout.turns import Rules
-from relax_hpc.transfer_queue.client.segments import START, joined
-from relax_hpc.transfer_queue.row_schema import Row
 from tests.effort import effort
 from tests.turns_helpers import Drawing, Inside, backend, player, start, template, tokenizer_of
 from tests.virtual_clock import run_on_a_clock

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.supervise.verdict import (
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.cluster.supervise.verdict import (
     GONE,
     LIVES,
     Evidence,
@@ -18,6 +17,7 @@ from relax_hpc.supervise.verdict import (
     ended_in_order,
     verdict,
 )
+from relax_hpc.config.schema import LivenessConfig
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 FRESH, STALE = [{"age_s": 0.5, "busy_s": 0.0}], [{"age_s": 31.0, "busy_s": 0.0}]

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.rendezvous.process import END_SIGNAL, STOP_SIGNALS
-from relax_hpc.rundir import RunDir
-from relax_hpc.supervise.wakeups import Wakeups
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise.wakeups import Wakeups
+from relax_hpc.net.rendezvous.process import END_SIGNAL, STOP_SIGNALS
 
 PROGRAM = """
 import os, signal, sys, time
-from relax_hpc.rendezvous.process import STOP_SIGNALS, watched
+from relax_hpc.net.rendezvous.process import STOP_SIGNALS, watched
 
 def say(*words):
     print(*words, flush=True)
@@ -169,7 +169,7 @@ def test_the_child_dies_with_its_watcher(start: Start) -> None:
 
 STORM = """
 import sys
-from relax_hpc.rendezvous.process import on_terminate
+from relax_hpc.net.rendezvous.process import on_terminate
 
 stop = on_terminate(at_once=False, led="led" in sys.argv)
 for line in sys.stdin:

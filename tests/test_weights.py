@@ -15,27 +15,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_hpc.base.disk_waits import CURES, WAITS
+from relax_hpc.base.errors import ConfigError, FencedError
+from relax_hpc.base.rundir import private_folder
+from relax_hpc.base.transformers_hook import install_transformers_hook
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import TinyModelConfig, WeightsConfig
-from relax_hpc.disk import CURES, WAITS
-from relax_hpc.errors import ConfigError, FencedError
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.stored_pieces import by_piece
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.rundir import private_folder
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.stored_pieces import by_piece
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.published_form import published_form
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transformers_hook import install_transformers_hook
-from relax_hpc.versions import Version
-from relax_hpc.weights import publisher, slab, version_files
-from relax_hpc.weights.file_form import FileForm
-from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
-from relax_hpc.weights.node_cache import staging_root
-from relax_hpc.weights.pull import Puller
-from relax_hpc.weights.slab import MARK, open_slab
-from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
-from relax_hpc.weights.untrained import Untrained
-from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
+from relax_hpc.training.weights import publisher, slab, version_files
+from relax_hpc.training.weights.file_form import FileForm
+from relax_hpc.training.weights.manifest import MANIFEST, WeightsError, read_manifest
+from relax_hpc.training.weights.node_cache import staging_root
+from relax_hpc.training.weights.pull import Puller
+from relax_hpc.training.weights.slab import MARK, open_slab
+from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, News, Subscriber
+from relax_hpc.training.weights.untrained_tensors import Untrained
+from relax_hpc.training.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.convert_helpers import bounded_data, in_child
 from tests.effort import effort
 from tests.queue_helpers import in_thread, make_run, small

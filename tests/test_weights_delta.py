@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.versions import Version
-from relax_hpc.weights import delta
-from relax_hpc.weights.subscriber import Subscriber
-from relax_hpc.weights.version_files import TENSORS
+from relax_hpc.training.weights import delta
+from relax_hpc.training.weights.subscriber import Subscriber
+from relax_hpc.training.weights.version_files import TENSORS
 from tests.test_weights import SOON, Stage, stage  # noqa: F401
 from tests.weights_helpers import Source
 

@@ -14,18 +14,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.base.errors import RefusedError
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, GroupConfig, ResourcesConfig
-from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.relays import FAN_OUT, Relays, ancestors
-from relax_hpc.transport import PlaneError, TcpPlane
-from relax_hpc.transport.tcp import Coming, record_in
-from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import Chunk, Manifest, read_manifest
-from relax_hpc.weights.node_cache import Staging
-from relax_hpc.weights.relay import Share, pays
-from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
-from relax_hpc.weights.version_files import TENSORS
+from relax_hpc.net.transport import PlaneError, TcpPlane
+from relax_hpc.net.transport.tcp import Coming, record_in
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.relays import FAN_OUT, Relays, ancestors
+from relax_hpc.training.weights.manifest import Chunk, Manifest, read_manifest
+from relax_hpc.training.weights.node_cache import Staging
+from relax_hpc.training.weights.relay import Share, pays
+from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.version_files import TENSORS
 from tests.node_reader import Node
 from tests.plane_helpers import TOKEN
 from tests.queue_helpers import in_thread, make_run, small

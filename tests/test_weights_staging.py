@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.errors import DeadlineError
-from relax_hpc.rundir import RunDir
-from relax_hpc.weights.node_cache import Staging, clear_staging, staging_root
+from relax_hpc.base.errors import DeadlineError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.training.weights.node_cache import Staging, clear_staging, staging_root
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 20.0
 USER = """
 import sys, os
 from pathlib import Path
-from relax_hpc.weights.node_cache import Staging
+from relax_hpc.training.weights.node_cache import Staging
 root, name, made = sys.argv[1:]
 
 def make(folder):

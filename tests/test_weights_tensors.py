@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from relax_hpc.weights.manifest import Chunk, Manifest, chunks_of
-from relax_hpc.weights.tensors import Inside, Part, SafetensorsFile, Tensor, header_of, uncovered
+from relax_hpc.training.weights.manifest import Chunk, Manifest, chunks_of
+from relax_hpc.training.weights.tensors import (
+    Inside,
+    Part,
+    SafetensorsFile,
+    Tensor,
+    header_of,
+    uncovered,
+)
 
 TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

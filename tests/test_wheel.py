@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc import __version__
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.rundir import RunDir
 from tests.requirements import requires
 from tests.test_packaging import ROOT, files_of_the_image
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.metrics.trackers import Tracker
+from relax_hpc.base.metrics.trackers import Tracker
 
 
 class Recorder(Tracker):

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import Algorithm, Distill, Dpo, Grpo, Ppo, Sft
 from relax_hpc.algorithms.base import KlConfig
-from relax_hpc.checkpoint import store
-from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.base.versions import Version
 from relax_hpc.config.load import build
 from relax_hpc.config.schema import (
     ActorConfig,
@@ -32,20 +31,21 @@ from relax_hpc.config.schema import (
     ParallelConfig,
     TinyModelConfig,
 )
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.packs import PackSplit
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import WHOLE, Batch, collate, idle
+from relax_hpc.training.checkpoint import store
+from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
 from tests.queue_helpers import small
 from tests.queue_world import InMemory
 from tests.requirements import DEVICE
@@ -298,7 +298,7 @@ class Peak(TorchDispatchMode):
 
 START = """
 from runpy import run_module
-from relax_hpc.imports import many_imports
+from relax_hpc.base.imports import many_imports
 with many_imports(for_good=True):
     import {module}
     from relax_hpc.training.parallel import import_libraries

@@ -22,24 +22,24 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
-from relax_hpc.checkpoint import saver, store
-from relax_hpc.checkpoint.saver import Saver
-from relax_hpc.checkpoint.strategy import StagedState
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
-from relax_hpc.models.hf_files import SafetensorFiles
-from relax_hpc.rendezvous import channel
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.net.rendezvous import channel
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.client import Claim
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.shard import ShardError
+from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import logprobs, parallel, parity
 from relax_hpc.training.batches import Batch, idle
+from relax_hpc.training.checkpoint import saver, store
+from relax_hpc.training.checkpoint.saver import Saver
+from relax_hpc.training.checkpoint.strategy import StagedState
 from relax_hpc.training.critic import CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import SafetensorFiles
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.shard import ShardError
-from relax_hpc.weights.tensors import Part, uncovered
+from relax_hpc.training.weights.tensors import Part, uncovered
 from tests import training_helpers as helpers
 from tests.overlap_checks import check_overlap, unsharded
 

@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation, Sampling, checked
 from relax_hpc.environments.base import (
     Beginning,
     Environment,
@@ -27,10 +27,16 @@ from relax_hpc.environments.base import (
     Response,
     Step,
 )
-from relax_hpc.rollout.bridge import Bridge
-from relax_hpc.rollout.player import OnEnvironments, Player
-from relax_hpc.rollout.turns import Rules, Start
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines.engine import (
+    BadAnswer,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    checked,
+)
+from relax_hpc.rollout.episodes.player import OnEnvironments, Player
+from relax_hpc.rollout.episodes.turn_tokens import Bridge
+from relax_hpc.rollout.episodes.turns import Rules, Start
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 ADDED = (

@@ -70,11 +70,11 @@ def run(context: Any) -> None:
     from relax_hpc.training.parallel import import_libraries
 
     import_libraries(context.config.model.device, 0, trains=True)
-    from relax_hpc.models.hf_files import read_config
     from relax_hpc.roles.actor import trainer_of
     from relax_hpc.roles.ranks import Ranks
     from relax_hpc.roles.trainer_role import Beside, TrainerRole
     from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.models.hf_files import read_config
 
     class Twin(TrainerRole):
         def train(self, step: int) -> bool:

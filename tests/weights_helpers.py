@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.versions import Version
-from relax_hpc.weights.file_form import FileForm
-from relax_hpc.weights.publisher import Publisher
-from relax_hpc.weights.ring import Slice
-from relax_hpc.weights.tensors import Tensor
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.training.weights.file_form import FileForm
+from relax_hpc.training.weights.publisher import Publisher
+from relax_hpc.training.weights.ring import Slice
+from relax_hpc.training.weights.tensors import Tensor
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 WAIT_S = 120.0

@@ -5,7 +5,7 @@ python tools/convert_checkpoint.py runs/mine/checkpoints/i000001-step-000100 pol
 
 import sys
 
-from relax_hpc.cli.program import main
+from relax_hpc.commands.program import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from relax_hpc.errors import RelaxError
-from relax_hpc.metrics.plot import main
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.metrics.plot import main
 
 EXAMPLES = """examples:
   python tools/plot_rewards.py runs/quickstart

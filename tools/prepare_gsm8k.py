@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import write_atomic
 from relax_hpc.data.rows import BadLine, read_rows
-from relax_hpc.errors import ConfigError
 from relax_hpc.rewards.number_text import read_number
-from relax_hpc.rundir import write_atomic
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 SPLITS = {"train": 7473, "test": 1319}

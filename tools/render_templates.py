@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.cluster.slurm.render import render_size
 from relax_hpc.config import load
-from relax_hpc.errors import ConfigError
-from relax_hpc.slurm.render import render_size
 
 ROOT = Path(__file__).resolve().parent.parent
 

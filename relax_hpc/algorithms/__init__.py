@@ -28,8 +28,8 @@ from relax_hpc.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from relax_hpc.algorithms.rloo import Rloo
 from relax_hpc.algorithms.sapo import Sapo
 from relax_hpc.algorithms.sft import Sft
-from relax_hpc.errors import ConfigError
-from relax_hpc.named import named
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.plugins import named
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": Grpo,

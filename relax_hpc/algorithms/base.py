@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from relax_hpc.fields import loss_fields
+from relax_hpc.base.fields import loss_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ class TokenBatch:
     """Aligned per-token values of b whole rows, [b, s] float32 (or float64): entry i belongs to
     token i.
 
-    Beside the three below, every field that `relax_hpc.fields` declares for the loss is an
+    Beside the three below, every field that `relax_hpc.base.fields` declares for the loss is an
     attribute by its name, [b, s, *tail] of its declared type, or None where the rows lack it. Only
     entries with mask 1 are looked at; the others may hold anything, inf and NaN included.
 
@@ -56,7 +56,7 @@ class TokenBatch:
         """[b, 1]: trained tokens of all rows of the row's episode, wherever those are; None: each
         row is an episode."""
         self.fields = fields
-        """Values of the other fields of the loss by name; see `relax_hpc.fields`."""
+        """Values of the other fields of the loss by name; see `relax_hpc.base.fields`."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name not in loss_fields():

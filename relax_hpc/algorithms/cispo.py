@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms.grpo import Grpo
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from relax_hpc.algorithms.batch import TokenBatch

@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_hpc.algorithms.base import Row
 from relax_hpc.algorithms.from_file import FromFile
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.algorithms.grpo import Grpo
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import numpy as np
 from relax_hpc.algorithms.base import Prompt, Row, divergence_to_come, spread
 from relax_hpc.algorithms.gae import gae
 from relax_hpc.algorithms.grpo import Grpo
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config.clean import COMMAND_LINE, clean
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.rundir import RunDir, write_numbered
 from relax_hpc.config.groups import base_name
+from relax_hpc.config.layer_validation import COMMAND_LINE, clean
 from relax_hpc.config.load import build, compose, merge
-from relax_hpc.config.read import dump_yaml, read_yaml
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
-from relax_hpc.rundir import RunDir, write_numbered
+from relax_hpc.config.yaml_files import dump_yaml, read_yaml
 
 RETIRED = ".retired"
 _FILE = re.compile(r"(\d{6})-(.+)\.yaml")

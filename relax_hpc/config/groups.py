@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Collection, Mapping
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.roles import RANKED, ROLES
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError
 
 CONTROLLER = "controller"
 """Role of the process with the queue's controller, in the hub: no role of the data flow."""

@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from relax_hpc.algorithms import RECORD_KINDS, Algorithm, recorded
-from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
+from relax_hpc.base.engine_classes import KIND_KEY, declared_fields
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import ROUTES, declare, roles_for
+from relax_hpc.base.foreign_files import check_link
+from relax_hpc.base.packaged_configs import find_config, find_model
+from relax_hpc.base.plugins import are_imported
+from relax_hpc.base.rundir import RunDir, read_map, write_atomic
 from relax_hpc.config.differences import leaves
-from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
+from relax_hpc.config.layer_validation import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
 from relax_hpc.config.roles import OF_DRAWN_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.schema.environment import AGENT
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
-from relax_hpc.engine_classes import KIND_KEY, declared_fields
-from relax_hpc.errors import ConfigError
-from relax_hpc.fields import ROUTES, declare, roles_for
-from relax_hpc.foreign_files import check_link
-from relax_hpc.named import are_imported
-from relax_hpc.packaged_configs import find_config, find_model
-from relax_hpc.rundir import RunDir, read_map, write_atomic
+from relax_hpc.config.yaml_files import Source, dump_yaml, key_lines, read_yaml
 
 _PATHS = (
     ("run_dir",),
@@ -91,7 +91,7 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     a `Config`.
 
     ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and
-    values out of range. What concerns several fields is found by `relax_hpc.checks.settings`.
+    values out of range. What concerns several fields is found by `relax_hpc.ops.checks.settings`.
     """
     config = build(Config, compose(files, overrides).tree)
     if are_imported():

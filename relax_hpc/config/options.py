@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 
-from relax_hpc.config.clean import (
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.config.layer_validation import (
     COMMAND_LINE,
     DROPPED,
     Cleaner,
@@ -18,10 +19,9 @@ from relax_hpc.config.clean import (
     near,
 )
 from relax_hpc.config.other_trainers import explain_other_name, suggest_other_name
-from relax_hpc.config.read import Source, parse_yaml
 from relax_hpc.config.schema import Config
 from relax_hpc.config.variants import FAMILIES
-from relax_hpc.errors import ConfigError
+from relax_hpc.config.yaml_files import Source, parse_yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

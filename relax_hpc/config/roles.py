@@ -21,7 +21,7 @@ class Role:
     """Whether it completes what it is doing when it is asked to stop."""
     needs: tuple[str, ...] = ()
     """Fields of rows without which it cannot work. What it gives is declared in
-    `relax_hpc.fields`."""
+    `relax_hpc.base.fields`."""
     trains: bool = False
     """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run
     have trained it."""

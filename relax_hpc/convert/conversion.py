@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from relax_hpc.checkpoint.store import MARKER
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.foreign_files import INDEX_BYTES, read_json_object
+from relax_hpc.base.weight_files import read_header, weight_files
 from relax_hpc.convert import verify
+from relax_hpc.convert.frozen_tensors import Passengers
 from relax_hpc.convert.hf_tensors import HfTensors
-from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.convert.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, check_free
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.foreign_files import INDEX_BYTES, read_json_object
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.weight_files import read_header, weight_files
-from relax_hpc.weights.version_files import check_listed, check_unchanged
+from relax_hpc.training.checkpoint.store import MARKER
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.weights.version_files import check_listed, check_unchanged
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1

@@ -1,8 +1,8 @@
 """Safetensors files read and written piece by piece: strict about headers, and never more in memory
 than one tensor.
 
-The reasons not to use the safetensors library are in `relax_hpc.weight_files` (reading) and
-`relax_hpc.weights.tensors.header_text` (writing).
+The reasons not to use the safetensors library are in `relax_hpc.base.weight_files` (reading) and
+`relax_hpc.training.weights.tensors.header_text` (writing).
 """
 
 from __future__ import annotations
@@ -15,11 +15,24 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular
-from relax_hpc.models.hf_mapping import Forms, Piece, StoredForm, all_pieces, form_of, stored_forms
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.weight_files import Stored, check_tied, read_header, stored_tensors, weight_files
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import open_regular
+from relax_hpc.base.weight_files import (
+    Stored,
+    check_tied,
+    read_header,
+    stored_tensors,
+    weight_files,
+)
+from relax_hpc.training.models.hf_mapping import (
+    Forms,
+    Piece,
+    StoredForm,
+    all_pieces,
+    form_of,
+    stored_forms,
+)
+from relax_hpc.training.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that weights may have, by their names in files."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.errors import EXIT_DONE, ConfigError, RelaxError
-from relax_hpc.rundir import private_folder
-from relax_hpc.slurm.commands import Slurm, SlurmError
+from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.base.rundir import private_folder
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
 
 _LOOK_S, _ASK_S = 1.0, 10.0
 """Seconds between looks for the result, and between questions to slurmctld."""

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import copy_regular
+from relax_hpc.base.weight_files import INDEX
+from relax_hpc.convert.frozen_tensors import Passengers
 from relax_hpc.convert.hf_tensors import DTYPES, TYPE_NAMES, write_tensors
-from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import copy_regular
-from relax_hpc.models.hf_mapping import (
+from relax_hpc.training.models.hf_mapping import (
     Forms,
     Piece,
     StoredForm,
@@ -33,10 +34,9 @@ from relax_hpc.models.hf_mapping import (
     split,
     stored_forms,
 )
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.weight_files import INDEX
-from relax_hpc.weights.tensors import header_text
-from relax_hpc.weights.version_files import file_name
+from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.weights.tensors import header_text
+from relax_hpc.training.weights.version_files import file_name
 
 _NORM_BESIDE_EXPERTS = (
     "decoder.layers.pre_mlp_layernorm.weight",

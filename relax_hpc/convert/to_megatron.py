@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_hpc.checkpoint.store import FORMAT_VERSION, MARKER, checksum
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import copy_regular
+from relax_hpc.base.rundir import write_json
+from relax_hpc.convert.frozen_tensors import FILE, Passengers
 from relax_hpc.convert.hf_tensors import HfTensors
-from relax_hpc.convert.passengers import FILE, Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.torch_dist import (
     Shard,
@@ -26,11 +28,9 @@ from relax_hpc.convert.torch_dist import (
     write_shards,
 )
 from relax_hpc.convert.workspace import HashedFile, Workspace, in_files
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import copy_regular
-from relax_hpc.models.hf_mapping import fuse
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.rundir import write_json
+from relax_hpc.training.checkpoint.store import FORMAT_VERSION, MARKER, checksum
+from relax_hpc.training.models.hf_mapping import fuse
+from relax_hpc.training.models.spec import ModelSpec
 
 HUGGINGFACE = "huggingface"
 """Folder of a converted checkpoint with the source's small files, and the headers of its

@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from relax_hpc.checkpoint.store import MARKER, checksum
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import open_regular, read_json_object
 from relax_hpc.convert.metadata import UnknownEntryError, read_metadata
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular, read_json_object
+from relax_hpc.training.checkpoint.store import MARKER, checksum
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"

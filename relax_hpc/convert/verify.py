@@ -13,16 +13,16 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.hf_tensors import bytes_of
 from relax_hpc.data.tokenizer import TokenizerError, load_backend, without_panics
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import FAMILIES
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import all_pieces
-from relax_hpc.models.spec import ModelSpec
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import collate
+from relax_hpc.training.models.families import FAMILIES
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.hf_mapping import all_pieces
+from relax_hpc.training.models.spec import ModelSpec
 
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
@@ -102,7 +102,7 @@ def _tokenize(text: str, directory: Path) -> list[int]:
 @torch.no_grad()
 def hf_logits(directory: Path, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float32 of transformers' model in float32."""
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     import transformers
@@ -124,7 +124,7 @@ def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
     if ours:
         parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
     try:
-        from relax_hpc.models.megatron import transformer_config
+        from relax_hpc.training.models.megatron import transformer_config
 
         config = transformer_config(spec, ModelConfig(device=_device()), ParallelConfig())
         module = spec.build(config, _device(), first=True, last=True).eval()

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
-from relax_hpc.checkpoint.store import checksum
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rundir import sync_directory, write_json
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.rundir import sync_directory, write_json
+from relax_hpc.training.checkpoint.store import checksum
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Chat messages rendered to text by a model's chat template: the only code that renders.
 
 A template is a program of whoever made the model directory. It runs in jinja2's sandbox, in a child
-process (`relax_hpc.data.template_process`, one of `relax_hpc.workers`) with limits on CPU time and
+process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits on CPU time and
 memory.
 """
 
@@ -18,12 +18,12 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.terminal_text import one_line
 from relax_hpc.data.template_files import DEFAULT, choose_template, find_templates
 from relax_hpc.data.template_process import MEMORY_BYTES, RENDER_CPU_S
-from relax_hpc.errors import ConfigError
-from relax_hpc.terminal_text import one_line
-from relax_hpc.workers.blocking import BlockingWorker
-from relax_hpc.workers.process import ATTEMPTS, WorkerEnded
+from relax_hpc.net.workers.blocking import BlockingWorker
+from relax_hpc.net.workers.process import ATTEMPTS, WorkerEnded
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig

@@ -23,6 +23,8 @@ from typing import Any, Self
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import MediaRules, PromptMedium, ReadHeader
 from relax_hpc.data.messages import ASSISTANT, Message, left_out_of_turn, says_nothing
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import Columns
 from relax_hpc.data.prompts import (
     BAD_RECORD,
@@ -37,8 +39,6 @@ from relax_hpc.data.prompts import (
 )
 from relax_hpc.data.rows import BadLine, BadRecord, Record
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.medium import Kind
 
 _WEIGHTS = (None, 0, 1)
 """Values of a message's `weight`, as OpenAI's fine-tuning has it; with 0 it is not learned."""

@@ -15,17 +15,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import read_json
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.blocking import BlockingMediaPool
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.medium import Header, Kind
+from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions, with_options
+from relax_hpc.data.multimodal.placeholders import Run, runs_with_sound, stamped_runs
+from relax_hpc.data.multimodal.rules import TAKEN, Rules
+from relax_hpc.data.multimodal.source import Source
 from relax_hpc.data.named_media import Columns, reference_to, source_of, split_at_marks
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.blocking import BlockingMediaPool
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.medium import Header, Kind
-from relax_hpc.multimodal.options import NO_OPTIONS, MediumOptions, with_options
-from relax_hpc.multimodal.placeholders import Run, runs_with_sound, stamped_runs
-from relax_hpc.multimodal.rules import TAKEN, Rules
-from relax_hpc.multimodal.source import Source
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig

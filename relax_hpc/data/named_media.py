@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.options import NO_OPTIONS, MediumOptions
-from relax_hpc.multimodal.source import Source
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
+from relax_hpc.data.multimodal.source import Source
 
 Columns = dict[Kind, deque[Any]]
 """Media that a row names, by kind, in the order of their places: values for `reference_to`."""

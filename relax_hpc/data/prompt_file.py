@@ -24,14 +24,14 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
+from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.rundir import write_atomic
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally
 from relax_hpc.data.row_files import Places, RowFiles
 from relax_hpc.data.rows import BadLine, Line, Row, opened, read_lines, row_of
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.disk import patiently
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.rundir import write_atomic
 
 FORMAT = 3
 """Number of the format; a higher one whenever the same rules make other prompts: the index is made

@@ -23,12 +23,12 @@ from relax_hpc.data.messages import (
     says_something,
     without_null_fields,
 )
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.named_media import Columns, kind_of_part, with_parts
 from relax_hpc.data.row_files import Places
 from relax_hpc.data.rows import BadLine, BadRecord, Record, Row
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.medium import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import read_json_object, read_regular
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.rows import BadLine, Row, count_rows, is_table, read_rows
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json_object, read_regular
 
 Splits = dict[str, list[Path]]
 SUFFIXES = (".jsonl", ".parquet", ".arrow")

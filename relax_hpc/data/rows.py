@@ -15,8 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import open_regular, unique_members
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import open_regular, unique_members
 
 _TABLES = {b"PAR1": "parquet", b"\xff\xff\xff\xff": "arrow"}
 """Beginning of a table -> its form."""
@@ -45,7 +45,7 @@ class BadLine:
     reason: str
     """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
     answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a
-    reason of `relax_hpc.multimodal.bad`; of examples also empty_answer | no_preference."""
+    reason of `relax_hpc.data.multimodal.bad_media`; of examples also empty_answer | no_preference."""
     detail: str = field(default="", compare=False)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json_object, read_regular
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import read_json_object, read_regular
 
 MAX_CHARS = 1 << 20
 """Characters of a template, and of the text that it renders, at most."""

@@ -1,6 +1,6 @@
 """`python -m relax_hpc.data.template_process`: a process that renders chat templates.
 
-It is a worker, see `relax_hpc.workers.serving`: the first message holds the templates and their
+It is a worker, see `relax_hpc.net.workers.serving`: the first message holds the templates and their
 variables, each later one a chat.
 """
 
@@ -15,8 +15,8 @@ from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.data.template_files import MAX_CHARS
-from relax_hpc.workers import frames
-from relax_hpc.workers.serving import serve, write
+from relax_hpc.net.workers import frames
+from relax_hpc.net.workers.serving import serve, write
 
 RENDER_CPU_S = 10
 """Seconds of CPU time for one text. The kernel kills a process that takes longer."""

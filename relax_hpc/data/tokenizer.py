@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import parse_json, read_json_object, read_regular
+from relax_hpc.base.terminal_text import one_line
 from relax_hpc.data.tokenizer_bounds import problems
 from relax_hpc.data.tokenizer_settings import CONFIG, add_tokens, read_settings, without_prefix
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import parse_json, read_json_object, read_regular
-from relax_hpc.terminal_text import one_line
 
 _SHOWN, _FEW = 200, 4
 """Characters of a message of the library, and mistakes of a file, that are shown."""

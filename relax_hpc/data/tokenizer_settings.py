@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import read_json_object
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from relax_hpc.base.error_origin import describe_with_location, has_user_frame
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.plugins import named
+from relax_hpc.base.signatures import method_of, misfit
 from relax_hpc.environments.base import Environment
-from relax_hpc.error_origin import describe_with_location, has_user_frame
-from relax_hpc.errors import ConfigError
-from relax_hpc.named import named
-from relax_hpc.signatures import method_of, misfit
 
 ENVIRONMENTS: dict[str, str] = {
     "tools": "relax_hpc.environments.with_tools:WithTools",

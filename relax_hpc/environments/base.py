@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
+from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
 
 Role = Literal["tool", "user"]
 FaultReason = Literal[

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments.base import (
     Beginning,
     Environment,
@@ -20,7 +21,6 @@ from relax_hpc.environments.base import (
 )
 from relax_hpc.environments.tool_calls import ToolError, read_turn
 from relax_hpc.environments.tools.pictures import png
-from relax_hpc.errors import ConfigError
 
 Shown = Literal["values", "text", "picture"]
 _MODES = {"values": None, "text": "ansi", "picture": "rgb_array"}

@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Coroutine
 from typing import Any
 
+from relax_hpc.base.error_origin import ErrorOrigin
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.environments.base import Beginning, EnvironmentFault, Message, Response, Step
 from relax_hpc.environments.process import Lost, Process
 from relax_hpc.environments.wire import Wire, beginning_to_wire, step_from_wire
-from relax_hpc.error_origin import ErrorOrigin
-from relax_hpc.errors import ConfigError
-from relax_hpc.workers.process import ATTEMPTS
-from relax_hpc.workers.starter import Starter
+from relax_hpc.net.workers.process import ATTEMPTS
+from relax_hpc.net.workers.starter import Starter
 
 Turn = tuple[Step, tuple[Message, ...]]
 """Step after a response, its observations left out, and these as messages to the policy."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from relax_hpc.environments.base import EnvironmentFault
 from relax_hpc.environments.wire import Wire
-from relax_hpc.workers.process import Worker, WorkerEnded
-from relax_hpc.workers.starter import Starter
+from relax_hpc.net.workers.process import Worker, WorkerEnded
+from relax_hpc.net.workers.starter import Starter
 
 _GRACE_S = 2.0
 """Seconds beyond its limit for a process that ends what is over time by itself."""

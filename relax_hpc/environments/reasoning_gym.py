@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments.base import Beginning, Environment, Observation, Response, Step
 from relax_hpc.environments.tool_calls import read_turn
-from relax_hpc.errors import ConfigError
 
 COLUMN = "puzzle"
 """Column of a prompt's row that says which puzzle it is."""

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from relax_hpc.environments.plain import clean_texts
-from relax_hpc.foreign_files import unique_members
+from relax_hpc.base.foreign_files import unique_members
+from relax_hpc.environments.plain_values import clean_texts
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"

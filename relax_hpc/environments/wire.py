@@ -22,7 +22,7 @@ from relax_hpc.environments.base import (
     Role,
     Step,
 )
-from relax_hpc.environments.plain import finite_number, plain_number, plain_values
+from relax_hpc.environments.plain_values import finite_number, plain_number, plain_values
 
 MOST_CHARACTERS = 1 << 20
 """Characters of the texts of a step, and of its `info` as JSON, at most."""

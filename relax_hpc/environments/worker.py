@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
+from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin, describe, format_stack, locate
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import (
     Environment,
@@ -34,10 +36,8 @@ from relax_hpc.environments.wire import (
     digest_of,
     step_to_wire,
 )
-from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin, describe, format_stack, locate
-from relax_hpc.errors import ConfigError
-from relax_hpc.workers import frames
-from relax_hpc.workers.serving import bound_memory, requests, serve, write
+from relax_hpc.net.workers import frames
+from relax_hpc.net.workers.serving import bound_memory, requests, serve, write
 
 T = TypeVar("T")
 _SIGNALS = "signal only works in main thread"

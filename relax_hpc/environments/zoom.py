@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.source import Source
 from relax_hpc.environments.base import Beginning, Observation
 from relax_hpc.environments.tools.pictures import Rotate, Unit, Zoom, sources_of
 from relax_hpc.environments.with_tools import WithTools
-from relax_hpc.errors import ConfigError
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.source import Source
 
 
 class ZoomIn(WithTools):

@@ -2,8 +2,8 @@
 
 A function whose parameter is called `samples` gets all samples of a prompt and gives a list; any
 other gets one and gives one. Each value is a number, or a mapping of components, by name, with the
-`total` among them. `async def` is as good as `def`. `relax_hpc.rewards.ask` calls them,
-`relax_hpc.rewards.where` says in which process.
+`total` among them. `async def` is as good as `def`. `relax_hpc.rewards.scoring` calls them,
+`relax_hpc.rewards.placement` says in which process.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin, describe_with_location
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.named import named
-from relax_hpc.reward_settings import RewardSettings
+from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin, describe_with_location
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.plugins import named
+from relax_hpc.base.reward_settings import RewardSettings
 from relax_hpc.rewards.answers import answer_exact, answer_partial
 from relax_hpc.rewards.choice import multiple_choice
 from relax_hpc.rewards.dapo import dapo
+from relax_hpc.rewards.environment_reward import environment
 from relax_hpc.rewards.maths import math_answer, math_answer_strict
-from relax_hpc.rewards.of_environment import environment
 from relax_hpc.rewards.words import exact, f1
 
 
@@ -93,7 +93,7 @@ REWARDS: dict[str, Reward | str] = {
     "environment": environment,
     "math": "relax_hpc.rewards.symbolic:math_scores",
     "math_boxed": "relax_hpc.rewards.symbolic:math_boxed_scores",
-    "format": "relax_hpc.rewards.form:Format",
+    "format": "relax_hpc.rewards.format:Format",
     "code": "relax_hpc.rewards.code:Code",
     "remote": "relax_hpc.rewards.remote:Remote",
     "judge": "relax_hpc.rewards.judge:Judge",
@@ -105,7 +105,7 @@ COMPOSED: dict[str, Reward | str] = {
     "weighted": "relax_hpc.rewards.composed:Weighted",
     "by_row": "relax_hpc.rewards.composed:ByRow",
 }
-"""Rewards that are made of others, see `relax_hpc.rewards.where`: no functions of samples."""
+"""Rewards that are made of others, see `relax_hpc.rewards.placement`: no functions of samples."""
 
 
 def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
@@ -117,7 +117,7 @@ def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     found, method = find_reward(name)
     if name in COMPOSED:
         raise ConfigError(
-            f"reward: {name!r}: is made of others, by relax_hpc.rewards.where.make_rewards"
+            f"reward: {name!r}: is made of others, by relax_hpc.rewards.placement.make_rewards"
         )
     given = () if ":" in name else (settings or RewardSettings(),)
     try:

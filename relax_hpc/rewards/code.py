@@ -22,7 +22,7 @@ from relax_hpc.rewards.jail import Jail
 from relax_hpc.rewards.program_text import program_of
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import RewardSettings
+    from relax_hpc.base.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
 Pair = tuple[str, str]

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
-from relax_hpc.rewards.ask import TOTAL, checked
+from relax_hpc.rewards.scoring import TOTAL, checked
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import RewardSettings
-    from relax_hpc.rewards.where import Rewards
+    from relax_hpc.base.reward_settings import RewardSettings
+    from relax_hpc.rewards.placement import Rewards
 
 WEIGHTED, BY_ROW = "weighted", "by_row"
 

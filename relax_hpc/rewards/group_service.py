@@ -2,7 +2,7 @@
 group's rendezvous folder.
 
 A process of the group may have died, and its port may belong to a stranger since. So both ends of a
-connection first prove that they hold the key of the endpoint file (`relax_hpc.transport.proof`),
+connection first prove that they hold the key of the endpoint file (`relax_hpc.net.transport.proof`),
 which is never sent.
 """
 
@@ -15,17 +15,17 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.foreign_files import parse_json
-from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of
+from relax_hpc.base.foreign_files import parse_json
+from relax_hpc.net.rendezvous.endpoints import Endpoint, endpoints_of
+from relax_hpc.net.transport.calls import CallLink, open_link
+from relax_hpc.net.transport.exchange import Gone
 from relax_hpc.rewards.service import Away, Service
-from relax_hpc.transport.calls import CallLink, open_link
-from relax_hpc.transport.exchange import Gone
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import ServiceSettings
+    from relax_hpc.base.reward_settings import ServiceSettings
 
 PURPOSE = b"judge"
-"""Purpose of the connections, see `relax_hpc.transport.proof`."""
+"""Purpose of the connections, see `relax_hpc.net.transport.proof`."""
 CONNECT_S = 5.0
 """Seconds for a server to accept a connection and to prove its identity."""
 _LOOK_S = 5.0

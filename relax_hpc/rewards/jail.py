@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.rewards import jail_entry
 from relax_hpc.rewards.jail_cgroup import limited_group
 from relax_hpc.rewards.jail_filter import ARCHITECTURES, filter_program
@@ -33,7 +33,7 @@ from relax_hpc.rewards.jail_interpreter import Interpreter, find_interpreter
 from relax_hpc.rewards.jail_memory import MemoryWatch, watched_memory
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import CodeSettings
+    from relax_hpc.base.reward_settings import CodeSettings
 
 _SYSTEM = (
     "/usr",
@@ -168,7 +168,7 @@ class Jail:
             failures = stack.enter_context(os.fdopen(read_fd))
             passed = [] if settings.image else [fd for fd in (failure_fd, cgroup_fd) if fd >= 0]
             try:
-                # Not one of relax_hpc.workers: untrusted code has these three streams and could
+                # Not one of relax_hpc.net.workers: untrusted code has these three streams and could
                 # write messages of that protocol. bubblewrap is the process that is started here.
                 process = subprocess.Popen(
                     self._words(folder, failure_fd, cgroup_fd, timeout_s),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.base.errors import ConfigError
 
 _PARTS = ("pyvenv.cfg", "lib", "lib64", "share/zoneinfo")
 """Files and folders of a prefix: packages, shared libraries, and time zones of conda's

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.rewards.final_answer import without_thoughts
 from relax_hpc.rewards.group_service import GroupService
 from relax_hpc.rewards.service import Service
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import RewardSettings
+    from relax_hpc.base.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")

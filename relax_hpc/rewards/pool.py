@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
-from relax_hpc.reward_settings import RewardSettings
+from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
+from relax_hpc.base.reward_settings import RewardSettings
+from relax_hpc.net.workers import pool
+from relax_hpc.net.workers.process import Message
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
-from relax_hpc.workers import pool
-from relax_hpc.workers.process import Message
 
 
 class Pool(pool.Pool[Sequence[RewardInput], Scores]):

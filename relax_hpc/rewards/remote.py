@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.rewards.service import Service
 
 if TYPE_CHECKING:
-    from relax_hpc.reward_settings import RewardSettings
+    from relax_hpc.base.reward_settings import RewardSettings
     from relax_hpc.rewards import RewardInput
 
 

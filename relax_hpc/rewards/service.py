@@ -8,14 +8,14 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.foreign_files import parse_json
-from relax_hpc.terminal_text import one_line
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import parse_json
+from relax_hpc.base.terminal_text import one_line
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from relax_hpc.reward_settings import ServiceSettings
+    from relax_hpc.base.reward_settings import ServiceSettings
 
 FIRST_PAUSE_S = 0.5
 """Seconds before a request is sent again; each time twice as long."""

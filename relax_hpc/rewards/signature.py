@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from relax_hpc.base.signatures import method_of, misfit, parameters_of
 from relax_hpc.rewards import find_reward
-from relax_hpc.rewards.ask import is_async
-from relax_hpc.signatures import method_of, misfit, parameters_of
+from relax_hpc.rewards.scoring import is_async
 
 _RULE = "a reward gets one parameter: `sample`, or `samples` for all samples of a prompt"
 _TRAINERS = {

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
 from relax_hpc.rewards.expression_text import final_expression
 from relax_hpc.rewards.final_answer import BOX, answer_end, boxed
 

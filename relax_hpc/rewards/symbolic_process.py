@@ -21,7 +21,9 @@ from typing import Any, NoReturn
 from math_verify import parse, verify
 from sympy import FiniteSet
 
-from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.workers.process import ATTEMPTS, is_suspended
+from relax_hpc.net.workers.serving import bound_memory
 from relax_hpc.rewards.expression_text import (
     contradicts_itself,
     final_expression,
@@ -32,8 +34,6 @@ from relax_hpc.rewards.expression_text import (
 from relax_hpc.rewards.final_answer import BOX
 from relax_hpc.rewards.maths import GSM8K_MARK, STATEMENT
 from relax_hpc.rewards.number_text import has_scale, read_number
-from relax_hpc.workers.process import ATTEMPTS, is_suspended
-from relax_hpc.workers.serving import bound_memory
 
 RIGHT, WRONG, UNJUDGED, NO_EXPRESSION = "1", "0", "?", "!"
 _MEMORY_MB = 512
@@ -50,7 +50,7 @@ class SymbolicProcess:
     """Process that compares expressions. The first use starts it, and so does the next one if it
     has died."""
 
-    # Not one of relax_hpc.workers: it is forked from a process that has imported sympy and filled
+    # Not one of relax_hpc.net.workers: it is forked from a process that has imported sympy and filled
     # the caches of its parsers. A worker would start a new interpreter for each expression that
     # takes too long.
     def __init__(self) -> None:

@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from relax_hpc.error_origin import format_stack
-from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import RewardSettings, rebuilt
+from relax_hpc.base.error_origin import format_stack
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.reward_settings import RewardSettings, rebuilt
+from relax_hpc.net.workers import frames
+from relax_hpc.net.workers.serving import requests, serve, write
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_reward
-from relax_hpc.rewards.ask import is_async, scores, scores_soon
-from relax_hpc.workers import frames
-from relax_hpc.workers.serving import requests, serve, write
+from relax_hpc.rewards.scoring import is_async, scores, scores_soon
 
 AT_ONCE = 64
 """Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once`

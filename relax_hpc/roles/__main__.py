@@ -15,14 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from relax_hpc.config import Config, load_resolved, to_dict
-from relax_hpc.config.groups import CONTROLLER, ranks_of
-from relax_hpc.config.roles import RANKED as WITH_RANKS
-from relax_hpc.config.roles import ROLES
-from relax_hpc.cuda_allocator import expand_segments
-from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
-from relax_hpc.error_origin import describe_with_location
-from relax_hpc.errors import (
+from relax_hpc.base.cuda_allocator import expand_segments
+from relax_hpc.base.disk_waits import WAITS, await_room, keep_printing, may_pass
+from relax_hpc.base.error_origin import describe_with_location
+from relax_hpc.base.errors import (
     EXIT_DONE,
     EXIT_RETRY,
     ProgrammingError,
@@ -30,14 +26,21 @@ from relax_hpc.errors import (
     StoppedError,
     start_error_of,
 )
-from relax_hpc.imports import many_imports
-from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
-from relax_hpc.orphaned_memory import sweep_orphaned_memory
-from relax_hpc.parts import Keeper, own_log
-from relax_hpc.programming_errors import describe_programming_error, plugin_names
-from relax_hpc.rendezvous.affinity import take_share
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import (
+from relax_hpc.base.imports import many_imports
+from relax_hpc.base.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
+from relax_hpc.base.log_rotation import Keeper, own_log
+from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
+from relax_hpc.base.programming_errors import describe_programming_error, plugin_names
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.terminal_text import log_entry
+from relax_hpc.config import Config, load_resolved, to_dict
+from relax_hpc.config.groups import CONTROLLER, ranks_of
+from relax_hpc.config.roles import RANKED as WITH_RANKS
+from relax_hpc.config.roles import ROLES
+from relax_hpc.net.node_files import go_on_in_local_environment
+from relax_hpc.net.rendezvous.affinity import take_share
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.process import (
     Flag,
     die_with_parent,
     on_terminate,
@@ -45,12 +48,9 @@ from relax_hpc.rendezvous.process import (
     stay_private,
     watched,
 )
-from relax_hpc.roles.ahead import NotNeededError, wait_to_begin
-from relax_hpc.roles.node_files import go_on_in_local_environment
-from relax_hpc.rundir import RunDir
-from relax_hpc.terminal_text import log_entry
-from relax_hpc.transfer_queue.presence import longest_wait_s
-from relax_hpc.weights.node_cache import clear_staging
+from relax_hpc.queue.presence import longest_wait_s
+from relax_hpc.roles.start_ahead import NotNeededError, wait_to_begin
+from relax_hpc.training.weights.node_cache import clear_staging
 
 ROLLOUT_SECTIONS = ("rollout", "data", "environment", "eval", "reward", "genrm")
 """Sections of the configuration whose plug-ins roles call that make rows."""
@@ -93,13 +93,13 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         if not controller.run(run, config, args.incarnation, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
-    from relax_hpc.metrics.spans import Spans, process_began
-    from relax_hpc.rendezvous.network import own_address
-    from relax_hpc.rendezvous.roster import Card, publish_card
-    from relax_hpc.rendezvous.world import alone, join
-    from relax_hpc.roles.context import Context
-    from relax_hpc.transfer_queue.client import QueueClient
-    from relax_hpc.transport.choice import check_required
+    from relax_hpc.base.metrics.spans import Spans, process_began
+    from relax_hpc.net.rendezvous.network import own_address
+    from relax_hpc.net.rendezvous.roster import Card, publish_card
+    from relax_hpc.net.rendezvous.world import alone, join
+    from relax_hpc.net.transport.choice import check_required
+    from relax_hpc.queue.client import QueueClient
+    from relax_hpc.queue.process_context import Context
 
     check_required(config)
     ranks = ranks_of(config, args.group, args.role)
@@ -184,7 +184,7 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
 def meeting_s(config: Config) -> float:
     """Seconds for ranks to look for each other: they say what was not to be had before their
     supervisor, whose clock began before this process, says that they have not begun to beat."""
-    from relax_hpc.metrics.spans import process_began
+    from relax_hpc.base.metrics.spans import process_began
 
     return max(
         1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began())

@@ -6,26 +6,26 @@ from functools import partial
 
 import torch
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
-from relax_hpc.models.flops import peak_flops
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.roles.context import Context
+from relax_hpc.queue.client import StepTrained
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.roles.held_out import HeldOut
-from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
-from relax_hpc.training.away import StateAway
 from relax_hpc.training.batches import Batch
+from relax_hpc.training.device_offload import StateAway
 from relax_hpc.training.model import PUBLISHED_TYPES, PolicyModel
+from relax_hpc.training.models.flops import peak_flops
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.published_form import published_form
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import StepTrained
-from relax_hpc.transfer_queue.storage.media import placeholders_of
-from relax_hpc.versions import Version
-from relax_hpc.weights.publisher import Publisher
+from relax_hpc.training.weights.publisher import Publisher
 
 _TURN = ("rollout", "its turn on the devices")
 _COPY = ("actor", "copy of the weights")

@@ -9,11 +9,11 @@ import numpy as np
 
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.base import Prompt, rewards_of
-from relax_hpc.errors import ConfigError
-from relax_hpc.roles.context import END, HUB, Context
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.row_schema import Row, by_prompt
-from relax_hpc.transfer_queue.storage.media import placeholders_of
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.process_context import END, HUB, Context
+from relax_hpc.queue.row_schema import Row, by_prompt
+from relax_hpc.queue.storage.media import placeholders_of
 
 _EVERYTHING = 1 << 40
 

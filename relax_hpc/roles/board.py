@@ -7,15 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from relax_hpc.config.differences import leaves
-from relax_hpc.config.roles import POLICY
-from relax_hpc.config.schema import Config
-from relax_hpc.error_origin import ErrorOrigin
-from relax_hpc.metrics.first_failures import FailureWriter, FirstFailure
-from relax_hpc.metrics.progress import Progress
-from relax_hpc.metrics.read import is_step, read_metrics
-from relax_hpc.metrics.shares import tags_of_time
-from relax_hpc.metrics.writer import (
+from relax_hpc.base.error_origin import ErrorOrigin
+from relax_hpc.base.metrics.first_failures import FailureWriter, FirstFailure
+from relax_hpc.base.metrics.progress import Progress
+from relax_hpc.base.metrics.read import is_step, read_metrics
+from relax_hpc.base.metrics.shares import tags_of_time
+from relax_hpc.base.metrics.writer import (
     CACHED,
     COMPONENT_COUNT,
     COMPONENT_SUM,
@@ -25,7 +22,10 @@ from relax_hpc.metrics.writer import (
     SKIPPED,
     MetricsWriter,
 )
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.config.differences import leaves
+from relax_hpc.config.roles import POLICY
+from relax_hpc.config.schema import Config
+from relax_hpc.queue.controller.state.queue_state import QueueState
 
 _ADDED_UP = (
     "perf/rollout_tokens",

@@ -13,16 +13,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from relax_hpc.checkpoint import store
-from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.rundir import checkpoint_name
 from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import CheckpointConfig
-from relax_hpc.errors import RelaxError
-from relax_hpc.roles.context import Context
+from relax_hpc.queue.client import Checkpoint, then
+from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.rundir import checkpoint_name
+from relax_hpc.training.checkpoint import store
+from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import Checkpoint, then
 
 _WORDS = 500
 

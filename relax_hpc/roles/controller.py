@@ -6,17 +6,17 @@ import contextlib
 import os
 from pathlib import Path
 
+from relax_hpc.base.disk_waits import Patience
+from relax_hpc.base.rundir import RunDir, sync_directory, write_json
 from relax_hpc.config.schema import Config
-from relax_hpc.disk import Patience
-from relax_hpc.metrics.trackers.processes import TrackerProcesses
-from relax_hpc.rendezvous.network import own_address
-from relax_hpc.rendezvous.process import Flag
-from relax_hpc.rendezvous.roster import Card, publish_card
+from relax_hpc.net.rendezvous.network import own_address
+from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.roster import Card, publish_card
+from relax_hpc.net.tracker_processes import TrackerProcesses
+from relax_hpc.queue.controller.save_clock import SaveClock
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.plan import Plan
 from relax_hpc.roles.board import Board
-from relax_hpc.rundir import RunDir, sync_directory, write_json
-from relax_hpc.transfer_queue.controller.save_clock import SaveClock
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.plan import Plan
 
 _ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
 """Folders of a run whose writers sync what must not be lost."""

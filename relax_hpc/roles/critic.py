@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.algorithms.values import explained_variance
+from relax_hpc.base.fields import fields_by
 from relax_hpc.config.roles import ROLES
-from relax_hpc.fields import fields_by
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.roles.context import Context
+from relax_hpc.queue.client import Claim, StepTrained
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.roles.forward import score_rows
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.training.critic import CriticModel, CriticTrainer
-from relax_hpc.transfer_queue.client import Claim, StepTrained
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import placeholders_of
+from relax_hpc.training.models.hf_files import read_config
 
 
 class Values(Beside):

@@ -17,22 +17,22 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from relax_hpc.base.terminal_text import log_entry
+from relax_hpc.base.versions import Version
 from relax_hpc.data.examples import Example
 from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.roles.context import END, HUB, NEWS, Context
-from relax_hpc.rollout.bad_lines import note_bad_lines
+from relax_hpc.queue.client import Admission, News
+from relax_hpc.queue.plan import GENERATED
+from relax_hpc.queue.process_context import END, HUB, NEWS, Context
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.rollout.bad_row_reports import note_bad_lines
 from relax_hpc.rollout.media import UNUSABLE, PromptMedia
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks.files import open_train
-from relax_hpc.terminal_text import log_entry
-from relax_hpc.transfer_queue.client import Admission, News
-from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
-from relax_hpc.weights.subscriber import NOTHING
+from relax_hpc.training.weights.subscriber import NOTHING
 
 T = TypeVar("T")
 FIELDS = tuple(name for name in GENERATED if name != "rollout_logprobs")

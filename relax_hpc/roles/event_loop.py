@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from relax_hpc.errors import StoppedError
-from relax_hpc.rendezvous.process import Flag
+from relax_hpc.base.errors import StoppedError
+from relax_hpc.net.rendezvous.process import Flag
 
 
 def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: Flag) -> None:

@@ -18,24 +18,24 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.algorithms.base import drawn_tokens
+from relax_hpc.base.fields import fields_by
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import ForwardConfig, TrainerConfig
-from relax_hpc.fields import fields_by
-from relax_hpc.models.families import routes_of, spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.roles.context import END, HUB, NEWS, Context
+from relax_hpc.queue.client import Claim, News, QueueClient
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.process_context import END, HUB, NEWS, Context
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import Batch, collate_parts
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.client import Claim, News, QueueClient
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import placeholders_of
-from relax_hpc.versions import Version
-from relax_hpc.weights.node_cache import Staged
-from relax_hpc.weights.relay import pays
-from relax_hpc.weights.slab import is_slab, open_slab
-from relax_hpc.weights.subscriber import NOTHING, Fetcher, Subscriber
+from relax_hpc.training.models.families import routes_of, spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.towers.media import RowMedia
+from relax_hpc.training.weights.node_cache import Staged
+from relax_hpc.training.weights.relay import pays
+from relax_hpc.training.weights.slab import is_slab, open_slab
+from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, Subscriber
 
 _LOOK_S = 1.0
 _FOR_NEWS = [(*NEWS, math.inf)]

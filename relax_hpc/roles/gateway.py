@@ -1,5 +1,5 @@
 """The role gateway, in the hub's group: the endpoint of existing agent programs, see
-`relax_hpc.gateway`."""
+`relax_hpc.rollout.agents.gateway`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 from collections import Counter
 
-from relax_hpc.gateway.front import Front
-from relax_hpc.gateway.serving import gateway
-from relax_hpc.rendezvous.network import own_address
-from relax_hpc.roles.context import Context
+from relax_hpc.net.rendezvous.network import own_address
+from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
+from relax_hpc.rollout.agents.gateway.front import Front
+from relax_hpc.rollout.agents.gateway.serving import gateway
 
 _TELL_S = 5.0
 """Seconds between two reports of what was refused."""

@@ -20,22 +20,22 @@ from pathlib import Path
 
 import aiohttp
 
-from relax_hpc.engines.engine import EngineFault, require_model
-from relax_hpc.engines.sglang.client import SglangClient
-from relax_hpc.engines.sglang.engine import judge_arguments
-from relax_hpc.engines.sglang.process import START_FLOOR_S, Launch, ServerProcess
-from relax_hpc.errors import RelaxError
-from relax_hpc.models.sizes import read_seconds
-from relax_hpc.rendezvous.endpoints import Endpoint, publish_endpoints
-from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.model_sizes import read_seconds
+from relax_hpc.net.rendezvous.endpoints import Endpoint, publish_endpoints
+from relax_hpc.net.rendezvous.network import LOOPBACK
+from relax_hpc.net.transport.calls import CallListener
+from relax_hpc.net.transport.exchange import Message
+from relax_hpc.net.transport.listener import listen
+from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards.group_service import PURPOSE
 from relax_hpc.rewards.service import read_answer
-from relax_hpc.roles.context import Context
 from relax_hpc.roles.event_loop import run_until_stopped
-from relax_hpc.transport.calls import CallListener
-from relax_hpc.transport.exchange import Message
-from relax_hpc.transport.listener import listen
-from relax_hpc.weights.subscriber import NOTHING
+from relax_hpc.rollout.engines.engine import EngineFault, require_model
+from relax_hpc.rollout.engines.sglang.client import SglangClient
+from relax_hpc.rollout.engines.sglang.engine import judge_arguments
+from relax_hpc.rollout.engines.sglang.process import START_FLOOR_S, Launch, ServerProcess
+from relax_hpc.training.weights.subscriber import NOTHING
 
 _CHAT = "/v1/chat/completions"
 """Path of chat completions at a server."""

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.data.examples import Example, Learned
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.roles.context import Context
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.roles.data import ExampleMedia, rows_of
 from relax_hpc.roles.forward import score_rows
-from relax_hpc.roles.inner import check_same
+from relax_hpc.roles.inner_forward import check_same
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.tasks.files import open_evals
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import MediaStore
-from relax_hpc.weights.subscriber import NOTHING
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.weights.subscriber import NOTHING
 
 
 class HeldOut:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.data.media import places_of
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.medium import Medium
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.transfer_queue.client.claims import APPEARS_S
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore, media_ids
+from relax_hpc.data.multimodal.medium import Medium
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.queue.client.claims import APPEARS_S
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import MediaError, MediaStore, media_ids
+from relax_hpc.training.models.towers.media import RowMedia
 
 _LOOK_S = 0.5
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from relax_hpc.background import Background
+from relax_hpc.base.background import Background
 from relax_hpc.config.schema import TrainerConfig
-from relax_hpc.models.families import routes_of
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.roles.context import Context
+from relax_hpc.queue.client import Claim
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.models.families import routes_of
+from relax_hpc.training.models.towers.media import RowMedia
 
 _AHEAD_S = 30 * 86400.0
 

@@ -7,13 +7,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.terminal_text import harmless, one_line
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import RelaxError
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rendezvous.signs import say
-from relax_hpc.rundir import RunDir
-from relax_hpc.terminal_text import harmless, one_line
+from relax_hpc.net.rendezvous.life_signs import say
+from relax_hpc.net.rendezvous.process import die_with_parent
 
 NOTE = "note: "
 """Beginning of lines that the launcher shows."""
@@ -38,7 +38,7 @@ def prepare(run: RunDir, config: Config) -> None:
 
 
 def _tiny_model(run: RunDir, config: Config) -> Path:
-    from relax_hpc.models.tiny_model import make_tiny_model
+    from relax_hpc.training.models.tiny_model import make_tiny_model
 
     directory = run.root / "model-init"
     make_tiny_model(directory, config.model.tiny, config.seed)

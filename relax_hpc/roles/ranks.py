@@ -14,22 +14,22 @@ import numpy as np
 import torch
 
 from relax_hpc.config.schema import ForwardConfig, ParallelConfig, TrainerConfig
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.roles.context import Context
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.transport import SlabPool
+from relax_hpc.queue.client import Claim, QueueClient, read_rows
+from relax_hpc.queue.client.claims import APPEARS_S, still_held
+from relax_hpc.queue.group_sizes import group_sizes
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.samplers import dealt
+from relax_hpc.queue.storage.media import MediaStore
+from relax_hpc.queue.storage.shard import ShardError
+from relax_hpc.queue.storage.shard_store import ShardReader, files_of, planes_of
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.training import parallel
-from relax_hpc.training.meeting import store_of
-from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
-from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
-from relax_hpc.transfer_queue.group_sizes import group_sizes
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.samplers import dealt
-from relax_hpc.transfer_queue.storage.media import MediaStore
-from relax_hpc.transfer_queue.storage.shard import ShardError
-from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of, planes_of
-from relax_hpc.transport import SlabPool
+from relax_hpc.training.authenticated_store import store_of
+from relax_hpc.training.models.towers.media import RowMedia
 
 _LOOK_S = 0.5
 _LATER_S = 60.0

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from relax_hpc.roles.context import Context
+from relax_hpc.base.routes import OTHER_ROUTES
+from relax_hpc.queue.process_context import Context
+from relax_hpc.queue.row_ids import ticket_of
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import Tally
-from relax_hpc.routes import OTHER_ROUTES
-from relax_hpc.training.agreement import Agreement
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.row_ids import ticket_of
+from relax_hpc.training.route_agreement import Agreement
 
 Computed = Sequence[tuple[Window, Sequence[Batch]]]
 """Windows, with the micro-batches of this rank, whose forward passes are done."""

@@ -12,14 +12,14 @@ import numpy as np
 
 from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.algorithms.losses import MAX_SUFFIX, PER_WEIGHT
-from relax_hpc.models.flops import training_flops
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.medium import Grid, Kind
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.data.multimodal.medium import Grid, Kind
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.queue.client import StepTrained
+from relax_hpc.queue.row_schema import NOBODY, Row, by_prompt
+from relax_hpc.training.models.flops import training_flops
+from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.models.towers.media import RowMedia
 from relax_hpc.training.ratio_tail import QUANTILES
-from relax_hpc.transfer_queue.client import StepTrained
-from relax_hpc.transfer_queue.row_schema import NOBODY, Row, by_prompt
 
 
 class Tally:

@@ -14,11 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from relax_hpc.base.errors import StoppedError
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.schema import TrainerConfig
-from relax_hpc.errors import StoppedError
+from relax_hpc.queue.client import Claim, StepTrained, then
+from relax_hpc.queue.process_context import Context
 from relax_hpc.roles.checkpoints import Checkpoints
-from relax_hpc.roles.context import Context
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.route_watch import RouteWatch
@@ -28,7 +29,6 @@ from relax_hpc.roles.window_stream import DISK, Aside, WindowStream
 from relax_hpc.training.batches import Batch, collate_parts, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import Claim, StepTrained, then
 
 _OTHERS = ("trainers", "their last step")
 

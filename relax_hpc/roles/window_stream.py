@@ -8,14 +8,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
 
+from relax_hpc.base.errors import DeadlineError, RelaxError
 from relax_hpc.config.schema import TrainerConfig
-from relax_hpc.errors import DeadlineError, RelaxError
-from relax_hpc.roles.context import HUB, Context
+from relax_hpc.queue.client import Claim, QueueClient
+from relax_hpc.queue.presence import longest_wait_s
+from relax_hpc.queue.process_context import HUB, Context
 from relax_hpc.roles.prefetch import Prefetch, Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_clock import AtEdge, StepClock
-from relax_hpc.transfer_queue.client import Claim, QueueClient
-from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _LOOK_S = 0.2
 DISK = ("disk", "settled on disk")

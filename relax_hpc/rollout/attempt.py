@@ -9,8 +9,11 @@ from itertools import chain
 
 import numpy as np
 
+from relax_hpc.base.fields import FIELDS, fields_by
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import (
+from relax_hpc.queue.client.segments import START, UNFINISHED
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Draft,
     Episode,
@@ -20,11 +23,8 @@ from relax_hpc.engines.engine import (
     Sampling,
     checked,
 )
-from relax_hpc.fields import FIELDS, fields_by
-from relax_hpc.rollout.history import OUTCOME, History, media_in
+from relax_hpc.rollout.episodes.history import OUTCOME, History, media_in
 from relax_hpc.rollout.samples import draw_key, rows_of
-from relax_hpc.transfer_queue.client.segments import START, UNFINISHED
-from relax_hpc.transfer_queue.row_schema import Row
 
 Made = Generation | Episode
 

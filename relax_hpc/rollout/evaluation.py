@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from relax_hpc.config.schema import EvalConfig
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rewards.tolerance import reaches
+from relax_hpc.rollout.engines.engine import EngineFault, Episode, Generation
 
 Evaluated = tuple[Prompt, Generation | Episode | EngineFault, Score | RewardError]
 """A prompt, a response to it, and its reward or the error that took its place."""

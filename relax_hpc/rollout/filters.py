@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from relax_hpc.named import named
+from relax_hpc.base.plugins import named
 from relax_hpc.rewards.tolerance import differ
 
 Filter = Callable[[Sequence[float]], bool]

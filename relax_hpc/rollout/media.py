@@ -10,14 +10,14 @@ from pathlib import Path
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium, places_of
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.pool import Loaded
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.pool import Loaded
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.media_client import store_media
+from relax_hpc.queue.storage.media import BadMedia, MediaStore
 from relax_hpc.rollout.media_ahead import MediaAhead
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.media_client import store_media
-from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore
 
 Store = Callable[[Sequence[Loaded]], list[Path]]
 UNUSABLE = (BadMedium, BadMedia)

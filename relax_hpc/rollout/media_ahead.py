@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 
 from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.options import MediumOptions
-from relax_hpc.multimodal.pool import Loaded, MediaPool
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.multimodal.source import Source
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.options import MediumOptions
+from relax_hpc.data.multimodal.pool import Loaded, MediaPool
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.source import Source
 
 Key = tuple[Kind, Source, MediumOptions]
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.base.errors import RefusedError
+from relax_hpc.queue.row_schema import Row
 
 Put = Callable[[list[Row]], Awaitable[dict[int, str]]]
 GATHER_S = 0.003

@@ -8,13 +8,13 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin
+from relax_hpc.base.errors import NoProgressError
+from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
+from relax_hpc.base.programming_errors import REMEDY, is_description
 from relax_hpc.config.schema import RolloutConfig
-from relax_hpc.error_origin import NO_ORIGIN, ErrorOrigin
-from relax_hpc.errors import NoProgressError
-from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
-from relax_hpc.programming_errors import REMEDY, is_description
-from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.queue.records import FILTERED
+from relax_hpc.queue.row_schema import Row
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256

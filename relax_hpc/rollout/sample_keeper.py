@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import EngineFault, Episode, Generation
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rollout.attempt import Made
+from relax_hpc.rollout.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rollout.evaluation import Evaluated
-from relax_hpc.rollout.readable import readable
+from relax_hpc.rollout.readable_rows import readable
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
 from relax_hpc.rollout.samples import rows_of
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
 
 _SHOWN_CHARS = 1500
 """Characters of a prompt or a response in TensorBoard."""

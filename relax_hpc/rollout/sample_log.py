@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.background import say
+from relax_hpc.base.background import say
+from relax_hpc.base.disk_waits import Lines
+from relax_hpc.base.foreign_files import ForeignFileError, open_in_run
 from relax_hpc.config.schema import SamplesConfig
-from relax_hpc.disk import Lines
-from relax_hpc.foreign_files import ForeignFileError, open_in_run
 
 SUFFIX = ".jsonl.gz"
 CUT = "\n[... {} characters left out ...]\n"

@@ -8,13 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.base.error_origin import describe, locate
+from relax_hpc.base.fields import FIELDS
+from relax_hpc.base.routes import BAD_ROUTES, RouteShape
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.prompt_file import PromptFile, PromptSets
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.data.visits import Visits
-from relax_hpc.engines.engine import (
+from relax_hpc.environments.tool_calls import opens_thought
+from relax_hpc.queue.records import FILTERED
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import NOBODY, Row, turns_of
+from relax_hpc.rewards import RewardInput
+from relax_hpc.rollout.engines.engine import (
     CUT,
     EngineFault,
     Episode,
@@ -23,16 +31,8 @@ from relax_hpc.engines.engine import (
     Generation,
     Sampling,
 )
-from relax_hpc.environments.tool_calls import opens_thought
-from relax_hpc.error_origin import describe, locate
-from relax_hpc.fields import FIELDS
-from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.routes import BAD_ROUTES, RouteShape
-from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import NOBODY, Row, turns_of
 
 _MOST_FETCHED = 4096
 """Prompts in memory that nobody has asked for yet."""

@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
+from relax_hpc.base.errors import RelaxError
 from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.errors import RelaxError
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.client.answers import LogPlace
+from relax_hpc.queue.client.segments import append, read
+from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.rollout.attempt import Attempt, Made, answer_of
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.answers import LogPlace
-from relax_hpc.transfer_queue.client.segments import append, read
-from relax_hpc.transfer_queue.storage.shard import ShardError
 
 _LAST_S = 3.0
 """Seconds for the queue to take unfinished attempts when the role is asked to stop."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.features import waveform
+from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.data.rows import data_uri
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.features import waveform
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore
+from relax_hpc.queue.storage.media import MediaError, MediaStore
 
 SIDE = 96
 """Pixels of the longer side, at most."""

@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.base.error_origin import describe_with_location
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.plugins import named
+from relax_hpc.base.signatures import misfit
 from relax_hpc.environments import tried
-from relax_hpc.error_origin import describe_with_location
-from relax_hpc.errors import ConfigError
-from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.rewards.signature import function_misfits
-from relax_hpc.signatures import misfit
 from relax_hpc.tasks.base import Ask, Task
 
 if TYPE_CHECKING:

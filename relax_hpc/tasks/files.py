@@ -10,15 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.error_origin import describe_with_location
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompt_file import PromptFile, PromptSets, check_same, open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.row_files import RowFiles
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.error_origin import describe_with_location
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task, tools_of
 
 PAUSES_S = (1.0, 5.0, 20.0)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_hpc.fields import FIELDS, loss_fields
-from relax_hpc.models.packs import PackedRows, PackSplit, Places
-from relax_hpc.models.replay import Routes
-from relax_hpc.models.towers.media import MediaInputs, RowMedia, media_inputs
-from relax_hpc.models.upload import upload
-from relax_hpc.transfer_queue.row_ids import place_of
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.samplers import micro_batches
+from relax_hpc.base.fields import FIELDS, loss_fields
+from relax_hpc.queue.row_ids import place_of
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.samplers import micro_batches
+from relax_hpc.training.models.packs import PackedRows, PackSplit, Places
+from relax_hpc.training.models.replay import Routes
+from relax_hpc.training.models.towers.media import MediaInputs, RowMedia, media_inputs
+from relax_hpc.training.models.upload import upload
 
 PAD = 0
 """Token id where no row is; nothing that is used depends on it."""

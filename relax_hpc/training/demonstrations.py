@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.data.examples import demonstration_of
 from relax_hpc.data.media import PromptMedium, spans_of
+from relax_hpc.data.multimodal.bad_media import BadMedium
+from relax_hpc.data.multimodal.medium import Header, Kind, Medium
+from relax_hpc.data.multimodal.options import MediumOptions
+from relax_hpc.data.multimodal.pool import Loaded
+from relax_hpc.data.multimodal.source import Source
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.rows import BadRecord
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.errors import ConfigError
-from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.medium import Header, Kind, Medium
-from relax_hpc.multimodal.options import MediumOptions
-from relax_hpc.multimodal.pool import Loaded
-from relax_hpc.multimodal.source import Source
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.queue.row_schema import Row
 
 
 def read_demonstrations(

@@ -34,7 +34,7 @@ class ExpertLoad:
         if not self._spec.experts:
             self._routers = []
             return
-        from relax_hpc.models.expert_layer import routers
+        from relax_hpc.training.models.expert_layer import routers
 
         self._routers = routers(model.module)
         for router in self._routers:

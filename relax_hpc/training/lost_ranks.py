@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from relax_hpc.errors import RelaxError
+from relax_hpc.base.errors import RelaxError
 
 P, R = ParamSpec("P"), TypeVar("R")
 

@@ -15,11 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from relax_hpc.base.fields import ROUTES
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
-from relax_hpc.fields import ROUTES
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import SafetensorFiles, passengers_of, write_directory
-from relax_hpc.models.hf_mapping import (
+from relax_hpc.training import parallel as ranks
+from relax_hpc.training.batches import Batch
+from relax_hpc.training.gather_text import gathered_texts
+from relax_hpc.training.logprobs import (
+    PLAIN,
+    ChunkKernels,
+    likeliest,
+    scored_states,
+    token_logprobs,
+)
+from relax_hpc.training.lost_ranks import names_lost_ranks
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import SafetensorFiles, passengers_of, write_directory
+from relax_hpc.training.models.hf_mapping import (
     Entry,
     Piece,
     all_pieces,
@@ -30,25 +41,14 @@ from relax_hpc.models.hf_mapping import (
     stage_entries,
     unique_pieces,
 )
-from relax_hpc.models.packs import PackSplit
-from relax_hpc.models.replay import Routes
-from relax_hpc.models.stages import stage_layers
-from relax_hpc.models.stored_pieces import as_published, by_piece
-from relax_hpc.models.towers.media import MediaPass
-from relax_hpc.training import parallel as ranks
-from relax_hpc.training.batches import Batch
-from relax_hpc.training.gathered import gathered_texts
-from relax_hpc.training.logprobs import (
-    PLAIN,
-    ChunkKernels,
-    likeliest,
-    scored_states,
-    token_logprobs,
-)
-from relax_hpc.training.lost_ranks import names_lost_ranks
-from relax_hpc.weights.ring import Slice
-from relax_hpc.weights.tensors import Tensor as WholeTensor
-from relax_hpc.weights.transfers import Transfers
+from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.replay import Routes
+from relax_hpc.training.models.stages import stage_layers
+from relax_hpc.training.models.stored_pieces import as_published, by_piece
+from relax_hpc.training.models.towers.media import MediaPass
+from relax_hpc.training.weights.ring import Slice
+from relax_hpc.training.weights.tensors import Tensor as WholeTensor
+from relax_hpc.training.weights.transfers import Transfers
 
 PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -73,9 +73,9 @@ class PolicyModel:
         or as it is by default."""
         from megatron.core import parallel_state
 
-        from relax_hpc.models import megatron, replay
-        from relax_hpc.models.kernels import prepare, transformer_settings
         from relax_hpc.training import parity
+        from relax_hpc.training.models import megatron, replay
+        from relax_hpc.training.models.kernels import prepare, transformer_settings
 
         self.hf_config = hf_config
         self.spec = spec_of(hf_config, model.ignore_keys)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.host_memory import host_like
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.host_memory import host_like
 from relax_hpc.training.adam import MOMENTS, Update
 from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.offloaded_adam import OffloadedAdamW

@@ -13,10 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.imports import many_imports, without
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.imports import many_imports, without
-from relax_hpc.training import alone
+from relax_hpc.training.cpu import single_process
 
 _stores: list[dist.Store | None] = []
 """Stores of the groups: torch keeps only the C++ half of one, which is of no use once the Python
@@ -123,7 +123,7 @@ def initialize(
     import_libraries(device, local_rank)
     timeout = timedelta(seconds=timeout_s)
     if world == 1:
-        alone.initialize(timeout)
+        single_process.initialize(timeout)
     else:
         _stores.append(store)
         backend = "nccl" if device == "cuda" else "gloo"
@@ -145,14 +145,14 @@ def import_libraries(device: str, local_rank: int | None, trains: bool = False) 
     # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a
     # CPU.
     with many_imports(), without("triton") if device == "cpu" else nullcontext():
-        from relax_hpc.training import cpu, upstream_fixes
+        from relax_hpc.training.cpu import device_calls, upstream_fixes
 
         if device == "cpu":
-            cpu.install()
+            device_calls.install()
         upstream_fixes.install()
-        importlib.import_module("relax_hpc.models.megatron")
+        importlib.import_module("relax_hpc.training.models.megatron")
         if trains:
-            importlib.import_module("relax_hpc.checkpoint.strategy")
+            importlib.import_module("relax_hpc.training.checkpoint.strategy")
             if device == "cuda":
                 # torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")
@@ -166,7 +166,7 @@ def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
 def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
-    alone.keep_groups_alike()
+    single_process.keep_groups_alike()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

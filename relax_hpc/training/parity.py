@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.models import megatron
-from relax_hpc.models.hf_mapping import of_experts, stage_entries
-from relax_hpc.models.kernels import interprets, transformer_settings
-from relax_hpc.models.packs import PackSplit
-from relax_hpc.models.spec import ModelSpec
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
+from relax_hpc.training.models import megatron
+from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
+from relax_hpc.training.models.kernels import interprets, transformer_settings
+from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.spec import ModelSpec
 
 LENGTHS = (61, 33, 2, 31)
 """Tokens of the rows of a pack."""

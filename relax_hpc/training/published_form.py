@@ -3,11 +3,11 @@ others read them."""
 
 from __future__ import annotations
 
-from relax_hpc.models.hf_mapping import published_forms
-from relax_hpc.models.spec import ModelSpec
-from relax_hpc.models.stored_pieces import places
-from relax_hpc.weights.file_form import FileForm
-from relax_hpc.weights.tensors import Inside, Tensor
+from relax_hpc.training.models.hf_mapping import published_forms
+from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.models.stored_pieces import places
+from relax_hpc.training.weights.file_form import FileForm
+from relax_hpc.training.weights.tensors import Inside, Tensor
 
 
 def published_form(spec: ModelSpec, dtype: str) -> FileForm:

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms import Sft
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.imports import many_imports
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
 from relax_hpc.data.media import MediaRules
+from relax_hpc.data.multimodal.medium import Medium
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.errors import RelaxError
-from relax_hpc.imports import many_imports
-from relax_hpc.multimodal.medium import Medium
-from relax_hpc.rundir import RunDir
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import media_ids
 from relax_hpc.training.demonstrations import read_demonstrations
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import media_ids
 
 if TYPE_CHECKING:
-    from relax_hpc.models.towers.media import RowMedia
+    from relax_hpc.training.models.towers.media import RowMedia
 
 START_TIMEOUT_S = 60.0
 
@@ -82,7 +82,7 @@ class _Shown:
 
     def of(self, rows: Sequence[Row]) -> RowMedia | None:
         """Media that ``rows`` name, as towers take them; None: they name none."""
-        from relax_hpc.models.towers.media import RowMedia
+        from relax_hpc.training.models.towers.media import RowMedia
 
         names = media_ids(rows)
         return (
@@ -95,9 +95,9 @@ class _Shown:
 def _train(
     config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path
 ) -> float:
-    from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.batches import collate, split_rows
     from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.models.hf_files import read_config
     from relax_hpc.training.trainer import Trainer
 
     settings = config.warm_start

@@ -20,23 +20,23 @@ import aiohttp
 import numpy as np
 from figures import Figure, print_figures
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.data.chat import ChatTemplate
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
-from relax_hpc.gateway import serving
-from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.front import key_of
-from relax_hpc.gateway.link import reach
-from relax_hpc.models.tiny_tokenizer import CHARACTERS, write_tokenizer
+from relax_hpc.net.transport.exchange import Message
 from relax_hpc.rollout.agents.bounds import Bounds
+from relax_hpc.rollout.agents.gateway import serving
+from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.front import key_of
+from relax_hpc.rollout.agents.gateway.link import reach
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.history import History
-from relax_hpc.rollout.turns import Start
-from relax_hpc.rundir import RunDir
-from relax_hpc.transport.exchange import Message
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.turns import Start
+from relax_hpc.training.models.tiny_tokenizer import CHARACTERS, write_tokenizer
 
 COMPLETIONS = "/v1/chat/completions"
 TARGET_MS = 5.0

@@ -16,10 +16,10 @@ import yaml
 from agentic_parts import CONTEXT, TURNS, make_model
 from figures import Figure
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, SimulatedConfig
-from relax_hpc.engines.engine import BadAnswer, GenerateRequest, Generation
-from relax_hpc.engines.simulated_engine import SimulatedEngine
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines.engine import BadAnswer, GenerateRequest, Generation
+from relax_hpc.rollout.engines.simulated_engine import SimulatedEngine
 
 PLACES, TOKEN_S = 16, 0.003
 TIMES = {"median_s": 0.3, "sigma": 1.5, "most_s": 30.0}

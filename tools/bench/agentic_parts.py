@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.environments.base import Beginning, Environment, Observation, Response, Step
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_model import make_tiny_model
 
 TURNS = 4
 """Turns of an episode."""

@@ -21,17 +21,17 @@ import aiohttp
 from agentic_parts import CONTEXT, TURNS, make_model
 from figures import Figure
 
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, EnvironmentConfig
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
-from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
-from relax_hpc.engines.sglang.engine import SglangEngine
-from relax_hpc.models.tiny_tokenizer import CHARACTERS
-from relax_hpc.rollout.history import History
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.engines.sglang.engine import SglangEngine
+from relax_hpc.rollout.episodes.history import History
+from relax_hpc.rollout.episodes.player import Player, player_of
+from relax_hpc.rollout.episodes.turns import Start
 from relax_hpc.rollout.media import PromptMedia
-from relax_hpc.rollout.player import Player, player_of
-from relax_hpc.rollout.turns import Start
-from relax_hpc.versions import Version
+from relax_hpc.training.models.tiny_tokenizer import CHARACTERS
 
 PROMPT = 96
 """Characters of a prompt, each a token."""

@@ -28,16 +28,16 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Distill, Grpo, Ppo
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.training import logprobs, parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer, token_batch
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
 
 SHAPE = TinyModelConfig(
     hidden_size=256,

@@ -24,14 +24,14 @@ import torch
 from figures import Figure, print_figures
 
 from relax_hpc.algorithms import Grpo
-from relax_hpc.checkpoint.saver import Saver
-from relax_hpc.checkpoint.store import remove_others
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import parallel
+from relax_hpc.training.checkpoint.saver import Saver
+from relax_hpc.training.checkpoint.store import remove_others
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
 
 WAIT_S = 600.0

@@ -24,14 +24,14 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.net.rendezvous.process import clean_environment
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, idle, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SHAPE = TinyModelConfig(

@@ -31,7 +31,7 @@ import psutil
 import yaml
 from figures import Figure, print_figures
 
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.base.metrics.read import read_metrics
 
 SAMPLES = 8
 """Of a prompt group."""

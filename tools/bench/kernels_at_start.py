@@ -15,10 +15,10 @@ from pathlib import Path
 from figures import Figure, print_figures
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.kernels import prepare
 from relax_hpc.training import parallel
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.kernels import prepare
 
 START_TIMEOUT_S = 60.0
 

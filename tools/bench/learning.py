@@ -16,8 +16,8 @@ from statistics import mean
 
 from figures import Figure, print_figures
 
-from relax_hpc.metrics.plot import plot_runs
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.base.metrics.plot import plot_runs
+from relax_hpc.base.metrics.read import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 MINUTES = 15

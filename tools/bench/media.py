@@ -26,13 +26,13 @@ import psutil
 from figures import Figure, print_figures
 from PIL import Image
 
-from relax_hpc.multimodal.audio import resampled
-from relax_hpc.multimodal.features import mel
-from relax_hpc.multimodal.loading import load
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.pool import MediaPool
-from relax_hpc.multimodal.rules import Rules
-from relax_hpc.multimodal.source import Source
+from relax_hpc.data.multimodal.audio import resampled
+from relax_hpc.data.multimodal.features import mel
+from relax_hpc.data.multimodal.loading import load
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.pool import MediaPool
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.source import Source
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.media_files import avi, clip, encoded, picture, sound, tone
@@ -205,10 +205,10 @@ def size_of(name: str, kind: Kind, source: Source, target: float) -> Figure:
 ALONE = """
 import sys, time
 from pathlib import Path
-from relax_hpc.content_id import id_of
-from relax_hpc.multimodal.loading import load
-from relax_hpc.multimodal.medium import Kind
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.base.content_id import id_of
+from relax_hpc.data.multimodal.loading import load
+from relax_hpc.data.multimodal.medium import Kind
+from relax_hpc.data.multimodal.rules import Rules
 path, count = Path(sys.argv[1]), int(sys.argv[2])
 def work(): return id_of(*load(Kind.IMAGE, path, Rules()).parts())
 work()

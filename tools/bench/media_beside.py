@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from figures import Figure, print_figures
 
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.base.metrics.read import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.media_files import encoded, picture

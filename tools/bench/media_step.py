@@ -25,17 +25,17 @@ from figures import Figure, print_figures
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from relax_hpc.data.media import spans_of
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.medium import Kind, Medium
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.towers.media import RowMedia
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import MediaStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.media_files import avi, clip, encoded, picture, sound, tone

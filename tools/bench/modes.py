@@ -21,8 +21,8 @@ from typing import Any
 
 from quickstart_runs import run
 
-from relax_hpc.observe.report import report
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.ops.observe.report import report
 
 WARM_UP_STEPS = 5
 

@@ -27,16 +27,16 @@ from typing import Any
 
 import yaml
 
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines.engine import Sampling
-from relax_hpc.engines.simulated_engine import SimulatedEngine
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.rollout.engines.engine import Sampling
+from relax_hpc.rollout.engines.simulated_engine import SimulatedEngine
 from relax_hpc.rollout.samples import PromptSource, requests_for
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_train
-from relax_hpc.versions import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 from overlap_bound import Bound

@@ -22,13 +22,13 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.tiny_model import make_tiny_model
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
 
 SHAPE = TinyModelConfig(
     hidden_size=128, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32

@@ -27,28 +27,28 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import Engine, Sampling
-from relax_hpc.errors import RelaxError
-from relax_hpc.models.hf_files import read_config
-from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rewards import RewardError, get_reward
-from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.scoring import scores
 from relax_hpc.roles.advantages import advantages_of
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.engine import Engine, Sampling
 from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import train_reward
 from relax_hpc.tasks.files import open_train
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.versions import Version
 
 WARM_UP_STEPS = 4
 """The first steps fill caches and are left out of the medians."""

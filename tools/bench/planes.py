@@ -32,11 +32,11 @@ from multiprocessing.connection import Connection, Pipe
 import msgpack
 import numpy as np
 
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transport import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
-from relax_hpc.transport.links import Deadline
-from relax_hpc.transport.rdma import RdmaPlane
-from relax_hpc.transport.rdma_agent import Agent, address_of, why_not_installed
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.transport import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
+from relax_hpc.net.transport.links import Deadline
+from relax_hpc.net.transport.rdma import RdmaPlane
+from relax_hpc.net.transport.rdma_agent import Agent, address_of, why_not_installed
 
 
 class RawNixl(Plane):

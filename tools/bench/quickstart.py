@@ -24,11 +24,11 @@ from typing import Any
 from figures import Figure, print_figures
 from turns import Program
 
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.metrics.read_spans import Span, merge_intervals, read_spans, union_length
+from relax_hpc.base.metrics.spans import MODEL_KINDS
 from relax_hpc.config import load
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.metrics.read_spans import Span, merge_intervals, read_spans, union_length
-from relax_hpc.metrics.spans import MODEL_KINDS
-from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.net.rendezvous.process import clean_environment
 
 ROOT = Path(__file__).parents[2]
 WARM_UP_STEPS = 10

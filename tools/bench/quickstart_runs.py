@@ -26,7 +26,7 @@ from statistics import mean
 import numpy as np
 
 from relax_hpc.algorithms import ALGORITHMS
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.base.metrics.read import read_metrics
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 BASE = "0"

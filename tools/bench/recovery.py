@@ -28,11 +28,11 @@ from typing import Any
 from recovery_figures import COLUMNS, NEVER, Record, result, share, table, targets
 from recovery_run import Run
 
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.cluster.sandbox import Options, Sandbox, cluster
 from relax_hpc.config.roles import RANKED
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.observe.status import status
-from relax_hpc.sandbox import Options, Sandbox, cluster
-from relax_hpc.transfer_queue.inspect.audit import audit
+from relax_hpc.ops.observe.status import status
+from relax_hpc.queue.inspect.audit import audit
 
 BEAT_S, LEASE_S, CHECKPOINT_STEPS = 1.0, 5.0, 5
 LAYOUTS, POLICIES = ("het", "jobs"), ("toolkit", "restart-all")

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import yaml
 
+from relax_hpc.base.processes import all_processes
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.slurm.job_lookup import job_of
 from relax_hpc.config import load_resolved
-from relax_hpc.observe.status_groups import started_ahead
-from relax_hpc.processes import all_processes
-from relax_hpc.rendezvous.roster import latest_incarnation
-from relax_hpc.rundir import RunDir
-from relax_hpc.sandbox import Sandbox
-from relax_hpc.slurm.job_lookup import job_of
+from relax_hpc.net.rendezvous.roster import latest_incarnation
+from relax_hpc.ops.observe.status_groups import started_ahead
 
 _LOOK_S, _WAIT_S = 0.02, 0.1
 _COMMAND_S = 120.0
@@ -291,5 +291,5 @@ def moment(text: str) -> float:
 def _works(process: psutil.Process) -> bool:
     """Whether this is no process that only watches one like itself, as those under Slurm have."""
     words, parent = process.cmdline(), process.parent()
-    watched = "--watch" in words or "relax_hpc.lifecycle.head" in words
+    watched = "--watch" in words or "relax_hpc.commands.head" in words
     return watched == (parent is not None and parent.cmdline() == words)

@@ -24,9 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from figures import Figure, print_figures
 
-from relax_hpc.reward_settings import RemoteSettings, RewardSettings
+from relax_hpc.base.reward_settings import RemoteSettings, RewardSettings
 from relax_hpc.rewards import REWARDS, RewardInput
-from relax_hpc.rewards.where import make_rewards
+from relax_hpc.rewards.placement import make_rewards
 
 EPISODES, AT_ONCE, LIMIT_S = 8, 16, 300.0
 SHARES = {"math": 0.5, "code": 0.1, "remote": 0.5}

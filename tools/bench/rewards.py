@@ -24,10 +24,10 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rewards.where import Rewards, make_rewards
+from relax_hpc.rewards.placement import Rewards, make_rewards
 from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 
 SAMPLES = [RewardInput("4312?" * 10, "1234", "1243 " * 20, "stop", {"level": 3})] * 8
 OWN = "def exact(sample):\n    return float(sample.response_text == sample.answer)\n"

@@ -30,14 +30,14 @@ from curves import difference
 from figures import Figure, print_figures
 from quickstart_runs import finished, scores
 
+from relax_hpc.base.fields import ROUTES, declare
+from relax_hpc.base.routes import NAME, RouteShape
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import ActorConfig, Config, ModelConfig, TinyModelConfig
-from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
-from relax_hpc.fields import ROUTES, declare
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.models.tiny_tokenizer import VOCAB_SIZE
-from relax_hpc.routes import NAME, RouteShape
-from relax_hpc.versions import Version
+from relax_hpc.rollout.engines import make_engine
+from relax_hpc.rollout.engines.engine import GenerateRequest, Generation, Sampling
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.models.tiny_tokenizer import VOCAB_SIZE
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 SERVED = Version(1, 0)
@@ -172,8 +172,8 @@ def row_of(prompt: tuple[int, ...], answer: Generation) -> dict[str, Any]:
 def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple[np.ndarray, float]:
     """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the
     same."""
-    from relax_hpc.training.agreement import Agreement
     from relax_hpc.training.batches import collate
+    from relax_hpc.training.route_agreement import Agreement
 
     policy, found = policy_of(model, ActorConfig()), []
     same = np.zeros(2)
@@ -194,8 +194,8 @@ def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple
 
 def policy_of(model: Path, actor: ActorConfig, replay: str = "on") -> Any:
     """In float32."""
-    from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.models.hf_files import read_config
 
     policy = PolicyModel(
         read_config(model), ModelConfig(routing_replay=replay), actor.parallel, actor
@@ -266,13 +266,13 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     trained once."""
     from relax_hpc.algorithms import Grpo
     from relax_hpc.data.prompts import Prompt
-    from relax_hpc.engines.sglang.stream import Response
+    from relax_hpc.queue.plan import UNSCORED
+    from relax_hpc.queue.storage.shard import pack, unpack
+    from relax_hpc.rollout.engines.sglang.stream import Response
     from relax_hpc.rollout.samples import bad_routes, rows_of
-    from relax_hpc.training.agreement import Agreement
     from relax_hpc.training.batches import collate
+    from relax_hpc.training.route_agreement import Agreement
     from relax_hpc.training.trainer import Trainer
-    from relax_hpc.transfer_queue.plan import UNSCORED
-    from relax_hpc.transfer_queue.storage.shard import pack, unpack
 
     policy = policy_of(model, ActorConfig(), replay)
     trainer = Trainer.of(policy, Grpo(), ActorConfig(), 1.0)
@@ -309,11 +309,11 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
 @contextmanager
 def own_time(on: bool) -> Iterator[list[float]]:
     """CPU seconds that are spent on routes while the body runs, in a list of one."""
-    from relax_hpc.engines.sglang import stream
-    from relax_hpc.models.replay import RoutedLayer
     from relax_hpc.rollout import samples
-    from relax_hpc.training import agreement
+    from relax_hpc.rollout.engines.sglang import stream
+    from relax_hpc.training import route_agreement
     from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.models.replay import RoutedLayer
 
     spent, inner = [0.0], [0.0]
 
@@ -346,8 +346,8 @@ def own_time(on: bool) -> Iterator[list[float]]:
     ]
     places += [
         (PolicyModel, "_routes_of"),
-        (agreement.Agreement, "add"),
-        (agreement.Agreement, "shares"),
+        (route_agreement.Agreement, "add"),
+        (route_agreement.Agreement, "shares"),
     ]
     real = [
         (place, name, getattr(place, name))
@@ -369,8 +369,8 @@ def _bound(how: Callable[..., Any], function: Callable[..., Any]) -> Callable[..
 
 def sizes(args: argparse.Namespace) -> Iterator[Figure]:
     """Of rows of a model as Qwen3-30B-A3B."""
-    from relax_hpc.transfer_queue.plan import UNSCORED
-    from relax_hpc.transfer_queue.storage.shard import pack
+    from relax_hpc.queue.plan import UNSCORED
+    from relax_hpc.queue.storage.shard import pack
 
     row = {
         "row_id": "000000000.00.00",
@@ -404,7 +404,7 @@ def sizes(args: argparse.Namespace) -> Iterator[Figure]:
 def learning(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
     """Final held-out scores of the quickstart with experts, and the largest tail of ratios, by
     `routing_replay`."""
-    from relax_hpc.metrics.read import read_metrics
+    from relax_hpc.base.metrics.read import read_metrics
 
     finals: dict[str, list[float]] = {"on": [], "off": []}
     tails: dict[str, list[float]] = {"on": [], "off": []}

@@ -19,11 +19,11 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.models.tiny_tokenizer import write_tokenizer
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 
 
 def rows_of(config: Config, step: int, tokens: int, vocabulary: int) -> list[Row]:

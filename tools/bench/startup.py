@@ -30,9 +30,9 @@ import psutil
 import yaml
 from figures import Figure, print_figures
 
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.metrics.read_spans import Process, read_processes
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.metrics.read_spans import Process, read_processes
+from relax_hpc.base.rundir import RunDir
 
 SETTINGS = {
     "seed": 3,

@@ -29,10 +29,10 @@ from statistics import median
 import psutil
 from figures import Figure, print_figures
 
-from relax_hpc.metrics.read import read_metrics
-from relax_hpc.rendezvous.open_files import connection_limit
-from relax_hpc.rendezvous.roster import latest_card
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.rendezvous.open_files import connection_limit
+from relax_hpc.net.rendezvous.roster import latest_card
 
 ROOT = Path(__file__).parents[2]
 IDLE, SENDERS, BYTES_PER_S = 1100, 40, 2e6

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.supervise.processes import family
+from relax_hpc.cluster.supervise.processes import family
+from relax_hpc.net.rendezvous.process import die_with_parent
 
 _SAMPLE_S = 5.0
 

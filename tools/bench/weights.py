@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from figures import Figure, print_figures
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import (
     Config,
     GroupConfig,
@@ -38,31 +40,29 @@ from relax_hpc.config.schema import (
     ParallelConfig,
     TinyModelConfig,
 )
-from relax_hpc.engines.sglang.slab_loader import copying
-from relax_hpc.models.hf_files import SafetensorFiles, read_config
-from relax_hpc.models.hf_mapping import fuse
-from relax_hpc.models.tiny_model import make_tiny_model
-from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.rundir import RunDir
+from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.process import die_with_parent
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport import TcpPlane
+from relax_hpc.queue.client import QueueClient
+from relax_hpc.queue.controller.relays import FAN_OUT
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.plan import Plan
+from relax_hpc.rollout.engines.sglang.slab_loader import copying
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.relays import FAN_OUT
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transport import TcpPlane
-from relax_hpc.versions import Version
-from relax_hpc.weights import delta
-from relax_hpc.weights.manifest import Chunk, Manifest, read_manifest
-from relax_hpc.weights.node_cache import Staging
-from relax_hpc.weights.publisher import Publisher
-from relax_hpc.weights.slab import MARK, open_slab
-from relax_hpc.weights.subscriber import News, Subscriber
-from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
-from relax_hpc.weights.transfers import Transfers
-from relax_hpc.weights.version_files import TENSORS
+from relax_hpc.training.models.hf_files import SafetensorFiles, read_config
+from relax_hpc.training.models.hf_mapping import fuse
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.weights import delta
+from relax_hpc.training.weights.manifest import Chunk, Manifest, read_manifest
+from relax_hpc.training.weights.node_cache import Staging
+from relax_hpc.training.weights.publisher import Publisher
+from relax_hpc.training.weights.slab import MARK, open_slab
+from relax_hpc.training.weights.subscriber import News, Subscriber
+from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.transfers import Transfers
+from relax_hpc.training.weights.version_files import TENSORS
 
 WAIT_S = 120.0
 LEARNING_RATE = 1e-6
@@ -442,8 +442,8 @@ def slab_of(tensors: Mapping[str, Tensor], folder: Path) -> Path:
 def engine_pause(folder: Path, rounds: int) -> list[Figure]:
     """How long a real SGLang server that is generating stands still for an update of a small model,
     and why."""
-    from relax_hpc.engines.engine import GenerateRequest, Sampling
-    from relax_hpc.engines.sglang.engine import SglangEngine
+    from relax_hpc.rollout.engines.engine import GenerateRequest, Sampling
+    from relax_hpc.rollout.engines.sglang.engine import SglangEngine
 
     model = make_tiny_model(folder / "served", TinyModelConfig(), 0) or folder / "served"
     config = Config()

@@ -1,14 +1,14 @@
-"""docs/metrics.md: every metric of a run, by `relax_hpc.metrics.tags`."""
+"""docs/metrics.md: every metric of a run, by `relax_hpc.base.metrics.tags`."""
 
 from __future__ import annotations
 
-from relax_hpc.metrics.tags import PARTS, TAGS, in_tensorboard
+from relax_hpc.base.metrics.tags import PARTS, TAGS, in_tensorboard
 
 _HEAD = """# Metrics
 
 What a run writes of each step: one flat line in `metrics.jsonl`, and the same scalars for TensorBoard, where the name
 of each has the place of its part before it, `{first}`, so that what people look for first comes first. Made from
-[relax_hpc/metrics/tags.py](../relax_hpc/metrics/tags.py) by `python tools/docs`; tests compare it with what runs
+[relax_hpc/base/metrics/tags.py](../relax_hpc/base/metrics/tags.py) by `python tools/docs`; tests compare it with what runs
 write. `<name>` stands for any word; seconds by role are in a part of their own there, `{seconds}`.
 
 TensorBoard has two more: in its Text tab a few episodes every `samples.tensorboard_every` steps, and in its HParams tab

@@ -22,13 +22,13 @@ from policies import policy, settings_of, trainer
 from safetensors import safe_open
 from shapes import rows
 
-from relax_hpc.engines.sglang.slab_loader import copying
-from relax_hpc.host_memory import host_room
-from relax_hpc.transport import SlabPool
-from relax_hpc.weights.ring import SlabRing
-from relax_hpc.weights.tensors import SafetensorsFile
-from relax_hpc.weights.transfers import Transfers
-from relax_hpc.weights.version_files import TENSORS
+from relax_hpc.base.host_memory import host_room
+from relax_hpc.net.transport import SlabPool
+from relax_hpc.rollout.engines.sglang.slab_loader import copying
+from relax_hpc.training.weights.ring import SlabRing
+from relax_hpc.training.weights.tensors import SafetensorsFile
+from relax_hpc.training.weights.transfers import Transfers
+from relax_hpc.training.weights.version_files import TENSORS
 
 RECORD_BYTES = 1 << 30
 PATIENCE_S = 600.0
@@ -121,9 +121,9 @@ def checkpoint(
 ) -> dict[str, float]:
     """As in a run: memory for copies is made at start, then a step is trained, then the first one
     is saved."""
-    from relax_hpc.checkpoint.saver import Saver
-    from relax_hpc.rendezvous.channel import Channel
+    from relax_hpc.net.rendezvous.channel import Channel
     from relax_hpc.training.batches import collate
+    from relax_hpc.training.checkpoint.saver import Saver
 
     ours = trainer(shape, actor, device)
     saver = Saver(ours, Channel(PATIENCE_S), PATIENCE_S)

@@ -15,8 +15,8 @@ from shapes import hf_config, rows
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
-from relax_hpc.models.families import spec_of
 from relax_hpc.training import parallel
+from relax_hpc.training.models.families import spec_of
 
 _FIRST = 2
 """Steps that bring kernels, and tell how often each parameter has a gradient."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from child import answer, in_turns, middle
 
-from relax_hpc.host_memory import host_room
+from relax_hpc.base.host_memory import host_room
 
 
 def measure(device: str, size: int, copied_bytes: int, rounds: int = 10) -> dict[str, float]:

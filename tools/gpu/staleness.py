@@ -23,16 +23,16 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from modes import measured
 from quickstart_runs import run
 
-from relax_hpc.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
-from relax_hpc.observe.report import report
-from relax_hpc.rundir import RunDir
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.ops.observe.report import report
+from relax_hpc.training.models.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 
 LAST_LINES = 3
 
 
 def make_model(directory: Path, shape: str, device: str) -> None:
     """Random weights in bfloat16, and a tokenizer that has a token a character."""
-    from relax_hpc.transformers_hook import install_transformers_hook
+    from relax_hpc.base.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,7 @@
 """What an optimizer step costs, ours or transformers': random weights and tokens, medians of the
 steps after the first.
 
-MFU is of what the model needs (relax_hpc.models.flops). The peers' loss is plain cross entropy: no
+MFU is of what the model needs (relax_hpc.training.models.flops). The peers' loss is plain cross entropy: no
 entropy, no ratios; those with float32 masters keep what ours keeps, the others bfloat16 alone.
 """
 
@@ -17,11 +17,11 @@ from child import answer, sync
 from policies import policy, settings_of, trainer
 from shapes import hf_config, rows
 
+from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.config.schema import ActorConfig, Config
-from relax_hpc.models.families import spec_of
-from relax_hpc.models.flops import peak_flops, training_flops
-from relax_hpc.plan import roles
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.ops.plan import roles
+from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.flops import peak_flops, training_flops
 
 if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer

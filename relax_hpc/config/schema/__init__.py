@@ -1,7 +1,7 @@
 """The configuration of a run: one slotted dataclass a subject, every field documented under it.
 
 Ranges stand beside the defaults (`bounded`); checks over several fields are in
-`relax_hpc.checks.settings`.
+`relax_hpc.ops.checks.settings`.
 """
 
 from relax_hpc.config.schema.cluster import (

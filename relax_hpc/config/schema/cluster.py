@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from relax_hpc.base.settings import bounded
 from relax_hpc.config.roles import ROLES
-from relax_hpc.settings import bounded
 
 
 @dataclass(kw_only=True, slots=True)

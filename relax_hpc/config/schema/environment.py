@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 AGENT = "agent"
 """Kind that is no environment: an existing agent program plays the episode, at the run's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 
 @dataclass(kw_only=True, slots=True)

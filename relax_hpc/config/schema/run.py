@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from relax_hpc.algorithms import Algorithm, Grpo
+from relax_hpc.base.reward_settings import RewardSettings
+from relax_hpc.base.settings import bounded
 from relax_hpc.config.schema.cluster import GroupConfig, SiteConfig, SlurmConfig
 from relax_hpc.config.schema.environment import EnvironmentConfig
 from relax_hpc.config.schema.generation import GenrmConfig, RolloutConfig
@@ -20,8 +22,6 @@ from relax_hpc.config.schema.running import (
     WeightsConfig,
 )
 from relax_hpc.config.schema.training import ActorConfig, ForwardConfig, TrainerConfig
-from relax_hpc.reward_settings import RewardSettings
-from relax_hpc.settings import bounded
 
 
 def default_groups() -> dict[str, GroupConfig]:

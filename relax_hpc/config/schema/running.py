@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 Durability = Literal["commit", "flush", "none"]
 Mode = Literal["auto", "required", "off"]
@@ -183,7 +183,7 @@ class MetricsConfig:
 
     trackers: list[str] = field(default_factory=list)
     """Import paths, `package.module:Class`, of classes derived from
-    `relax_hpc.metrics.trackers.Tracker`. Each receives every line of metrics.jsonl, in its own
+    `relax_hpc.base.metrics.trackers.Tracker`. Each receives every line of metrics.jsonl, in its own
     process on the node of the hub. If one fails, this is reported once, and the run continues
     without it."""
     tracker_timeout_s: float = bounded(60.0, 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from relax_hpc.settings import bounded
+from relax_hpc.base.settings import bounded
 
 
 @dataclass(kw_only=True, slots=True)

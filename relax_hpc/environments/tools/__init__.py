@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.plugins import named
 from relax_hpc.environments.tools.base import Tool
-from relax_hpc.errors import ConfigError
-from relax_hpc.named import named
 
 TOOLS: dict[str, str] = {
     "calculator": "relax_hpc.environments.tools.calculator:Calculator",

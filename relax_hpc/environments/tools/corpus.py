@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.terminal_text import log_entry
 from relax_hpc.data.rows import read_rows
-from relax_hpc.errors import ConfigError
-from relax_hpc.terminal_text import log_entry
 
 _MADE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')"
 _FOUND = (

@@ -34,13 +34,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import IO, Any
 
+from relax_hpc.base.errors import ConfigError, RelaxError
+from relax_hpc.base.last_error import find_last_error
 from relax_hpc.environments.base import EnvironmentFault, MediaPart, Observation
-from relax_hpc.environments.plain import clean_texts
+from relax_hpc.environments.plain_values import clean_texts
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Tool
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.last_error import find_last_error
-from relax_hpc.workers.process import ATTEMPTS
+from relax_hpc.net.workers.process import ATTEMPTS
 
 REVISION = "2025-06-18"
 _MOST_LINE = 1 << 26

@@ -8,12 +8,12 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from relax_hpc.data.multimodal.image import picture
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.source import Source
 from relax_hpc.environments.base import MediaPart, Observation
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Parameter, Tool
-from relax_hpc.multimodal.image import picture
-from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.source import Source
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
-from relax_hpc.config.clean import clean
+from relax_hpc.base.reward_settings import CodeSettings
+from relax_hpc.config.layer_validation import clean
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Parameter, Tool
-from relax_hpc.reward_settings import CodeSettings
 from relax_hpc.rewards.jail import Jail
 
 KEY = "environment.options.tools.python"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments.tool_calls import ToolError
 from relax_hpc.environments.tools.base import Parameter, Tool
 from relax_hpc.environments.tools.corpus import Corpus, Document
-from relax_hpc.errors import ConfigError
 
 _KEY = "environment.options.tools.search"
 

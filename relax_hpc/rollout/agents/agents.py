@@ -14,28 +14,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.error_origin import ErrorOrigin
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.data.chat import template_for
 from relax_hpc.data.tokenizer import Tokenizer
-from relax_hpc.engines.engine import BadAnswer, Ended, Episode
 from relax_hpc.environments.base import Beginning, EnvironmentFault
-from relax_hpc.environments.plain import finite_number
-from relax_hpc.error_origin import ErrorOrigin
-from relax_hpc.gateway.broker import message_of
-from relax_hpc.gateway.front import key_of
-from relax_hpc.gateway.link import Link
-from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.environments.plain_values import finite_number
+from relax_hpc.net.rendezvous.network import LOOPBACK
+from relax_hpc.net.transport.exchange import Gone, Message
+from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.endpoint import Endpoint
+from relax_hpc.rollout.agents.gateway.broker import message_of
+from relax_hpc.rollout.agents.gateway.front import key_of
+from relax_hpc.rollout.agents.gateway.link import Link
 from relax_hpc.rollout.agents.options import AgentOptions
 from relax_hpc.rollout.agents.program import Program
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.history import History, OpenRow
-from relax_hpc.rollout.turns import Start
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.presence import longest_wait_s
-from relax_hpc.transport.exchange import Gone, Message
+from relax_hpc.rollout.engines.engine import BadAnswer, Ended, Episode
+from relax_hpc.rollout.episodes.history import History, OpenRow
+from relax_hpc.rollout.episodes.turns import Start
 
 _SHOWN = 2000
 """Characters of what a program has printed last that samples and faults show."""

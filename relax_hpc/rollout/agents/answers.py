@@ -10,8 +10,8 @@ from typing import Any
 
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, read_turn
-from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, call_of
+from relax_hpc.rollout.agents.gateway.front import Reply
 from relax_hpc.rollout.samples import begins_in_thought
 
 MODEL = "policy"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relax_hpc.config.schema import EnvironmentConfig
-from relax_hpc.engines.engine import Ended
+from relax_hpc.queue.row_ids import MAX_ROWS
 from relax_hpc.rollout.agents.chat import Refused, TooLong
-from relax_hpc.rollout.history import OpenRow
-from relax_hpc.rollout.room import room
-from relax_hpc.transfer_queue.row_ids import MAX_ROWS
+from relax_hpc.rollout.engines.engine import Ended
+from relax_hpc.rollout.episodes.history import OpenRow
+from relax_hpc.rollout.episodes.turn_budget import room
 
 
 @dataclass(slots=True)

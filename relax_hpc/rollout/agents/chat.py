@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.environments.plain import clean_texts
+from relax_hpc.environments.plain_values import clean_texts
 
 Message = dict[str, Any]
 """Message as chat templates have it: role, content (a text), of an assistant tool_calls whose

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 
-from relax_hpc.errors import RelaxError
-from relax_hpc.gateway.link import Link, reach
-from relax_hpc.rundir import RunDir
-from relax_hpc.transport.exchange import Message
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.transport.exchange import Message
+from relax_hpc.rollout.agents.gateway.link import Link, reach
 
 _FORWARDER_S = 300.0
 """Seconds for a forwarder to begin, whose modules may come from a shared filesystem."""
@@ -55,7 +55,7 @@ class Endpoint:
         command = [
             sys.executable,
             "-m",
-            "relax_hpc.gateway.forward",
+            "relax_hpc.rollout.agents.gateway.forward",
             "--run_dir",
             str(self._run.root),
         ]

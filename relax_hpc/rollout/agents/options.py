@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.base.errors import ConfigError
 
 _TEMPLATE = "model"
 _ALLOWED = "environment.options: found {}, allowed with environment.kind agent: {}"

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_hpc.environments.plain import read_plain
-from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.environments.plain_values import read_plain
+from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.rollout.agents import launcher
 
 RESULT_FD = "RELAX_RESULT_FD"
@@ -100,7 +100,7 @@ class Program:
             "memory_bytes": self._memory_bytes,
             "pid_namespace": self._pid_namespace,
         }
-        # Not one of relax_hpc.workers: the program owns its input and output, so that the launcher
+        # Not one of relax_hpc.net.workers: the program owns its input and output, so that the launcher
         # reports by a descriptor of its own, and it outlives no more than this one task.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)),

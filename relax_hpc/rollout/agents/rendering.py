@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.messages import left_out_message
 from relax_hpc.rollout.agents.chat import Message
-from relax_hpc.rollout.chat_tokens import ChatTokens, Tools
+from relax_hpc.rollout.episodes.chat_tokens import ChatTokens, Tools
 
 
 class Renderer(ChatTokens):

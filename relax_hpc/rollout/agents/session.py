@@ -21,20 +21,20 @@ from dataclasses import dataclass
 
 from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
-from relax_hpc.engines.engine import BadAnswer, Draft, Ended
-from relax_hpc.engines.stops import with_stops
 from relax_hpc.environments.tool_calls import THINK, THOUGHT
-from relax_hpc.gateway.front import Reply
+from relax_hpc.net.transport.exchange import MAX_PAYLOAD_BYTES, Gone
 from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, TooLong, read_object
 from relax_hpc.rollout.agents.dialects import COUNTERS, DIALECTS
 from relax_hpc.rollout.agents.dialects.responses import name_of
-from relax_hpc.rollout.agents.recorded import Recorded
+from relax_hpc.rollout.agents.gateway.front import Reply
+from relax_hpc.rollout.agents.recorded_turns import Recorded
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
-from relax_hpc.rollout.history import History, OpenRow
-from relax_hpc.rollout.turns import Start
-from relax_hpc.transport.exchange import MAX_PAYLOAD_BYTES, Gone
+from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Ended
+from relax_hpc.rollout.engines.stops import with_stops
+from relax_hpc.rollout.episodes.history import History, OpenRow
+from relax_hpc.rollout.episodes.turns import Start
 
 MODELS = "/v1/models"
 _THOUGHT_MARK = re.compile(rf"\s*({THINK}|{THOUGHT})\s*")

@@ -37,7 +37,7 @@ from cases import Case, draw, farthest
 from figures import Figure, print_figures
 
 from relax_hpc.algorithms import ALGORITHMS
-from relax_hpc.transformers_hook import install_transformers_hook
+from relax_hpc.base.transformers_hook import install_transformers_hook
 
 PEERS: dict[str, ModuleType] = {"trl": of_trl, "verl": of_verl, "slime": of_slime}
 

@@ -36,12 +36,12 @@ from work import (
     work,
 )
 
-from relax_hpc.transfer_queue.controller.eventlog import EventLog
-from relax_hpc.transfer_queue.controller.journal import Journal
-from relax_hpc.transfer_queue.controller.messages import Request
-from relax_hpc.transfer_queue.controller.service import QueueService
-from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.queue.controller.eventlog import EventLog
+from relax_hpc.queue.controller.journal import Journal
+from relax_hpc.queue.controller.messages import Request
+from relax_hpc.queue.controller.service import QueueService
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.plan import Plan
 
 TOGETHER = 32
 """Requests that a `Table` commits together."""

@@ -21,13 +21,13 @@ import numpy as np
 import xxhash
 from work import VERSION, WAIT_S, begin, hub, process, receive
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import Claim, Column, Plan, QueueClient
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of
-from relax_hpc.transport import TcpPlane
+from relax_hpc.net.transport import TcpPlane
+from relax_hpc.queue import Claim, Column, Plan, QueueClient
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.shard_store import ShardReader, files_of
 
 STEPS = 1 << 19
 """More than anybody measures; each round is one."""

@@ -14,14 +14,14 @@ import numpy as np
 from data import ALL, Load, Memcpy, config_of
 from work import VERSION, begin, hub, process, receive
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import Claim, Plan, QueueClient
-from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.client.media_client import store_media
-from relax_hpc.transfer_queue.row_ids import row_id
-from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import media_ids
+from relax_hpc.queue import Claim, Plan, QueueClient
+from relax_hpc.queue.client.claims import check_claim
+from relax_hpc.queue.client.media_client import store_media
+from relax_hpc.queue.row_ids import row_id
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage.media import media_ids
 
 PLACEHOLDER = 99
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from data import Load, config_of, rows_of
 from work import VERSION, begin, hub, process, receive
 
+from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import Plan, QueueClient
+from relax_hpc.queue import Plan, QueueClient
 
 Seconds = dict[str, list[float]]
 """Of each put: "alone", and in the "stream"."""

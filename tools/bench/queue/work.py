@@ -15,15 +15,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.server import Controller
-from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transport.sockets import connect, wake
-from relax_hpc.transport.wire import pack, purpose_of, unpack
-from relax_hpc.versions import Version
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import connect, wake
+from relax_hpc.net.transport.wire import pack, purpose_of, unpack
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.plan import GENERATED, Plan
 
 VERSION = Version(1, 0)
 WIDTH = 512

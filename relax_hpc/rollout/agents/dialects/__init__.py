@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from relax_hpc.gateway.front import MESSAGES, Reply
 from relax_hpc.rollout.agents.answers import Answer
 from relax_hpc.rollout.agents.chat import ChatRequest, Message
 from relax_hpc.rollout.agents.dialects import completions, messages, responses
+from relax_hpc.rollout.agents.gateway.front import MESSAGES, Reply
 
 
 class Dialect(Protocol):

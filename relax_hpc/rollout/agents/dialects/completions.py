@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.environments.tool_calls import THINK, THOUGHT
-from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
@@ -24,6 +23,7 @@ from relax_hpc.rollout.agents.chat import (
     tool_of,
     wrong,
 )
+from relax_hpc.rollout.agents.gateway.front import Reply
 
 # Two sentences of OpenAI's: litellm and verifiers look for the first, langchain-openai 1.7 for the
 # last.

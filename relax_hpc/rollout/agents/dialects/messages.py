@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
@@ -21,6 +20,7 @@ from relax_hpc.rollout.agents.chat import (
     tool_of,
     wrong,
 )
+from relax_hpc.rollout.agents.gateway.front import Reply
 
 TOO_LONG = "prompt is too long: {tokens} tokens > {limit} maximum"
 _THOUGHTS = ("thinking", "redacted_thinking")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.gateway.front import Reply
 from relax_hpc.rollout.agents.answers import MODEL, Answer, arguments_of, as_json, streamed
 from relax_hpc.rollout.agents.chat import (
     ChatRequest,
@@ -24,6 +23,7 @@ from relax_hpc.rollout.agents.chat import (
     wrong,
 )
 from relax_hpc.rollout.agents.dialects import completions
+from relax_hpc.rollout.agents.gateway.front import Reply
 
 TOO_LONG = f"Your input exceeds the context window of this model. {completions.TOO_LONG}"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -1,0 +1,1 @@
+"""What all other packages use: errors, fields, run directories, metrics, small helpers."""

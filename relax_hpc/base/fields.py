@@ -1,0 +1,262 @@
+"""Fields that a row carries between the roles: each is declared once, here, with who makes it.
+
+The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and
+the table in docs/reference/fields.md derive from this one. A new field is one line in it, and
+whoever makes its values. Those of an engine of one's own are added when a configuration names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from relax_hpc.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One field of a row.
+
+    >>> str(FieldSpec("routes", "token", "uint8", "experts that were chosen", tail=(None, 8)))
+    'uint8 [tokens, *, 8]'
+    """
+
+    name: str
+    kind: Literal["token", "row", "blob"]
+    """Kind of its values. "token": an array with an entry a token, "row": one number or text,
+    "blob": any value that msgpack can carry."""
+    dtype: str
+    """Type of its values: numpy's name for numbers, "str" for text, Python's name of a blob."""
+    meaning: str
+    unit: str = ""
+    """Unit of its values; empty: a pure number, or none."""
+    by: str = ""
+    """Role that puts it into every row; empty: the queue itself."""
+    tail: tuple[int | None, ...] = ()
+    """Shape of one token's entry in a token field; None: any length, the same in all rows put
+    together."""
+    pad: float = 0
+    """Value in a batch after the end of a row."""
+    loss: bool = False
+    """Whether the loss gets it, [rows, tokens, *tail]."""
+    optional: bool = False
+    """Whether a row may lack it."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether its values are numbers, which lie in arrays."""
+        return self.kind == "token" or (self.kind == "row" and self.dtype != "str")
+
+    def __str__(self) -> str:
+        if self.kind == "token":
+            axes = ("tokens", *("*" if size is None else str(size) for size in self.tail))
+            return f"{self.dtype} [{', '.join(axes)}]"
+        return self.dtype
+
+
+_TABLE = (
+    FieldSpec("row_id", "row", "str", "{ticket:09d}.{episode:02d}.{row:02d}"),
+    FieldSpec("prompt_id", "row", "str", "id of the prompt in its file", by="rollout"),
+    FieldSpec(
+        "ticket",
+        "row",
+        "int64",
+        "number of the prompt group in the order of admission",
+        by="rollout",
+    ),
+    FieldSpec("episode", "row", "int32", "number of the episode in its prompt group", by="rollout"),
+    FieldSpec("row", "row", "int32", "number of the row in its episode", by="rollout"),
+    FieldSpec("token_ids", "token", "int32", "prompt and response", by="rollout"),
+    FieldSpec("prompt_len", "row", "int32", "length of the prompt", "tokens", by="rollout"),
+    FieldSpec(
+        "loss_mask", "token", "uint8", "1: chosen by the policy and trained on", by="rollout"
+    ),
+    FieldSpec(
+        "rollout_logprobs",
+        "token",
+        "float32",
+        "by the engine that sampled",
+        "nats",
+        by="rollout",
+        loss=True,
+    ),
+    FieldSpec(
+        "token_versions",
+        "token",
+        "int32",
+        "encoded version that sampled; 0: nobody did",
+        by="rollout",
+    ),
+    FieldSpec(
+        "old_logprobs",
+        "token",
+        "float32",
+        "the clip's denominator",
+        "nats",
+        by="actor_fwd",
+        loss=True,
+    ),
+    FieldSpec(
+        "old_logprob_version",
+        "row",
+        "int32",
+        "encoded version of the weights that scored",
+        by="actor_fwd",
+    ),
+    FieldSpec(
+        "ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True
+    ),
+    FieldSpec(
+        "teacher_logprobs", "token", "float32", "by the teacher", "nats", by="teacher", loss=True
+    ),
+    FieldSpec(
+        "teacher_top_ids",
+        "token",
+        "int32",
+        "the teacher's likeliest tokens, of runs with `algorithm.teacher_top_k`",
+        by="teacher",
+        tail=(None,),
+        loss=True,
+        optional=True,
+    ),
+    FieldSpec(
+        "teacher_top_logprobs",
+        "token",
+        "float32",
+        "of these, by the teacher",
+        "nats",
+        by="teacher",
+        tail=(None,),
+        loss=True,
+        optional=True,
+    ),
+    FieldSpec("reward", "row", "float32", "task reward of the episode", by="rollout"),
+    FieldSpec(
+        "advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True
+    ),
+    FieldSpec(
+        "values",
+        "token",
+        "float32",
+        "by the critic, of what is before the token",
+        by="critic",
+        loss=True,
+    ),
+    FieldSpec(
+        "returns",
+        "token",
+        "float32",
+        "what the critic learns",
+        by="advantages",
+        loss=True,
+        optional=True,
+    ),
+    FieldSpec(
+        "spans",
+        "blob",
+        "list",
+        "media in the sequence: [{kind, start, length, media_id}]",
+        by="rollout",
+    ),
+    FieldSpec(
+        "media_tokens",
+        "blob",
+        "dict",
+        "placeholders counted, by media id",
+        by="rollout",
+        optional=True,
+    ),
+    FieldSpec(
+        "finish_reason",
+        "row",
+        "str",
+        "how it ended, see `Ended` of engines; partial: not yet",
+        by="rollout",
+    ),
+    FieldSpec(
+        "environment",
+        "blob",
+        "dict",
+        "of an episode against an environment: ends of `turns`, behind the prompt; at its end "
+        "`info`, `reward`, `row`",
+        by="rollout",
+        optional=True,
+    ),
+)
+
+ROUTES = FieldSpec(
+    "routed_experts",
+    "token",
+    "uint8",
+    "experts of each layer by the engine, see `relax_hpc.base.routes`; of runs with "
+    "`model.routing_replay`",
+    by="rollout",
+    tail=(None, None, None),
+    pad=255,
+    optional=True,
+)
+"""Field of the routes, in the table of runs whose configuration asks for it, see `declare`: others
+neither make nor look for it."""
+
+FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
+"""Fields by name, in the order of the table."""
+
+
+def declare(where: str, specs: Iterable[FieldSpec]) -> None:
+    """Add what the engines of a run give of each token beside the usual. ConfigError, which begins
+    with ``where``: a field of that name is another one, or it is none of tokens."""
+    for spec in specs:
+        mine = replace(spec, by="rollout", optional=True)
+        if mine.kind != "token" or FIELDS.get(mine.name, mine) != mine:
+            known = FIELDS.get(mine.name, mine)
+            raise ConfigError(
+                f"{where}: found field {mine.name}, a {mine.kind} of {mine}, allowed: fields of "
+                "kind token, by names "
+                f"that no other field has ({mine.name} is {known} of {known.by or 'the queue'}); "
+                "rename it"
+            )
+        FIELDS[mine.name] = mine
+
+
+def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
+    """Names of the fields that ``role`` puts into every row, or that it may put beside those.
+
+    >>> fields_by("actor_fwd"), fields_by("rollout", optional=True)
+    (('old_logprobs', 'old_logprob_version'), ('media_tokens',))
+    """
+    return tuple(
+        name for name, spec in FIELDS.items() if spec.by == role and spec.optional == optional
+    )
+
+
+def loss_fields() -> tuple[str, ...]:
+    """Names of the fields that the loss gets of a row, beside its mask and the log-probabilities of
+    the trained policy.
+
+    >>> loss_fields()[:4]
+    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'teacher_logprobs')
+    """
+    return tuple(name for name, spec in FIELDS.items() if spec.loss)
+
+
+def roles_for(fields: Iterable[str]) -> set[str]:
+    """Roles that have to run for rows to have these ``fields``.
+
+    >>> sorted(roles_for(("reward", "ref_logprobs")))
+    ['reference', 'rollout']
+    """
+    return {FIELDS[name].by for name in fields if name in FIELDS} - {""}
+
+
+def as_markdown() -> Iterator[str]:
+    """Lines of the table in docs/reference/fields.md."""
+    yield "| field | kind | values | by | in the loss | meaning |"
+    yield "|---|---|---|---|---|---|"
+    for name, spec in {**FIELDS, ROUTES.name: ROUTES}.items():
+        by = f"{spec.by}, may lack" if spec.optional else spec.by or "the queue"
+        meaning = f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
+        yield (
+            f"| `{name}` | {spec.kind} | {spec} | {by} | {'yes' if spec.loss else ''} | "
+            f"{meaning.replace('|', '/')} |"
+        )

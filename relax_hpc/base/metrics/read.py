@@ -1,0 +1,156 @@
+"""Reads metrics.jsonl: one merged row a step, of the lineage that survived."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.foreign_files import ForeignFileError, lines_of, open_in_run, parse_json
+from relax_hpc.base.metrics.writer import METRICS_FILE, RESERVED
+
+_FILE_BYTES = 1 << 30
+"""Bytes of a file of metrics at most. One of 100,000 steps has half as many."""
+_LARGEST = 2**53
+"""Bound of steps and incarnations: larger integers have no exact float."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Metrics:
+    """Content of metrics.jsonl."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null
+    is nan."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of all steps that were ever written, in the order of the file."""
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    """(incarnation, step) of each return to an earlier step, in the order of the file."""
+    torn: int = 0
+    """Lines left out because they are not whole (their writer was killed)."""
+
+
+def is_step(row: Mapping[str, Any]) -> bool:
+    """Whether a row, or a line, has what a training step reports; others are of evaluations
+    alone."""
+    return "reward/mean" in row or "perf/step_s" in row
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run by ascending step (see `Metrics.rows`); empty when there is no file yet."""
+    return load_metrics(run_dir).rows
+
+
+def load_metrics(run_dir: Path) -> Metrics:
+    """Read and merge <run_dir>/metrics.jsonl.
+
+    A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after
+    it in its own; a straggler of an older one cannot come back. Evaluations at the very step of the
+    rollback stay: they are of the weights that training resumed from. Of the remaining lines of a
+    step the newest incarnation wins, tag by tag. ConfigError: the file is no regular file of a run,
+    or too large to be metrics.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return Metrics()
+    try:
+        lines, torn = parse_lines(_lines(path))
+    except ForeignFileError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    cuts = [
+        (line["incarnation"], place, line["step"])
+        for place, line in enumerate(lines)
+        if "event" in line
+    ]
+    merged: dict[int, dict[str, Any]] = {}
+    for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0])):
+        if "event" not in line and (kept := _surviving(line, place, cuts)):
+            merged.setdefault(line["step"], {}).update(kept)
+    rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
+    written = [line for line in lines if "event" not in line]
+    return Metrics(
+        rows=[merged[step] for step in sorted(merged)],
+        lines=written,
+        rollbacks=rollbacks,
+        torn=torn,
+    )
+
+
+def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Sorted tags that occur in rows."""
+    return sorted({key for row in rows for key in row} - RESERVED)
+
+
+def _surviving(
+    line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]
+) -> dict[str, Any] | None:
+    """Part of a line that no rollback has superseded: all of it, its evaluations, or None."""
+    later = [
+        step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)
+    ]
+    cut = min(later, default=math.inf)
+    if line["step"] < cut:
+        return line
+    if line["step"] > cut:
+        return None
+    kept = {key: value for key, value in line.items() if key in RESERVED or key.startswith("eval/")}
+    return kept if kept.keys() - RESERVED else None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file of metrics. ForeignFileError: it is not read."""
+    with open_in_run(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _FILE_BYTES:
+            raise ForeignFileError(
+                errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
+            )
+        yield from lines_of(file)
+
+
+def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines, each null as nan, and the number of broken lines."""
+    lines, torn = [], 0
+    for text in texts:
+        if not text.strip():
+            continue
+        try:
+            line = parse_json(text)
+            step, incarnation, time = (
+                int(line["step"]),
+                int(line["incarnation"]),
+                float(line["time"]),
+            )
+        except (ValueError, KeyError, TypeError, OverflowError):
+            torn += 1
+            continue
+        if max(abs(step), abs(incarnation)) > _LARGEST or not math.isfinite(time):
+            torn += 1
+            continue
+        values = {
+            key: _number(value)
+            for key, value in line.items()
+            if _is_number(value) or key in RESERVED
+        }
+        lines.append(values | {"step": step, "incarnation": incarnation, "time": time})
+    return lines, torn
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _number(value: Any) -> Any:
+    """``value``, or nan in the place of a number that is none or has no float."""
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float):
+        return value
+    try:
+        return value if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan

@@ -1,0 +1,248 @@
+"""Spans of a process's work and waits, in a file and in totals: where its time goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relax_hpc.base.disk_waits import Lines
+from relax_hpc.base.log_rotation import cut_own
+from relax_hpc.base.metrics.accounting import Account, Label
+
+MODEL_KINDS = ("generate", "engine_update", "forward", "train")
+"""Kinds in which a model or an engine computes."""
+KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weights", "start")
+"""All kinds; whoever adds one adds it here, and to `accounting.PRIORITY`."""
+FOR = "_for_"
+"""Infix of a kind such as `wait_for_rollout`: seconds of waiting by peer."""
+
+_FLUSH_S = 1.0
+PART_BYTES, _KEPT_PARTS = 16 << 20, 128
+"""Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that
+compressed."""
+_ROUND_TRIP_S = 0.05
+"""Seconds by which a wait may be longer than the queue says it was."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def process_began() -> float:
+    """Time at which this process was started, of the monotonic clock, to a hundredth of a
+    second."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
+
+
+@dataclass(slots=True, eq=False)
+class OpenSpan:
+    """A span that goes on. Of a wait, ``because`` says what it was for."""
+
+    what: str
+    step: int | None
+    lane: str
+    cause: tuple[str, str]
+    """Peer and reason of a wait, where nothing better is known of it."""
+    begun: float
+    start: float
+    """Time from which on it is not in the file yet."""
+    parts: list[tuple[Label, float, float]] = field(default_factory=list)
+
+    @property
+    def label(self) -> Label:
+        return Label(self.what, *self.cause)
+
+    def because(self, waited: Iterable[Sequence]) -> None:
+        """The wait ends now, and was for these (peer, reason, seconds) one after the other; before
+        them for `cause`."""
+        end = time.monotonic()
+        low = self.parts[-1][2] if self.parts else self.start
+        found = []
+        for peer, reason, seconds in reversed(list(waited)):
+            start = max(low, end - seconds)
+            if start < end:
+                found.append((Label(self.what, peer, reason), start, end))
+            end = start
+        self.parts += reversed(found)
+
+    def pieces(self, now: float) -> list[tuple[Label, float, float]]:
+        """Pieces of it since `start`, without gaps."""
+        pieces: list[tuple[Label, float, float]] = []
+        at = self.start
+        for label, start, end in self.parts:
+            if start - at > _ROUND_TRIP_S:
+                pieces.append((self.label, at, start))
+                at = start
+            pieces.append((label, at, end))
+            at = end
+        if not pieces or now - at > _ROUND_TRIP_S:
+            return [*pieces, (self.label, at, now)]
+        label, start, _ = pieces.pop()
+        return [*pieces, (label, start, now)]
+
+
+class Spans:
+    """Accounts the time of one process, in a file and in totals since the last ``take``; safe to
+    use from threads.
+
+    A process may have several lanes, such as one an engine, each with an account of its own. Where
+    spans of a lane overlap, totals have each second once (`accounting.PRIORITY`).
+
+    >>> spans = Spans(log_dir / "spans-rollout-0.jsonl", "rollout")
+    >>> with spans("generate", step=3):
+    ...     responses = engine.generate(prompts)
+    >>> with spans("wait", cause=("actor", "a newer version")):
+    ...     news = next_version.result()
+    """
+
+    def __init__(self, path: Path, role: str, began: float | None = None) -> None:
+        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to
+        wall time.
+
+        ``began``: when the process was; from then to the first span of each lane is its `start`.
+        """
+        self._path, self._role = path, role
+        self._lock = threading.Lock()
+        self._open: dict[int, OpenSpan] = {}
+        self._accounts: dict[str, Account] = {}
+        now = self._flushed = time.monotonic()
+        self._began = now if began is None else began
+        self._starts = began is not None
+        self._begin_file()
+
+    @contextmanager
+    def __call__(
+        self, what: str, step: int | None = None, lane: str = "", cause: tuple[str, str] = ("", "")
+    ) -> Iterator[OpenSpan]:
+        """Account the time of the block to `what` (one of KINDS), also when it raises.
+
+        ``cause``: of a wait the peer and the reason, unless the span is told others.
+        """
+        now = time.monotonic()
+        span = OpenSpan(what, step, lane, cause, now, now)
+        with self._lock:
+            self._account(lane, now).begin(span.label, now)
+            self._open[id(span)] = span
+            self._flush_if_due(now)
+        try:
+            yield span
+        finally:
+            self._finish(span)
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each kind since the last take, spans still running counted up to now; they add
+        up to the time that has passed, in each lane. A wait for a peer that is known is
+        `wait_for_<peer>`.
+
+        Those that run for long are written up to now too, so that little is lost with the process.
+        """
+        now = time.monotonic()
+        totals: dict[str, float] = defaultdict(float)
+        with self._lock:
+            for span in self._open.values():
+                if now - span.start >= _FLUSH_S:
+                    self._write_pieces(span, now)
+                    span.start, span.parts = now, []
+            for account in self._accounts.values():
+                for label, seconds in account.take(now).items():
+                    totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += (
+                        seconds
+                    )
+        return dict(totals)
+
+    def busy(self) -> float:
+        """Seconds that the longest piece of work has been going on; 0 while there is only
+        waiting."""
+        with self._lock:
+            begun = [span.begun for span in self._open.values() if span.what != "wait"]
+        return max((time.monotonic() - start for start in begun), default=0.0)
+
+    def loads(self) -> bool:
+        """Whether the process has begun neither to work nor to wait for work."""
+        with self._lock:
+            return not self._accounts
+
+    def close(self) -> None:
+        """Write that the process ends in good order, and close the file; a second call does
+        nothing."""
+        with self._lock:
+            self._write({"ended": time.monotonic()})
+            self._file.close()
+
+    def _account(self, lane: str, now: float) -> Account:
+        if lane not in self._accounts:
+            account = self._accounts[lane] = Account(self._began)
+            if self._starts:
+                span = OpenSpan("start", None, lane, ("", ""), self._began, self._began)
+                account.begin(span.label, self._began)
+                account.end(span.label, now)
+                self._write_pieces(span, now)
+        return self._accounts[lane]
+
+    def _finish(self, span: OpenSpan) -> None:
+        end = time.monotonic()
+        with self._lock:
+            del self._open[id(span)]
+            account = self._accounts[span.lane]
+            account.end(span.label, end)
+            if span.parts:
+                account.move(span.label, _lengths(span.pieces(end)))
+            self._write_pieces(span, end)
+            self._flush_if_due(end)
+
+    def _write_pieces(self, span: OpenSpan, end: float) -> None:
+        for label, start, until in span.pieces(end):
+            line = {
+                "role": self._role,
+                "what": span.what,
+                "step": span.step,
+                "start": start,
+                "end": until,
+            }
+            about = {"lane": span.lane, "peer": label.peer, "reason": label.reason}
+            self._write(line | {name: value for name, value in about.items() if value})
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def _begin_file(self) -> None:
+        """Each file and part of it has the line without which its spans have no time."""
+        self._file = Lines(self._path)
+        now, wall = time.monotonic(), time.time()
+        self._write(
+            {
+                "role": self._role,
+                "monotonic": now,
+                "wall": wall,
+                "boot": _boot(),
+                "began": self._began,
+            }
+        )
+        self._file.flush()
+
+    def _flush_if_due(self, now: float) -> None:
+        # Also when a span starts: a long wait must not hold back what was measured before it.
+        if now - self._flushed >= _FLUSH_S and not self._file.closed:
+            self._file.flush()
+            self._flushed = now
+            if self._file.settled and os.fstat(self._file.fileno()).st_size > PART_BYTES:
+                self._file.close()
+                cut_own(self._path, _KEPT_PARTS)
+                self._begin_file()
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def _lengths(pieces: Iterable[tuple[Label, float, float]]) -> dict[Label, float]:
+    lengths: dict[Label, float] = defaultdict(float)
+    for label, start, end in pieces:
+        lengths[label] += end - start
+    return lengths

@@ -1,0 +1,177 @@
+"""`python -m relax_hpc.base.metrics.trackers`: the process of one tracker, which the hub starts.
+
+It follows metrics.jsonl until its standard input is closed, then logs the remaining lines and
+finishes the tracker. If the tracker fails, it writes the reason to standard output as one JSON
+object and exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.base.error_origin import ErrorOrigin, describe, format_stack, locate
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.log_rotation import Keeper, own_log
+from relax_hpc.base.metrics.read import parse_lines
+from relax_hpc.base.metrics.trackers import Tracker, make_tracker
+from relax_hpc.base.metrics.writer import RESERVED
+from relax_hpc.base.rundir import RunDir, read_map, write_json
+from relax_hpc.config import load_resolved, to_dict
+from relax_hpc.net.rendezvous.process import (
+    STOP_SIGNALS,
+    die_with_parent,
+    show_stacks,
+    stay_private,
+)
+
+LOOK_S = 0.2
+"""Seconds between two looks at metrics.jsonl."""
+_BLOCK_BYTES = 256 << 10
+"""Bytes that are logged before the offset is stored. A line has a few thousand."""
+
+
+class Follower:
+    """Lines of metrics.jsonl that no earlier process of this tracker has logged."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._path = run.metrics
+        self._state = run.tracker_state(name)
+        self._offset = max(0, read_map(self._state, offset=int).get("offset", 0))
+
+    def read(self) -> list[dict[str, Any]]:
+        """The next lines that are complete; empty: there are none yet."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                block = file.read(_BLOCK_BYTES)
+        except FileNotFoundError:
+            return []
+        complete = block[: block.rfind(b"\n") + 1]
+        if not complete and len(block) == _BLOCK_BYTES:
+            complete = block  # No line of ours is so long: skip it.
+        self._offset += len(complete)
+        lines, _ = parse_lines(complete.splitlines())
+        # A block of torn lines alone must not end the reading of what comes after it.
+        return lines if lines or not complete else self.read()
+
+    def store(self) -> None:
+        """Remember what was logged, for the next process of this tracker."""
+        # If the disk is full, some lines are logged twice after a restart.
+        with contextlib.suppress(OSError):
+            self._state.parent.mkdir(exist_ok=True)
+            write_json(self._state, {"offset": self._offset})
+
+
+class Watchdog:
+    """Ends this process if one call of the tracker takes longer than ``limit_s``."""
+
+    def __init__(self, limit_s: float, report: int) -> None:
+        self._limit_s = limit_s
+        self._report = report
+        self._main = threading.get_ident()
+        self._deadline = math.inf
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Limit the time of the block."""
+        self._deadline = time.monotonic() + self._limit_s
+        yield
+        self._deadline = math.inf
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._limit_s / 4))
+            if time.monotonic() > self._deadline:
+                frame = sys._current_frames()[self._main]
+                detail = f"a call took longer than metrics.tracker_timeout_s, {self._limit_s:g} s"
+                _report(self._report, detail, format_stack(traceback.extract_stack(frame)))
+                os._exit(1)
+
+
+def follow(tracker: Tracker, follower: Follower, watchdog: Watchdog) -> None:
+    """Log lines until standard input is closed, and then what is left."""
+    is_last = False
+    while not is_last:
+        # The hub writes nothing to standard input: it can be read once it is closed.
+        is_last = bool(select.select([0], [], [], LOOK_S)[0])
+        while lines := follower.read():
+            for line in lines:
+                with watchdog.watching():
+                    _log(tracker, line)
+            follower.store()
+    with watchdog.watching():
+        tracker.finish()
+
+
+def _log(tracker: Tracker, line: dict[str, Any]) -> None:
+    if "event" in line:
+        tracker.rolled_back(line["step"])
+        return
+    values = {tag: value for tag, value in line.items() if tag not in RESERVED}
+    tracker.log(line["step"], values, line["time"])
+
+
+def _report(descriptor: int, detail: str, origin: ErrorOrigin) -> None:
+    """Write a failure for the hub, which reads it once this process has ended."""
+    failure = {"detail": detail, "location": origin.location, "traceback": origin.traceback}
+    os.write(descriptor, json.dumps(failure).encode())
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.base.metrics.trackers", description=__doc__
+    )
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--name", required=True, help="import path of the tracker")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a tracker; 1: it has failed."""
+    args = parse(argv)
+    die_with_parent()
+    stay_private()
+    # Slurm and terminals signal every process of a job. The hub decides when a tracker ends.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    show_stacks()
+    # What a tracker prints belongs in the log, standard error.
+    report = os.dup(1)
+    os.dup2(2, 1)
+    Keeper(own_log())
+    run = RunDir(args.run_dir)
+    config = load_resolved(run.root)
+    watchdog = Watchdog(config.metrics.tracker_timeout_s, report)
+    try:
+        with watchdog.watching():
+            tracker = make_tracker(args.name, run.root, to_dict(config))
+        follow(tracker, Follower(run, args.name), watchdog)
+    except (Exception, SystemExit) as error:  # a user's class may raise anything, and end itself
+        traceback.print_exc()
+        cause = error.__cause__ if isinstance(error, RelaxError) and error.__cause__ else error
+        _report(report, describe(error), locate(cause))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Threads of a failed tracker do not keep the process.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

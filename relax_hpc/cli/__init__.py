@@ -1,5 +1,0 @@
-"""`relax-hpc`: the commands."""
-
-from relax_hpc.cli.program import main
-
-__all__ = ["main"]

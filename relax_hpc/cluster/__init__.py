@@ -1,0 +1,1 @@
+"""Slurm jobs and steps, and the supervision of the groups of a run."""

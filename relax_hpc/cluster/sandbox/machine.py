@@ -1,0 +1,98 @@
+"""Whether this machine can have a sandbox: programs, its own name, the folder, free ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.cluster.sandbox import config_files, options
+from relax_hpc.cluster.sandbox.options import Options
+
+PROGRAMS = {
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "srun": "slurm-wlm",
+    "scontrol": "slurm-wlm",
+}
+"""Programs that a sandbox needs -> Debian package that has them."""
+_PATH = os.pathsep.join(("/usr/sbin", "/sbin", "/usr/local/sbin"))
+
+
+def find(program: str) -> str | None:
+    """Path of a program; Slurm's daemons are often not on a user's PATH. None: not on this
+    machine."""
+    return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), _PATH)))
+
+
+def missing() -> list[str]:
+    """Programs of PROGRAMS that this machine does not have."""
+    return [program for program in PROGRAMS if find(program) is None]
+
+
+def check(folder: Path) -> None:
+    """ConfigError unless this machine can have a sandbox in `folder`."""
+    if lacking := missing():
+        packages = " ".join(sorted({PROGRAMS[program] for program in lacking}))
+        raise ConfigError(
+            f"sandbox: found no {', '.join(lacking)} on this machine, install them: "
+            f"apt-get install --no-install-recommends {packages}"
+        )
+    options.check_folder(folder)
+    name = config_files.host()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        raise ConfigError(
+            f"sandbox: this machine's own name {name} does not resolve, add `127.0.0.1 {name}` to "
+            "/etc/hosts"
+        ) from None
+
+
+def check_owner(folder: Path) -> None:
+    """ConfigError if `folder` is there and not ours."""
+    if folder.exists() and folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"sandbox: folder: {folder} is another user's, choose one of your own")
+
+
+def check_binding(wanted: Options) -> None:
+    """ConfigError if nodes claim CPUs to which nothing can be bound here."""
+    here = len(os.sched_getaffinity(0))
+    if wanted.bind and wanted.nodes and wanted.cpus > here:
+        raise ConfigError(
+            f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {here} of this "
+            "machine"
+        )
+
+
+def with_port(folder: Path, wanted: Options, saved: Options | None) -> Options:
+    """`wanted` with its ports settled: those it names, those of last time, or a free block."""
+    if wanted.port:
+        if (port := _taken(wanted)) is not None:
+            raise ConfigError(
+                f"sandbox: port: {port} of 127.0.0.1 is in use, leave port out to get free ones"
+            )
+        return wanted
+    blocks = ([saved.port] if saved and saved.port else []) + options.port_blocks(folder)
+    for block in blocks:
+        if _taken(chosen := replace(wanted, port=block)) is None:
+            return chosen
+    raise ConfigError(
+        "sandbox: port: found no free block of ports from 20000 to 32160, name a --port"
+    )
+
+
+def _taken(chosen: Options) -> int | None:
+    """First port of `chosen` that somebody has."""
+    for port in range(chosen.port, chosen.port + chosen.nodes + 1):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return port
+    return None

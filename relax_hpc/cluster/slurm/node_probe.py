@@ -1,0 +1,265 @@
+"""Probe of a node, which takes a second before a group is started on it; and which nodes keep
+failing.
+
+`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I]
+[--mpi]` prints one JSON line, and with --mpi a second one once MPI has told all nodes of each
+other: where MPI is broken it ends the process, or waits for ever. It is run under a deadline: on a
+filesystem that hangs it hangs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.base.foreign_files import parse_json, read_in_run
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.mpi import try_mpi
+from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.net.rendezvous.network import interface_address
+
+MAX_CLOCK_S = 2.0
+MAX_GPU_USED_SHARE = 0.1
+"""Share of a GPU's memory in use before anything of ours runs there; beyond it is somebody's
+left-over process."""
+MIN_SHM_MIB = 32
+SMI_TIMEOUT_S = 10.0
+FORGET_S = 24 * 3600.0
+"""Seconds after which a failure no longer counts: nodes get mended."""
+FABRIC = Path("/sys/class/infiniband")
+SHM = Path("/dev/shm")
+
+
+@dataclass(slots=True)
+class Report:
+    """A node about itself; `problems` are lines that name what was found and what is allowed."""
+
+    node: str
+    problems: list[str] = field(default_factory=list)
+    gpus: int = 0
+    memory_gib: float = 0.0
+    """Free host memory."""
+    shm_mib: int = 0
+    clock_s: float = 0.0
+    """Seconds that the run directory's filesystem is ahead of this host."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def line(self) -> str:
+        """Report as JSON."""
+        return json.dumps(asdict(self) | {"ok": self.ok})
+
+
+def node_name() -> str:
+    """Name of this node in Slurm; several emulated ones share a host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def check_node(
+    run: RunDir, gpus: int = 0, min_memory_gib: float = 0.0, interface: str = ""
+) -> Report:
+    """Look at this node; ``gpus``: how many must be there, with their memory free (0: none are
+    looked for)."""
+    report = Report(node_name())
+    report.memory_gib = round(psutil.virtual_memory().available / 2**30, 2)
+    if report.memory_gib < min_memory_gib:
+        report.problems.append(
+            f"memory: found {report.memory_gib} GiB free, needed: {min_memory_gib:g}"
+        )
+    report.shm_mib = shutil.disk_usage(SHM).free >> 20 if SHM.is_dir() else 0
+    if report.shm_mib < MIN_SHM_MIB:
+        report.problems.append(
+            f"{SHM}: found {report.shm_mib} MiB free, needed: {MIN_SHM_MIB}; left-over segments?"
+        )
+    if gpus:
+        _check_gpus(report, gpus)
+    report.problems += fabric_problems(FABRIC)
+    if interface:
+        try:
+            interface_address(interface)
+        except ConfigError as problem:
+            report.problems.append(str(problem))
+    _check_run_dir(report, run)
+    return report
+
+
+def fabric_problems(folder: Path) -> list[str]:
+    """InfiniBand ports that have a link and are not active, or that none is; nothing where there is
+    no fabric."""
+    ports = [path for path in sorted(folder.glob("*/ports/*")) if (path / "state").exists()]
+    states = {port: (port / "state").read_text().strip() for port in ports}
+    if ports and not any(state.endswith("ACTIVE") for state in states.values()):
+        return [f"fabric: found no active port among {len(ports)}, needed: one (ibstat)"]
+    return [
+        f"fabric: found {port.parents[1].name} port {port.name} {state}, with a link; needed: "
+        "ACTIVE (ibstat)"
+        for port, state in states.items()
+        if not state.endswith("ACTIVE") and _linked(port)
+    ]
+
+
+def _linked(port: Path) -> bool:
+    path = port / "phys_state"
+    return path.exists() and "LinkUp" in path.read_text()
+
+
+def _check_gpus(report: Report, wanted: int) -> None:
+    command = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,memory.total,memory.used",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = ask(command, SMI_TIMEOUT_S)
+        done.check_returncode()
+        rows = [
+            [field.strip() for field in line.split(",")]
+            for line in done.stdout.splitlines()
+            if line.strip()
+        ]
+        ours = _visible(rows)
+        report.gpus = len(ours)
+        used = {row[0]: int(row[3]) / int(row[2]) for row in ours}
+    except FileNotFoundError:
+        report.problems.append(
+            f"GPUs: found no nvidia-smi, needed: {wanted} GPUs; is the driver installed?"
+        )
+        return
+    except (subprocess.SubprocessError, ValueError, IndexError, ZeroDivisionError) as problem:
+        report.problems.append(
+            f"GPUs: nvidia-smi failed ({type(problem).__name__}), needed: {wanted} working GPUs"
+        )
+        return
+    if len(ours) < wanted:
+        report.problems.append(
+            f"GPUs: found {len(ours)}, needed: {wanted}; one has fallen off the bus? (dmesg)"
+        )
+    for index, share in used.items():
+        if share > MAX_GPU_USED_SHARE:
+            report.problems.append(
+                f"GPU {index}: found {share:.0%} of its memory in use, allowed: "
+                f"{MAX_GPU_USED_SHARE:.0%}; "
+                "a process was left over (nvidia-smi)"
+            )
+
+
+def _visible(rows: list[list[str]]) -> list[list[str]]:
+    """GPUs of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs'
+    GPUs too."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not names:
+        return rows
+    return [
+        row for row in rows if row[0] in names or any(row[1].startswith(name) for name in names)
+    ]
+
+
+def _check_run_dir(report: Report, run: RunDir) -> None:
+    """Write, sync, rename and remove a file; its time says how far the filesystem's clock is
+    off."""
+    path = run.root / f".preflight-{report.node}-{secrets.token_hex(4)}"
+    done = path.with_name(f"{path.name}.done")
+    try:
+        with path.open("wb") as file:
+            before = time.time()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            after = time.time()
+        path.replace(done)
+        changed = done.stat().st_mtime
+    except OSError as problem:
+        report.problems.append(
+            f"run_dir: cannot write in {run.root}: {problem.strerror}; is it mounted here?"
+        )
+        return
+    finally:
+        for left in (path, done):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    # A slow sync is no skew: only what lies outside of the write counts.
+    report.clock_s = round(min(changed - before, 0.0) + max(changed - after, 0.0), 3)
+    if abs(report.clock_s) > MAX_CLOCK_S:
+        report.problems.append(
+            f"clock: the run directory's is {report.clock_s:+.1f} s off, allowed: {MAX_CLOCK_S:g} s"
+        )
+
+
+_KINDS = (("time", (int, float)), ("node", str), ("kind", str))
+
+
+class BadNodes:
+    """Failed pre-flights and deaths, one line each in <run>/submit/nodes.jsonl."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.path = run.submit / "nodes.jsonl"
+
+    def add(self, node: str, kind: str, problems: list[str]) -> None:
+        """Note that ``node`` failed; ``kind``: `preflight` or `death`."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"time": time.time(), "node": node, "kind": kind, "problems": problems})
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+
+    def records(self) -> list[dict]:
+        """Oldest first; a line that a killed process left half written is left out."""
+        found = []
+        for text in read_in_run(self.path).splitlines() if self.path.exists() else []:
+            try:
+                record = parse_json(text)
+                if isinstance(record, dict) and all(
+                    isinstance(record.get(name), kind) for name, kind in _KINDS
+                ):
+                    found.append(record)
+            except ValueError:
+                continue
+        return found
+
+
+def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[str]:
+    """Nodes that failed at least ``threshold`` times within the last day: for sbatch's --exclude,
+    and to be shown."""
+    oldest = (time.time() if now is None else now) - FORGET_S
+    counts = Counter(
+        record["node"] for record in BadNodes(run).records() if record["time"] >= oldest
+    )
+    return sorted(node for node, count in counts.items() if count >= threshold)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 75 if the node has problems."""
+    parser = argparse.ArgumentParser(
+        prog="preflight", description="Check this node before a group starts on it."
+    )
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--min_memory_gib", type=float, default=0.0)
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes")
+    given = parser.parse_args(argv)
+    report = check_node(RunDir(given.run_dir), given.gpus, given.min_memory_gib, given.interface)
+    print(report.line(), flush=True)
+    if given.mpi:
+        print(json.dumps({"node": report.node, "mpi": try_mpi()}), flush=True)
+    return EXIT_DONE if report.ok else EXIT_RETRY
+
+
+if __name__ == "__main__":
+    sys.exit(main())

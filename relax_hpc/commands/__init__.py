@@ -1,0 +1,1 @@
+"""The command line `relax-hpc` and the programs that start and end runs."""

@@ -1,0 +1,353 @@
+"""`python -m relax_hpc.commands.head`: what a batch script runs, and the hub's second node as
+well.
+
+Without --group it supervises a whole heterogeneous job, with --group one group inside a job of its
+own. Every head begins as a candidate: whoever finds the lease free leads, the others wait until the
+leader is gone or done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hmac
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from relax_hpc.base.disk_waits import await_room, keep_printing
+from relax_hpc.base.errors import (
+    EXIT_DONE,
+    EXIT_RETRY,
+    ConfigError,
+    DeadlineError,
+    FencedError,
+    NoProgressError,
+    RelaxError,
+)
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.slurm.allocation import Allocation, node_name
+from relax_hpc.cluster.slurm.commands import Slurm, SlurmError
+from relax_hpc.cluster.slurm.job_endings import heed_user
+from relax_hpc.cluster.slurm.jobs import GroupJob, HetJob
+from relax_hpc.cluster.slurm.layout import HUB
+from relax_hpc.cluster.slurm.submissions import Ledger
+from relax_hpc.cluster.slurm.successors import take_hub
+from relax_hpc.cluster.supervise.attempts import latest_attempt, new_attempt, start_order
+from relax_hpc.cluster.supervise.console import Terminal
+from relax_hpc.cluster.supervise.disk_watch import NoRoom
+from relax_hpc.cluster.supervise.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.cluster.supervise.processes import LocalLauncher
+from relax_hpc.cluster.supervise.requests import ask_to_stop, asked_to_stop
+from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
+from relax_hpc.commands.local import prepare
+from relax_hpc.commands.on_end import FAILED, report_end
+from relax_hpc.commands.run_setup import establish
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.net.rendezvous.network import peer_user
+from relax_hpc.net.rendezvous.process import EXIT_BUG, stay_private, watched
+from relax_hpc.net.rendezvous.roster import latest_card, latest_incarnation
+from relax_hpc.queue.plan import SUPERVISOR
+from relax_hpc.queue.presence import longest_wait_s
+from relax_hpc.training.weights.node_cache import clear_staging, staging_root
+
+_LOOK_S = 0.2
+_ASK_SLURM_S = 10.0
+_SIGHTS = 1024
+"""Times that a sign can be looked at; who finds no room is a candidate too many, which waits like
+the others."""
+_DEATHS, _DEATHS_S = 5, 600.0
+"""Deaths of a head, and the seconds within which so many mean that something is wrong with the
+node."""
+
+
+class Head:
+    """One candidate for the supervision of ``groups`` in an allocation."""
+
+    def __init__(self, run: RunDir, config: Config, group: str) -> None:
+        self.run, self.config, self.group = run, config, group
+        self.slurm = Slurm()
+        self.allocation = Allocation.here(config, group)
+        self.names = [group] if group else start_order(config)
+        self.name = f"{SUPERVISOR}-{group}" if group else SUPERVISOR
+        self.node = node_name()
+        self._ask_at = 0.0
+        self._foreign = ""
+
+    def serve(self) -> int:
+        """Wait for the lease, lead, and wait again when somebody else has taken over; the exit
+        code."""
+        while True:
+            lease = Lease(
+                self.run,
+                self.name,
+                self.config.liveness,
+                self.node,
+                self.allocation.name,
+                self._gone,
+            )
+            deadline = time.monotonic() + self.config.liveness.start_timeout_s
+            while not lease.free():
+                if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:
+                    return code
+                if self._foreign and time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run_dir: {self.run.root} is being run by job {self._foreign} already; "
+                        "end this job, "
+                        f"or that one: relax-hpc stop {self.run.root}"
+                    )
+                time.sleep(_LOOK_S)
+            if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:
+                return code
+            try:
+                return self.lead(lease)
+            except (FencedError, NoRoom) as error:
+                lease.lose()
+                print(f"head: {error}; waiting as a candidate", flush=True)
+                await_room(self.run.root)
+
+    def _gone(self, allocation: str) -> bool:
+        """Whether one life of a job (its id and number of restarts) is over, as far as Slurm
+        knows."""
+        job = allocation.rpartition("-")[0]
+        if job == self.allocation.job:
+            return True
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + _ASK_SLURM_S
+            with contextlib.suppress(SlurmError):
+                found = self.slurm.jobs(job).get(job)
+                self._foreign = job if found and found.state == "RUNNING" else ""
+                return not self._foreign
+        return False
+
+    def lead(self, lease: Lease) -> int:
+        """Supervise to the end; the exit code, which the other candidates are told."""
+        if self.over():
+            return EXIT_DONE
+        code, ledger = EXIT_RETRY, Ledger(self.run)
+        kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
+        job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
+        # Whose user has cancelled it may have been killed before it could say so.
+        if (former := ledger.predecessor(self.allocation.job)) and heed_user(
+            self.run, self.slurm, former
+        ):
+            print(f"head: job {former} was cancelled, so the run stops", flush=True)
+            self._report_end()
+            job.end(EXIT_DONE)
+            return EXIT_DONE
+        may_lead = self.group != HUB or take_hub(ledger, self.allocation.job, job.attempt)
+        if not may_lead or ledger.superseded(self.allocation.job, self.group):
+            return EXIT_DONE
+        failure = None
+        try:
+            code = self._supervise(lease, job)
+        except (FencedError, NoRoom):
+            raise
+        except RelaxError as error:
+            code = error.exit_code
+            failure = None if code == EXIT_RETRY else (FAILED, str(error))
+            print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
+        # What is not written here, such as a bug of ours, ends this process, and another candidate
+        # goes on.
+        leave_outcome(self.run, self.name, self.allocation.name, code)
+        lease.give_up()
+        self._report_end(failure)
+        job.end(code)
+        return code
+
+    def _report_end(self, failure: tuple[str, str] | None = None) -> None:
+        if HUB in self.names:
+            report_end(self.run, self.config, failure)
+
+    def over(self) -> bool:
+        """Whether the run needs nobody any more."""
+        return self.run.finished.exists() or bool(asked_to_stop(self.run))
+
+    def _supervise(self, lease: Lease, job: GroupJob | HetJob) -> int:
+        with contextlib.ExitStack() as stack:
+            terminal = stack.enter_context(
+                contextlib.closing(Terminal(self.run, self.config, "hub" in self.names))
+            )
+            steps = job.launcher()
+            local = LocalLauncher(self.run, self.allocation.job, steps.ending)
+            supervisor = Supervisor(
+                self.run,
+                self.config,
+                self.name,
+                self.names,
+                lambda name: local if name == "hub" or self.config.layout == "local" else steps,
+                latest_attempt(self.run) or new_attempt(self.run),
+                terminal,
+                lease.former,
+            )
+            lease.hold(supervisor.incarnation)
+            # After the supervisor has ended its groups: one that still lives would stage a version
+            # anew.
+            stack.callback(self._clear_staging, supervisor)
+            stack.enter_context(supervisor)
+            if "hub" in self.names:
+                if not self._prepared(terminal):
+                    return EXIT_RETRY
+            elif not self._has_hub(lease, supervisor, job):
+                return asked_to_stop(self.run).get("code", EXIT_RETRY)
+            job.begin(supervisor)
+
+            def each_tick() -> None:
+                lease.tick()
+                job.tick(supervisor)
+
+            def each_wait() -> None:
+                lease.tick()
+                job.waiting()
+
+            supervisor.each_tick, supervisor.each_wait = each_tick, each_wait
+            supervisor.on_interrupt = job.interrupted
+            if "hub" in self.names:
+                supervisor.on_silence = job.silence.suspect
+            if isinstance(job, HetJob):
+                supervisor.take_along = job.moved_groups.take_along
+            outcome = supervisor.supervise()
+            if outcome is Outcome.FINISHED and "hub" in self.names:
+                terminal.summary()
+        if outcome is Outcome.STOPPED:
+            return asked_to_stop(self.run)["code"]
+        return EXIT_RETRY if outcome is Outcome.INTERRUPTED else EXIT_DONE
+
+    def _clear_staging(self, supervisor: Supervisor) -> None:
+        # Without the hub, or once fenced, what lies on this node may be that of groups which go on.
+        if "hub" in self.names and not supervisor.fenced:
+            shutil.rmtree(staging_root(self.run), ignore_errors=True)
+        else:
+            clear_staging(self.run)
+
+    def _prepared(self, terminal: Terminal) -> bool:
+        """Make what the run starts from; False if a signal came. NoProgressError if that failed in
+        each life so far."""
+        try:
+            return prepare(self.run, self.config, terminal)
+        except ConfigError:
+            raise
+        except RelaxError as error:
+            limit = self.config.liveness.max_restarts
+            if self.allocation.restarts < limit or latest_incarnation(self.run, "hub"):
+                raise
+            ask_to_stop(self.run, NoProgressError.exit_code, str(error))
+            raise NoProgressError(f"{error}; allowed liveness.max_restarts={limit}") from error
+
+    def _has_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
+        """Jobs start in any order; without the hub there is nothing to do, and no node's time to
+        burn on restarts.
+
+        False if this job is to end before. DeadlineError if that takes too long.
+        """
+        limit, began = longest_wait_s(self.config), time.monotonic()
+        if latest_card(self.run, "hub") is None:
+            supervisor.terminal.say("waits for the hub, which has not begun yet")
+        while latest_card(self.run, "hub") is None:
+            if supervisor.interrupted or asked_to_stop(self.run):
+                return False
+            supervisor.check_fenced()
+            if time.monotonic() - began > limit:
+                raise DeadlineError(
+                    f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in "
+                    "squeue, and its logs"
+                )
+            lease.tick()
+            job.watch(supervisor)
+            time.sleep(_LOOK_S)
+        return True
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m relax_hpc.commands.head", description=__doc__)
+    parser.add_argument("--run_dir", type=Path, help="of a run that relax-hpc submit has made")
+    parser.add_argument("--group", default="", help="supervise this group alone")
+    parser.add_argument(
+        "--standby", action="store_true", help="end at once where a head of the run is already"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], help="make the run directory from these files"
+    )
+    return parser.parse_args(argv)
+
+
+def head(args: argparse.Namespace) -> int:
+    """Run one life of a head; its exit code."""
+    keep_printing()
+    try:
+        run, config = _run_of(args)
+        candidate = Head(run, config, args.group)
+        sign = _sign(run, args.group, candidate.allocation.name)
+        if args.standby and sign is None:
+            return EXIT_DONE
+        return candidate.serve()
+    except RelaxError as error:
+        print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _sign(run: RunDir, group: str, allocation: str) -> socket.socket | None:
+    """Tells the heads of this life of a job that come to this node that one is here, as long as
+    this process lives; None if one is.
+
+    All users of the node see its name while it is there, and may take it when it is gone: theirs is
+    no sign.
+    """
+    words = "\0".join([str(run.root), group, allocation, node_name()]).encode()
+    name = f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}"
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(name)
+        sign.listen(_SIGHTS)
+    except OSError:
+        if _is_ours(name):
+            sign.close()
+            return None
+    return sign
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a process of this user listens there."""
+    with socket.socket(socket.AF_UNIX) as look:
+        look.setblocking(False)
+        try:
+            look.connect(name)
+            return peer_user(look) == os.getuid()
+        except OSError:
+            return False
+
+
+def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:
+    if not args.config:
+        return RunDir(args.run_dir), load_resolved(args.run_dir, args.group)
+    from relax_hpc.config import load
+
+    overrides = {"run_dir": str(args.run_dir)} if args.run_dir else {}
+    return establish(load(args.config, overrides), resume=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """A head that is killed, or fails on what nobody has thought of, is started again at once, as a
+    candidate."""
+    stay_private()
+    args = parse(argv)
+    deaths: deque[float] = deque(maxlen=_DEATHS)
+
+    def ended(code: int) -> int | None:
+        if code >= 0 and code != EXIT_BUG:
+            return code
+        deaths.append(time.monotonic())
+        how = f"ended by signal {-code}" if code < 0 else "failed"
+        print(f"head: {how}", file=sys.stderr, flush=True)
+        looping = len(deaths) == _DEATHS and deaths[-1] - deaths[0] < _DEATHS_S
+        return EXIT_RETRY if looping else None
+
+    return watched(lambda: head(args), ended)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

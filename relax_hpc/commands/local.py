@@ -1,0 +1,99 @@
+"""The local layout: all groups of a run as process trees on this machine, watched by one small
+supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+
+from relax_hpc.base.disk_waits import keep_printing
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise import processes
+from relax_hpc.cluster.supervise.attempts import new_attempt, start_order
+from relax_hpc.cluster.supervise.console import Terminal
+from relax_hpc.cluster.supervise.processes import LocalLauncher
+from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
+from relax_hpc.commands.guard import start_guard
+from relax_hpc.commands.on_end import reporting_end
+from relax_hpc.commands.run_setup import establish
+from relax_hpc.config import Config
+from relax_hpc.net.rendezvous.process import stop_signals
+from relax_hpc.queue.plan import SUPERVISOR
+from relax_hpc.roles.prepare import NOTE
+from relax_hpc.training.weights.node_cache import staging_root
+
+
+def run(config: Config, resume: bool) -> int:
+    """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc
+    run``."""
+    keep_printing()
+    directory, config = establish(config, resume)
+    if directory.finished.exists():
+        print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")
+        return EXIT_DONE
+    with contextlib.ExitStack() as stack:
+        terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
+        stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
+        stack.push(terminal.log_error)
+        start_guard(directory)
+        stack.enter_context(reporting_end(directory, config))
+        if not prepare(directory, config, terminal):
+            return EXIT_INTERRUPTED
+        launcher, names = LocalLauncher(directory), start_order(config)
+        attempt = new_attempt(directory)
+        supervisor = Supervisor(
+            directory, config, SUPERVISOR, names, lambda _: launcher, attempt, terminal
+        )
+        outcome = stack.enter_context(supervisor).supervise()
+        if outcome is Outcome.FINISHED:
+            terminal.summary()
+            return EXIT_DONE
+        terminal.say(f"go on with: relax-hpc run --run_dir {directory.root} --resume")
+        return asked_to_stop(directory).get("code") or EXIT_INTERRUPTED
+
+
+def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
+    """Make the model, data and warm start in a process of its own, so that the supervisor stays
+    small.
+
+    False if a signal came in its middle. ConfigError if what the user named is of no use.
+    """
+    words = [sys.executable, "-m", "relax_hpc.roles.prepare", "--run_dir", str(directory.root)]
+    log = directory.root / "logs" / "prepare.log"
+    log.parent.mkdir(exist_ok=True)
+    terminal.say(
+        f"preparing {'model, data and warm start' if config.warm_start.steps else 'model and data'}"
+    )
+    interrupted: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        interrupted.append(number)
+        processes.kill(processes.family(child.pid))
+
+    start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as file:
+        child = subprocess.Popen(words, stdout=file, stderr=file, env=processes.environment(config))
+    former = {number: signal.signal(number, interrupt) for number in stop_signals()}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    if interrupted:
+        return False
+    if code:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        if code != EXIT_CONFIG:
+            raise RelaxError(f"prepare: {lines[-1]} (log: {log})")
+        # Nothing has begun: with the mistake mended, the same command line is right.
+        directory.config.unlink()
+        raise ConfigError(lines[-1])
+    for line in log.read_bytes()[start:].decode(errors="replace").splitlines():
+        if line.startswith(NOTE):
+            terminal.say(line)
+    return True

@@ -1,0 +1,68 @@
+"""Command of the site's that tells people that a run has ended (`site.on_end`)."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise.requests import asked_to_stop
+from relax_hpc.config import Config
+
+_LONGEST_S = 30.0
+"""Seconds for the command; the job holds its nodes meanwhile."""
+FAILED = "failed"
+INTERRUPTED = ("stopped", "interrupted by a signal")
+"""State and reason of a local run that no command has stopped."""
+
+
+def report_end(run: RunDir, config: Config, otherwise: tuple[str, str] | None = None) -> None:
+    """Call `site.on_end` if the run has ended for good; by the supervisor of its hub.
+
+    Its last arguments are the state (finished, stopped, failed), the run directory and the reason.
+    A command that fails, or takes too long, changes nothing. ``otherwise``: state and reason if the
+    run directory names none; None: another job continues the run.
+    """
+    end = _end_of(run) or otherwise
+    if not config.site.on_end or end is None:
+        return
+    command = [*config.site.on_end, end[0], str(run.root), end[1]]
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_LONGEST_S, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"site.on_end: {command[0]}: {_describe(error)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reporting_end(run: RunDir, config: Config) -> Iterator[None]:
+    """Report the end of a local run after the block; an exception that leaves it is a failure."""
+    end = INTERRUPTED
+    try:
+        yield
+    except Exception as error:
+        end = FAILED, str(error)
+        raise
+    finally:
+        report_end(run, config, end)
+
+
+def _describe(error: Exception) -> str:
+    """Cause without the arguments of the command, which may hold a password or a token."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"ended after {_LONGEST_S:g} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"exit code {error.returncode}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+def _end_of(run: RunDir) -> tuple[str, str] | None:
+    """State and reason as the run directory has them."""
+    if run.finished.exists():
+        return "finished", "all steps are trained"
+    if request := asked_to_stop(run):
+        return FAILED if request.get("code") else "stopped", str(request.get("reason", ""))
+    return None

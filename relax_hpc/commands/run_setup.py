@@ -1,0 +1,117 @@
+"""The run directory of a run that begins or goes on: made, or found as it should be."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+from relax_hpc.algorithms import record_of
+from relax_hpc.base.errors import EXIT_DONE, ConfigError, Mistakes
+from relax_hpc.base.rundir import RunDir, read_map, write_json
+from relax_hpc.config import Config, dump, load_resolved, resolve
+from relax_hpc.config.changes import retire_changes
+from relax_hpc.config.differences import differences
+from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.schema.environment import AGENT
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.ops.observe.status import status
+from relax_hpc.tasks.files import check_unchanged
+
+_ANSWER_S = 1.0
+FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "warm_start")
+"""Settings that a run keeps for life: its tickets and its first weights are made of them."""
+
+
+def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
+    """Make the run directory of ``config``, or go back to it; ConfigError if it is not as it should
+    be."""
+    config = resolve(config)
+    directory = RunDir(Path(config.run_dir))
+    if findings := check(config):
+        raise ConfigError(findings[0])
+    keep_date(directory, config)
+    if directory.config.exists():
+        if not resume:
+            raise ConfigError(
+                f"run_dir: {directory.root} holds a run already; add --resume or name another "
+                "--run_dir"
+            )
+        check_resumable(directory, config)
+        if directory.finished.exists():
+            return directory, config
+    elif not directory.token_file.exists() and directory.holds_other_files():
+        raise ConfigError(
+            f"run_dir: {directory.root} holds other files; name a new or empty folder"
+        )
+    directory.create()
+    directory.stop.unlink(missing_ok=True)
+    dump(config, directory.config)
+    if ":" in config.algorithm.name:
+        write_json(directory.algorithm, record_of(config.algorithm))
+    retire_changes(directory)
+    return directory, config
+
+
+def keep_date(directory: RunDir, config: Config) -> None:
+    """Give ``config`` the date that its chat templates read: that of the run in ``directory``, or
+    today's if the run begins now."""
+    data = config.data
+    if data.template_date or not (data.chat_template or config.environment.kind == AGENT):
+        return
+    resumed = directory.config.exists()
+    data.template_date = (
+        load_resolved(directory.root).data.template_date if resumed else str(date.today())
+    )
+
+
+def check_resumable(directory: RunDir, config: Config) -> None:
+    """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a
+    finished run with more steps is reopened."""
+    before = load_resolved(directory.root)
+    changed = Mistakes()
+    for name in FIXED:
+        for key, value, kept in differences(getattr(config, name), getattr(before, name), name):
+            text = f"{key}: found {value}, a run keeps {kept}; start a new run_dir"
+            changed.add(f"{directory.config}: {text}")
+    changed.refuse()
+    # Sets are numbered through in their order, by which tickets get their rows.
+    if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
+        text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"
+        raise ConfigError(
+            f"{directory.config}: data.train_sets: {text}; list the sets in that order"
+        )
+    if (found := [*trainers_of(config.groups)]) != (kept := [*trainers_of(before.groups)]):
+        text = f"found {', '.join(found)} for the roles that train, a run keeps {', '.join(kept)}"
+        raise ConfigError(
+            f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir"
+        )
+    saved = max((step for step, _ in directory.saved()), default=0)
+    if config.steps < saved:
+        raise ConfigError(
+            f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least "
+            f"{saved}"
+        )
+    check_unchanged(directory, config)
+    if not directory.finished.exists():
+        if status(directory, _ANSWER_S)["hub"]:
+            raise ConfigError(
+                f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN"
+            )
+    elif config.steps > before.steps:
+        reopen(directory)
+
+
+def reopen(directory: RunDir) -> None:
+    """A finished run is to go on: no role has come to its good end any more."""
+    for mark in directory.root.glob("logs/*/inc-*/exit-*.json"):
+        # What a power loss has emptied says nothing.
+        if read_map(mark).get("status") == "done":
+            write_json(
+                mark,
+                {
+                    "status": "stopped",
+                    "code": EXIT_DONE,
+                    "reason": "the run goes on with more steps",
+                },
+            )
+    directory.finished.unlink()

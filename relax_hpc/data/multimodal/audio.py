@@ -1,0 +1,74 @@
+"""Sounds of files, of videos too: one channel, float32, at the rate that the model hears."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.medium import Header, Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.sound_reader import read_sound, sound_length
+from relax_hpc.data.multimodal.source import Source, opened, path_of
+
+
+def header(source: Source, rules: Rules, limits: Limits | None = None) -> Header:
+    """Header of a sound. It is decoded, unless its file says how many samples it has.
+
+    BadMedium: it is none, is damaged, over a limit, or of no format that is read.
+    """
+    limits = limits or Limits()
+    with opened(source, Kind.AUDIO, limits) as file, path_of(file) as path:
+        samples, rate = sound_length(path, limits)
+    return rules.audio_header(_checked_length(resampled_length(samples, rate, rules.rate), rules))
+
+
+def load(source: Source, rules: Rules, limits: Limits | None = None) -> Medium:
+    """A sound as it is stored. BadMedium: as `header`, or it has NaN or infinity among its
+    samples."""
+    limits = limits or Limits()
+    with opened(source, Kind.AUDIO, limits) as file, path_of(file) as path:
+        sound = read_sound(path, limits)
+    samples = sound.samples
+    _checked_length(resampled_length(len(samples), sound.rate, rules.rate), rules)
+    not_finite = np.count_nonzero(~np.isfinite(samples))
+    if not_finite:
+        raise BadMedium(Reason.NOT_FINITE, f"{not_finite} of {len(samples)} samples")
+    samples = resampled(samples, sound.rate, rules.rate)
+    return Medium(Kind.AUDIO, samples, rules.audio_header(len(samples)).grid)
+
+
+def resampled_length(samples: int, rate: int, model_rate: int) -> int:
+    """Samples that a sound has at another rate, rounded as by librosa."""
+    return math.ceil(samples * (model_rate / rate))
+
+
+def resampled(samples: np.ndarray, rate: int, model_rate: int) -> np.ndarray:
+    """Samples at ``model_rate``, float32, equal to those of `librosa.resample` with its defaults.
+
+    It calls librosa's resampler, soxr, and fixes the length as librosa does: the samples are equal
+    bit for bit. librosa 0.11.0 itself compiles other functions of its module when
+    `librosa.resample` is first used, which takes 10 s and 340 MB. With numba's cache on the node it
+    takes 1.1 s and 210 MB in each worker, and soxr takes 5 ms. NUMBA_DISABLE_JIT is no way out: the
+    import of `librosa.core.audio` then fails, because numba 0.65.1 compiles its gufuncs all the
+    same.
+    """
+    if rate == model_rate:
+        return samples
+    import soxr
+
+    output = soxr.resample(samples, rate, model_rate, quality="HQ")
+    length = resampled_length(len(samples), rate, model_rate)
+    return np.pad(output[:length], (0, max(0, length - len(output))))
+
+
+def _checked_length(samples: int, rules: Rules) -> int:
+    """``samples``, if there are enough for a spectrum."""
+    if not samples:
+        raise BadMedium(Reason.EMPTY, "no samples")
+    if samples <= rules.window // 2:
+        detail = f"{samples} samples, at least {rules.window // 2 + 1} at {rules.rate} a second"
+        raise BadMedium(Reason.SHORT, detail)
+    return samples

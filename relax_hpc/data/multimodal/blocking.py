@@ -1,0 +1,59 @@
+"""A worker that decodes media for callers that are no coroutines: whoever reads rows, or
+demonstrations."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.medium import Header, Kind
+from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
+from relax_hpc.data.multimodal.pool import Loaded, MediaPool
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.multimodal.source import Source
+
+T = TypeVar("T")
+
+
+class BlockingMediaPool:
+    """Pool of one worker, which starts with the first medium and ends with this object; safe to use
+    from threads."""
+
+    def __init__(self, rules: Rules, limits: Limits) -> None:
+        self._pool, self._loop = MediaPool(rules, limits), asyncio.new_event_loop()
+        # The kernel ends a worker with the thread that has started it, so it is one that stays.
+        threading.Thread(target=_serve, args=(self._loop,), name="media", daemon=True).start()
+        weakref.finalize(self, _end, self._pool, self._loop).atexit = False
+
+    def header(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Header:
+        """Header of a medium. BadMedium: it cannot be used."""
+        return self._waited(self._pool.header(kind, source, options))
+
+    def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
+        """A medium. BadMedium: it cannot be used."""
+        return self._waited(self._pool.load(kind, source, options))
+
+    def close(self) -> None:
+        """End the worker; the next medium starts another."""
+        self._waited(self._pool.close())
+
+    def _waited(self, work: Coroutine[Any, Any, T]) -> T:
+        # The pool itself gives up a file whose time is over.
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _end(pool: MediaPool, loop: asyncio.AbstractEventLoop) -> None:
+    async def close() -> None:
+        await pool.close()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)

@@ -1,0 +1,175 @@
+"""Reader of sound: the mean of a file's channels at the file's rate, as FFmpeg decodes them.
+
+One reader for all files. decord 0.6.0 returns memory that was never written for more than one
+channel. decord2 3.4.0 ends a sound at the first damaged packet without an error, and decodes all of
+it before a limit can stop it. libsndfile 1.2.2 reads W64 files of floats wrongly, and no video;
+`librosa.load` of librosa 0.11.0 reads with it, has no limit either, and costs what
+`audio.resampled` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.limits import Limits
+from relax_hpc.data.multimodal.streams import (
+    audio_stream,
+    codec_of,
+    decode,
+    open_container,
+    packets_of,
+)
+
+if TYPE_CHECKING:
+    from av import AudioFrame, AudioStream
+    from av.container import InputContainer
+
+_LEAST_RATE = 1000
+_FULL_SCALES = {"u1": 1 << 7, "i2": 1 << 15, "i4": 1 << 31}
+"""Type of integer samples -> the value that is 1.0, as in libsndfile and librosa. 24 bits are the
+high ones of 32."""
+_EXACT_CONTAINERS = frozenset({"wav", "aiff", "au", "caf", "flac"})
+"""Containers whose header says how many samples of PCM or FLAC follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """Sound of one channel at the rate of its file."""
+
+    samples: np.ndarray
+    """float32 [samples]; full scale is 1, and louder samples of floating point are kept."""
+    rate: int
+    """Samples of a second."""
+
+
+def read_sound(path: str, limits: Limits) -> Sound:
+    """The sound of a file.
+
+    BadMedium: it has no sound, is damaged, over a limit, or in no format that is read.
+    """
+    with open_container(path) as container:
+        stream = audio_stream(container)
+        delay = _opus_delay(container, stream)
+        pieces, rate = list[np.ndarray](), 0
+        for layout, frames in groupby(_frames(container, stream, limits), _layout):
+            rate, channels, is_planar = layout
+            pieces.append(_mono([frame.to_ndarray() for frame in frames], channels, is_planar))
+        if not pieces:
+            raise BadMedium(Reason.EMPTY, "no samples")
+        samples = np.concatenate(pieces)[delay:]
+        declared = _declared_samples(stream)
+        if len(samples) < declared:
+            raise BadMedium(Reason.TRUNCATED, f"{len(samples)} samples of {declared}")
+        return Sound(samples[: declared or None], rate)
+
+
+def sound_length(path: str, limits: Limits) -> tuple[int, int]:
+    """Samples of a sound, and its rate; it is decoded unless its header is exact.
+
+    BadMedium: as `read_sound`.
+    """
+    with open_container(path) as container:
+        stream = audio_stream(container)
+        declared = _declared_samples(stream)
+        if declared:
+            _check_rate(stream.rate, limits)
+            _check_seconds(declared, stream.rate, limits)
+            return declared, stream.rate
+        count, rate = -_opus_delay(container, stream), stream.rate
+        for frame in _frames(container, stream, limits):
+            count += frame.samples
+            rate = frame.sample_rate
+        return max(0, count), rate
+
+
+def _frames(container: InputContainer, stream: AudioStream, limits: Limits) -> Iterator[AudioFrame]:
+    count, rate = 0, 0
+    for frame in decode(container, packets_of(container, stream)):
+        if not rate:
+            rate = frame.sample_rate
+            _check_rate(rate, limits)
+        if frame.sample_rate != rate:
+            detail = f"the rate changes from {rate} to {frame.sample_rate} samples a second"
+            raise BadMedium(Reason.UNSUPPORTED, detail)
+        count += frame.samples
+        _check_seconds(count, rate, limits)
+        yield frame
+
+
+def _layout(frame: AudioFrame) -> tuple[int, int, bool]:
+    """Rate, number of channels, and whether the channels are stored one after the other.
+
+    Broadcasts change the number of channels within a stream.
+    """
+    return frame.sample_rate, frame.layout.nb_channels, frame.format.is_planar
+
+
+def _mono(pieces: list[np.ndarray], channels: int, is_planar: bool) -> np.ndarray:
+    """Mean of the channels of successive ``pieces``, as `librosa.to_mono` takes it: float32
+    [samples].
+
+    A piece is [channels, samples], or [1, samples * channels] with the channels in turns.
+    """
+    values = np.concatenate(pieces, axis=1)
+    if not is_planar:
+        values = values.reshape(-1, channels).T
+    kind = values.dtype.str[1:]
+    # One channel after the other: `values.mean(axis=0)` takes 5 times as long if the channels come
+    # in turns.
+    mono = np.zeros(values.shape[1], np.float32)
+    for channel in values:
+        mono += _floating(channel, kind)
+    return mono / np.float32(channels) if channels > 1 else mono
+
+
+def _floating(values: np.ndarray, kind: str) -> np.ndarray:
+    """Samples of the type ``kind`` as float32, full scale 1."""
+    samples = values.astype(np.float32)
+    if kind == "u1":
+        # Samples of 8 bits have no sign in FFmpeg: silence is 128.
+        samples -= 128
+    if kind in _FULL_SCALES:
+        samples *= np.float32(1 / _FULL_SCALES[kind])
+    return samples
+
+
+def _declared_samples(stream: AudioStream) -> int:
+    """Samples by the file's header; 0 if the header does not say, or if its codec makes that an
+    estimate."""
+    codec = codec_of(stream)
+    is_exact = codec == "flac" or codec.startswith("pcm_")
+    if not is_exact or not stream.duration or stream.container.format.name not in _EXACT_CONTAINERS:
+        return 0
+    return round(stream.duration * stream.time_base * stream.rate)
+
+
+def _opus_delay(container: InputContainer, stream: AudioStream) -> int:
+    """Samples that FFmpeg 8.1 leaves at the begin of Opus in Matroska, and that a decoder has to
+    drop. Asked before the first packet is decoded, which changes `delay`.
+
+    It drops as many as Matroska's CodecDelay says. FFmpeg up to 5.1 writes that in units of the
+    source's rate, so that files of 8 to 24 kHz have too few. The header of Opus has the right
+    number (pre-skip, RFC 7845, section 4.2).
+    """
+    header = stream.codec_context.extradata or b""
+    if codec_of(stream) != "opus" or "matroska" not in container.format.name or len(header) < 12:
+        return 0
+    return max(0, int.from_bytes(header[10:12], "little") - stream.codec_context.delay)
+
+
+def _check_rate(rate: int, limits: Limits) -> None:
+    if not _LEAST_RATE <= rate <= limits.rate:
+        raise BadMedium(
+            Reason.RATE, f"{rate} samples a second, allowed {_LEAST_RATE} to {limits.rate}"
+        )
+
+
+def _check_seconds(samples: int, rate: int, limits: Limits) -> None:
+    if samples > limits.seconds * rate:
+        raise BadMedium(Reason.SECONDS, f"{samples / rate:.0f} s, allowed {limits.seconds:g}")

@@ -1,0 +1,1 @@
+"""Planes between processes, the rendezvous of ranks and groups, and worker processes."""

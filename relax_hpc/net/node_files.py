@@ -1,0 +1,110 @@
+"""Copies on a node's own disk of what every process of that node reads: made once, by whoever comes
+first."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.base.errors import DeadlineError
+from relax_hpc.base.local_dir import local_folder
+from relax_hpc.base.model_sizes import read_seconds
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.config.schema import Config
+
+_LOOK_S = 0.2
+
+
+def model_directory(run: RunDir, config: Config) -> Path:
+    """Directory of the run's first weights and tokenizer for this process: the run's, or a copy on
+    this node."""
+    if "model" not in config.site.stage:
+        return run.model
+    name = hashlib.sha256(f"{run.root}:{run.model.resolve()}".encode()).hexdigest()[:16]
+    patience_s = config.liveness.start_timeout_s + read_seconds(run.model)
+    return copy_once(run.model, local_folder() / f"model-{name}", patience_s)
+
+
+def go_on_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
+    """Replace this process by the same ``module`` run from a copy on this node, where the site
+    stages the environment.
+
+    The copy is of the folder of this interpreter's virtual or conda environment, by its path and
+    last change. The process keeps its id and all that it has inherited. Returns if that is not
+    asked for, or has been done.
+    """
+    source = Path(sys.prefix)
+    if "environment" not in config.site.stage or source.parent == local_folder():
+        return
+    packages = Path(sysconfig.get_path("purelib"))
+    name = hashlib.sha256(f"{source}:{packages.stat().st_mtime_ns}".encode()).hexdigest()[:16]
+    target = local_folder() / f"environment-{name}"
+    copy_once(source, target, config.liveness.start_timeout_s, symlinks=True)
+    python = str(target / Path(sys.executable).relative_to(source))
+    os.execv(python, [python, "-m", module, *arguments])
+
+
+def copy_once(source: Path, target: Path, patience_s: float, symlinks: bool = False) -> Path:
+    """``target``, a copy of folder ``source`` that appears whole; others wait while one process of
+    the node copies.
+
+    A copier that died is replaced by the next one. ``symlinks``: kept, else what they point at is
+    copied. DeadlineError after ``patience_s`` seconds.
+    """
+    deadline = time.monotonic() + patience_s
+    while not target.exists():
+        if _take(claim := target.with_name(f".{target.name}.claim")):
+            try:
+                _copy(source, target, symlinks)
+            finally:
+                claim.unlink(missing_ok=True)
+        elif time.monotonic() > deadline:
+            raise DeadlineError(
+                f"{target}: not copied within {patience_s:.0f} s; see whether its disk is full"
+            )
+        elif _abandoned(claim):
+            claim.unlink(missing_ok=True)
+        else:
+            time.sleep(_LOOK_S)
+    return target
+
+
+def _copy(source: Path, target: Path, symlinks: bool) -> None:
+    # Somebody may have finished it since we looked, or took our claim for a dead one's.
+    if target.exists():
+        return
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        shutil.copytree(source, temporary, symlinks=symlinks, dirs_exist_ok=True)
+        temporary.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _abandoned(claim: Path) -> bool:
+    """Whether the process that was to copy has ended."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return not psutil.pid_exists(int(claim.read_text()))
+    return False
+
+
+def _take(claim: Path) -> bool:
+    """Whether this process is the one to copy."""
+    try:
+        with os.fdopen(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(str(os.getpid()))
+        return True
+    except FileExistsError:
+        return False

@@ -1,0 +1,13 @@
+"""Planes: ways for the bytes of a shard from one process to another, all behind the interface
+`Plane`.
+
+`ShmPlane` within a node and `TcpPlane` between nodes are here. `rdma.RdmaPlane` needs an optional
+package and is not imported; `choice.make_planes` makes those that a configuration asks for.
+"""
+
+from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError
+from relax_hpc.net.transport.shm import ShmPlane
+from relax_hpc.net.transport.slab import Slab, SlabPool
+from relax_hpc.net.transport.tcp import TcpPlane
+
+__all__ = ["Descriptor", "Plane", "PlaneError", "ShmPlane", "Slab", "SlabPool", "TcpPlane"]

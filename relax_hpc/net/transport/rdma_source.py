@@ -1,0 +1,169 @@
+"""Offers of a process on the plane `rdma`: registered memory, a board of what is still there, and
+descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import threading
+from collections import deque
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgpack
+
+from relax_hpc.net.transport.links import CLOSE_S, Deadline
+from relax_hpc.net.transport.plane import Descriptor, PlaneError
+from relax_hpc.net.transport.rdma_agent import Agent, address_of
+from relax_hpc.net.transport.rdma_path import card
+from relax_hpc.net.transport.slab import Memfd, Slab, SlabPool
+
+MAX_RECORDS = 1 << 16
+"""Records that one process can offer at a time."""
+_BOARD = 0
+"""Number of the board, where memfds of the pool begin at 1."""
+WORD_BYTES = 8
+"""Bytes of a place on the board."""
+_PROOF_BYTES = 16
+_PUBLISH_S = 10.0
+
+
+@dataclass(slots=True)
+class Place:
+    """A descriptor: `size` bytes at `address` of NIXL agent `agent`, which is of process `peer`;
+    they are there as long as the 8 bytes at address `slot` are `serial`. `card` says where the
+    process is."""
+
+    name: str
+    size: int
+    peer: str
+    agent: str
+    metadata: bytes
+    card: dict[str, Any]
+    address: int
+    slot: int
+    serial: int
+
+    def descriptor(self, token: bytes) -> Descriptor:
+        """Descriptor with a proof that a holder of ``token`` has made it: NIXL crashes on changed
+        metadata."""
+        found = {field: getattr(self, field) for field in self.__slots__}
+        return found | {"proof": _proof(found, token)}
+
+    @classmethod
+    def of(cls, descriptor: Descriptor, token: bytes) -> Place:
+        """ValueError or TypeError if it is none, or was not made by a holder of ``token``."""
+        found = dict(descriptor)
+        proof = found.pop("proof", None)
+        if not isinstance(proof, bytes) or not hmac.compare_digest(proof, _proof(found, token)):
+            raise ValueError(
+                "the descriptor was not made with the token of this run, or was changed"
+            )
+        return cls(**found)
+
+
+def _proof(fields: Descriptor, token: bytes) -> bytes:
+    return blake2b(msgpack.packb(fields), key=token, digest_size=_PROOF_BYTES).digest()
+
+
+class Source:
+    """The records that this process offers, and a thread that looks now and then for readers who
+    connect.
+
+    A record's word on the board is cleared at `retire`, before the memory is used again: a reader
+    that finds the record's serial number there after reading has read what was published.
+    """
+
+    def __init__(self, token: bytes, owner: str, pool: SlabPool, poll_s: float) -> None:
+        self._token, self._owner, self._pool, self._poll_s = token, owner, pool, poll_s
+        self._card = card()
+        self._agent = Agent(owner)
+        self._lock = threading.Lock()
+        self._board = Memfd("relax-rdma-board", WORD_BYTES * MAX_RECORDS)
+        self._slots = self._board.memory.cast("Q")
+        self._free = deque(range(MAX_RECORDS))
+        self._serial = 0
+        self._records: dict[str, tuple[int, Slab | None]] = {}
+        self._metadata: dict[int, bytes] = {}
+        self._ending = threading.Event()
+        self._agent.register(_BOARD, self._board.memory, Deadline(_PUBLISH_S))
+        self._thread = threading.Thread(target=self._poll, name="plane-rdma", daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._ending.wait(self._poll_s):
+            with contextlib.suppress(TimeoutError):
+                self._agent.progress(Deadline(_PUBLISH_S))
+
+    def publish(self, name: str, record: memoryview) -> Descriptor:
+        """Offer ``record``, copied unless it lies in a slab of the pool; PlaneError, or one of
+        NIXL's, if it cannot."""
+        found, copy = self._pool.locate(record), None
+        if found is None:
+            copy = self._pool.take(len(record))
+            copy.memory[: len(record)] = record
+        memory, number = (record, found[0]) if found else (copy.memory, copy.number)
+        try:
+            metadata = self._register(number, memory)
+            slot, serial = self._post(name, copy)
+        except BaseException:
+            self._give_back(copy)
+            raise
+        place = Place(
+            name=name,
+            size=len(record),
+            peer=self._owner,
+            agent=self._agent.name,
+            metadata=metadata,
+            card=self._card,
+            address=address_of(memory),
+            slot=self._board.address + WORD_BYTES * slot,
+            serial=serial,
+        )
+        return place.descriptor(self._token)
+
+    def _register(self, number: int, memory: memoryview) -> bytes:
+        found = self._metadata.get(number)
+        if found is None:
+            deadline = Deadline(_PUBLISH_S)
+            self._agent.register(number, memory, deadline)
+            found = self._metadata[number] = self._agent.metadata([_BOARD, number], deadline)
+        return found
+
+    def _post(self, name: str, copy: Slab | None) -> tuple[int, int]:
+        with self._lock:
+            if name in self._records:
+                raise PlaneError(f"{name} is published already; retire it first")
+            if not self._free:
+                raise PlaneError(
+                    f"{MAX_RECORDS} records are published, the most there can be; retire some"
+                )
+            slot = self._free.popleft()
+            self._serial += 1
+            self._slots[slot] = self._serial
+            self._records[name] = slot, copy
+            return slot, self._serial
+
+    def retire(self, name: str) -> None:
+        """Stop offering a record; an unknown one is fine."""
+        with self._lock:
+            slot, copy = self._records.pop(name, (None, None))
+            if slot is not None:
+                self._slots[slot] = 0
+                self._free.append(slot)
+        self._give_back(copy)
+
+    def _give_back(self, copy: Slab | None) -> None:
+        if copy is not None:
+            self._pool.give_back(copy)
+
+    def close(self) -> None:
+        """Offer nothing, end the thread, free the memory."""
+        self._ending.set()
+        self._thread.join(CLOSE_S)
+        for name in list(self._records):
+            self.retire(name)
+        self._agent.close()
+        self._slots.release()
+        self._board.close()

@@ -1,0 +1,1 @@
+"""What operators look at: status, reports, samples, logs, the doctor, checks and memory plans."""

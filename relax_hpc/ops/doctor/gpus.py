@@ -1,0 +1,116 @@
+"""Findings on what GPUs need from a host: the driver of torch's CUDA, and the compilers of
+engines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.cluster.slurm.program_output import ask
+from relax_hpc.config.schema import Config
+from relax_hpc.ops.doctor.finding import Finding, ok, warning
+from relax_hpc.rollout.engines.sglang.toolchain import compilers
+
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""CUDA's major version -> the oldest branch of the driver that runs it.
+
+Source: table 2 of NVIDIA's "CUDA Compatibility" (minor version compatibility). Package cuda-compat
+lets data-centre GPUs run a newer CUDA on an older driver.
+"""
+_TIMEOUT_S = 10.0
+
+
+def check_gpus(config: Config) -> Iterator[Finding]:
+    """Findings on this host's driver and compilers, for runs on GPUs with the environment of this
+    process."""
+    if (
+        config.model.device != "cuda"
+        or config.site.python
+        or config.site.container.runtime != "none"
+    ):
+        return
+    yield from map(warning, driver_problems(torch_cuda(), _driver()))
+    if any(engine_roles(config).intersection(group.roles) for group in config.groups.values()):
+        words, missing = compiler_words()
+        where = "" if config.layout == "local" else " (here; doctor --deep looks on the nodes)"
+        yield from (warning(f"{problem}{where}") for problem in missing)
+        if not missing:
+            yield ok(words + where)
+
+
+def engine_roles(config: Config) -> set[str]:
+    """Roles that start SGLang servers."""
+    return {"genrm", "rollout"} if config.rollout.engine.kind == "sglang" else {"genrm"}
+
+
+def compiler_words() -> tuple[str, list[str]]:
+    """The compiler that engines of this environment will use, in words, and a line for each missing
+    program."""
+    nvcc, missing = compilers(os.environ)
+    if missing:
+        return "", missing
+    return f"engines: will compile kernels with {nvcc} ({_release(nvcc)})", []
+
+
+def _release(nvcc: Path) -> str:
+    try:
+        output = ask([str(nvcc), "--version"], _TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "it does not answer"
+    match = re.search(r"release (\d+\.\d+)", output)
+    return f"CUDA {match[1]}" if match else "of unknown version"
+
+
+def torch_cuda() -> str:
+    """CUDA's version that the installed torch was built for, such as `13.0`; empty: none, or there
+    is no torch.
+
+    Read from torch's source: importing it takes seconds.
+    """
+    spec = find_spec("torch")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    for folder in folders:
+        file = Path(folder) / "version.py"
+        match = re.search(
+            r"^cuda\b.*?['\"]([\d.]+)['\"]", file.read_text() if file.exists() else "", re.MULTILINE
+        )
+        if match:
+            return match[1]
+    return ""
+
+
+def driver_problems(cuda: str, driver: str) -> Iterator[str]:
+    """Problems of torch with CUDA ``cuda`` on ``driver`` (such as `570.86.15`); an empty version is
+    not judged."""
+    oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
+    if driver and oldest and int(driver.partition(".")[0]) < oldest:
+        yield (
+            f"GPUs: found driver {driver}, which cannot run CUDA {cuda} of the installed torch, "
+            f"allowed: {oldest} or "
+            "newer; update the driver, load cuda-compat in site.modules, or install a torch of an "
+            "older CUDA"
+        )
+
+
+def _driver() -> str:
+    """Version of this host's NVIDIA driver; empty: unknown, or the host has no driver."""
+    try:
+        done = ask(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], _TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    version = done.stdout.strip().partition("\n")[0].strip()
+    return version if re.fullmatch(r"\d+(\.\d+)*", version) else ""
+
+
+def node_report(engines: bool) -> dict[str, Any]:
+    """Part of a node's report: `warnings` about its driver and, with ``engines``, compilers;
+    `compiler` in words."""
+    words, missing = compiler_words() if engines else ("", [])
+    return {"warnings": [*driver_problems(torch_cuda(), _driver()), *missing], "compiler": words}

@@ -1,0 +1,77 @@
+"""The doctor's look at the planes: every probe tries to read what every other one offers on
+each."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+
+from relax_hpc.config.schema import Mode
+from relax_hpc.net.transport import SlabPool
+from relax_hpc.net.transport.choice import make_planes
+from relax_hpc.net.transport.plane_check import (
+    Trial,
+    best,
+    make_offer,
+    missing,
+    table,
+    try_offers,
+    withdraw,
+)
+from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
+
+TRIAL_S = 3.0
+
+
+class PlaneProbe:
+    """The planes of one probe, called ``name``, which others reach at ``host``."""
+
+    def __init__(self, name: str, modes: Mapping[str, Mode], token: bytes, host: str) -> None:
+        self._name, self._pool = name, SlabPool()
+        self._planes, self._absent = make_planes(modes, token, self._pool, host, name)
+
+    def offer(self) -> str:
+        """Offer for the others, as text."""
+        return b64encode(msgpack.packb(make_offer(self._name, self._planes, self._absent))).decode()
+
+    def trials(self, offers: Iterable[str]) -> list[dict[str, Any]]:
+        """Results of trying ``offers``: the fields of a `Trial` each."""
+        found = [msgpack.unpackb(b64decode(text)) for text in offers]
+        return [
+            asdict(trial)
+            for trial in try_offers(self._name, self._planes, found, TRIAL_S, self._absent)
+        ]
+
+    def close(self) -> None:
+        """Close the planes, once nobody tries any more."""
+        withdraw(self._name, self._planes)
+        for plane in self._planes.values():
+            plane.close()
+        self._pool.close()
+
+
+def judge_planes(
+    trials: list[Trial], modes: Mapping[str, Mode], several_nodes: bool
+) -> Iterator[Finding]:
+    """The table of all trials, required planes that fail, and pairs that have none."""
+    if not trials:
+        return
+    # Memory is shared within a node: no two probes of a cluster are on one.
+    wanted = [
+        name
+        for name, mode in modes.items()
+        if mode == "required" and not (several_nodes and name == "shm")
+    ]
+    for line in missing(trials, wanted):
+        yield error(f"queue.planes: {line}")
+    for (reader, maker), plane in best(trials).items():
+        if not plane:
+            yield warning(
+                f"queue.planes: {reader} reads {maker} by none of them; rows will pass through "
+                "files"
+            )
+    yield ok("planes: every two processes tried (* is what rows will take)", table(trials))

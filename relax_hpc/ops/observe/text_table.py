@@ -1,0 +1,111 @@
+"""Text tables: a column is as wide as its widest cell, so that cells stand under their titles.
+
+A cell may hold foreign text. Its control characters, newlines too, are spelled out before the width
+is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relax_hpc.base.terminal_text import one_line
+
+_ALWAYS = 9
+"""Rank of columns that are never left out."""
+_CUT = ".."
+"""End of a text that was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    keep: int = _ALWAYS
+    """Columns with the lowest numbers are left out first where the table is too wide."""
+    is_number: bool = False
+    """Whether cells stand at the right."""
+    max_chars: int = 0
+    """Characters that a table which is too wide has to leave for the column; 0: all."""
+
+
+def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Lines of the table, titles first.
+
+    >>> aligned([Column("GROUP"), Column("AGE", is_number=True)], [["rollout", "5s"]])
+    ['GROUP    AGE', 'rollout   5s']
+    """
+    rows = _harmless_cells(rows)
+    widths = _widths(columns, rows)
+    lines = [[column.title for column in columns], *rows]
+    return [gap.join(_cells(columns, widths, line)).rstrip() for line in lines]
+
+
+def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The same in ``width`` characters: without columns that are empty, then without those that
+    say least, and with the ends of lines cut that are still too long."""
+    rows = _harmless_cells(rows)
+    shown = [number for number, column in enumerate(columns) if _is_needed(column, number, rows)]
+    while _needed_width(columns, rows, shown) > width:
+        candidate = min(shown, key=lambda number: columns[number].keep)
+        if columns[candidate].keep == _ALWAYS:
+            break
+        shown.remove(candidate)
+    widths = _widths(columns, rows)
+    if sum(widths[number] + 1 for number in shown) > width:
+        rows = [_cut_cells(columns, row) for row in rows]
+    shown_rows = [[row[number] for number in shown] for row in rows]
+    table = aligned([columns[number] for number in shown], shown_rows, gap=" ")
+    return [shorten_line(line, width) for line in table]
+
+
+def _harmless_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(map(one_line, row)) for row in rows]
+
+
+def _cut_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
+    """``row`` with long cells cut. The end of the last one is cut with the line, if need be."""
+    cells = [
+        shorten_line(cell, column.max_chars or len(cell))
+        for column, cell in zip(columns[:-1], row[:-1], strict=True)
+    ]
+    return [*cells, row[-1]]
+
+
+def shorten_line(line: str, width: int) -> str:
+    """``line`` in at most ``width`` characters.
+
+    >>> shorten_line("rollout: running", 10)
+    'rollout:..'
+    """
+    return line if len(line) <= width else line[: max(0, width - len(_CUT))] + _CUT
+
+
+def _is_needed(column: Column, number: int, rows: Sequence[Sequence[str]]) -> bool:
+    return column.keep == _ALWAYS or any(row[number] not in ("", "-") for row in rows)
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    cells = zip(*rows, strict=True) if rows else [()] * len(columns)
+    return [
+        max([len(column.title), *map(len, column_cells)])
+        for column, column_cells in zip(columns, cells, strict=True)
+    ]
+
+
+def _needed_width(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]
+) -> int:
+    """Characters that the table has to have with the columns ``shown``."""
+    widths = _widths(columns, rows)
+    needed = [min(widths[number], columns[number].max_chars or widths[number]) for number in shown]
+    return sum(needed) + len(needed) - 1
+
+
+def _cells(columns: Sequence[Column], widths: Sequence[int], cells: Sequence[str]) -> list[str]:
+    """``cells`` of a line, each as wide as its column."""
+    return [
+        cell.rjust(width) if column.is_number else cell.ljust(width)
+        for column, width, cell in zip(columns, widths, cells, strict=True)
+    ]

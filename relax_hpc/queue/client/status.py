@@ -1,0 +1,57 @@
+"""Status: how far the run is, and what its groups tell people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+from relax_hpc.queue.client.answers import QueueStatus
+from relax_hpc.queue.client.connection import Submit, nothing, then
+
+
+class Status:
+    """Requests that anybody may make. Every method returns a future; few wait for it."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+
+    def get(self, timeout: float | None = None) -> Future[QueueStatus]:
+        """Progress of the run, and what each member is doing."""
+        return then(self._submit("status", timeout), QueueStatus.of)
+
+    def over(self) -> Future[None]:
+        """Answered once the run is finished."""
+        return then(self._submit("over"), nothing)
+
+    def note(self, what: str, name: str, reason: str) -> Future[None]:
+        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of
+        a prompt file."""
+        return then(self._submit("note", what=what, name=name, reason=reason), nothing)
+
+    def report(
+        self,
+        role: str,
+        step: int,
+        values: Mapping[str, float],
+        seconds: Mapping[str, float] | None = None,
+    ) -> Future[None]:
+        """Metrics of ``step``, and the seconds spent by kind since the last report."""
+        return then(
+            self._submit("report", role=role, step=step, values=values, seconds=seconds or {}),
+            nothing,
+        )
+
+    def show(self, step: int, texts: Sequence[str]) -> Future[None]:
+        """A few texts for people, such as what was generated for ``step``."""
+        return then(self._submit("show", step=step, texts=list(texts)), nothing)
+
+    def first_failure(
+        self, reason: str, detail: str, location: str, traceback: str
+    ) -> Future[None]:
+        """Report the first failure of a kind that this process has seen, for people."""
+        texts = {"detail": detail, "location": location, "traceback": traceback}
+        return then(self._submit("first_failure", reason=reason, **texts), nothing)
+
+    def down(self, group: str, incarnation: int) -> Future[None]:
+        """Report that a supervisor saw this incarnation of ``group`` end."""
+        return then(self._submit("down", group=group, incarnation=incarnation), nothing)

@@ -1,0 +1,189 @@
+"""The controller's memory: a deterministic state machine over journal records.
+
+Every change goes through `apply(record)`, in a live controller and in a replay alike, which calls
+the applier that is registered for the record (`controller.changes`); what may be done next is
+planned by functions that only read it (`controller.planning`). Bookkeeping is by prompt group,
+whose number is its ticket. Symbols: t = step of a ticket, S = max_staleness, V = version that an
+engine serves: a ticket is admitted only if V.number >= t - S (and V is not rolled back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from relax_hpc.queue.controller import changes
+from relax_hpc.queue.controller.state.counts import Counts
+from relax_hpc.queue.controller.state.device_turns import DeviceTurns
+from relax_hpc.queue.controller.state.events import Events
+from relax_hpc.queue.controller.state.leases import Leases
+from relax_hpc.queue.controller.state.lineage import Lineage
+from relax_hpc.queue.controller.state.media_holders import MediaHolders
+from relax_hpc.queue.controller.state.members import Members
+from relax_hpc.queue.controller.state.progress import Progress
+from relax_hpc.queue.controller.state.prompt_groups import PromptGroups
+from relax_hpc.queue.controller.state.reply_cache import ReplyCache
+from relax_hpc.queue.controller.state.segments import Segments
+from relax_hpc.queue.controller.state.shards import Shards
+from relax_hpc.queue.controller.state.task_queues import DONE, HELD, TaskQueues
+from relax_hpc.queue.controller.state.tickets import Tickets
+from relax_hpc.queue.controller.state.training_order import TrainingOrder
+from relax_hpc.queue.controller.state.weights import Weights
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.records import NO_STEP, FieldBits
+
+Record = dict[str, Any]
+_SAVED = (
+    "members",
+    "lineage",
+    "weights",
+    "progress",
+    "tickets",
+    "order",
+    "leases",
+    "shards",
+    "tasks",
+)
+_SAVED += ("segments", "media", "counts", "device_turns", "admissions", "puts")
+"""Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and
+`bits`."""
+
+
+class QueueState:
+    """The parts of the state, each of which owns what it says. Only appliers of records change
+    them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bits = FieldBits(
+            name for task in plan.tasks.values() for name in (*task.needs, *task.gives)
+        )
+        self.generated, self.scored = (
+            self.bits.of(("token_ids",)),
+            self.bits.of(("old_logprob_version",)),
+        )
+        self.members = Members()
+        self.lineage = Lineage()
+        self.weights = Weights(self.lineage)
+        self.progress = Progress(plan)
+        self.groups = PromptGroups()
+        self.tickets = Tickets()
+        self.order = TrainingOrder()
+        self.tasks = TaskQueues(plan, self.bits)
+        self.leases = Leases()
+        self.shards = Shards()
+        self.segments = Segments()
+        self.media = MediaHolders()
+        self.counts = Counts()
+        self.device_turns = DeviceTurns()
+        self.admissions, self.puts = ReplyCache(), ReplyCache()
+        self.events = Events(plan)
+        self.woken: set[str] = set()
+        """Topics of waiting requests that may be answered since it was last emptied."""
+
+    def apply(self, record: Record) -> None:
+        """Carry out one journal record. Deterministic; records are checked before they are
+        journaled."""
+        about = dict(record)
+        if "owner" in about:
+            # A list, as it comes from the journal.
+            about["owner"] = tuple(about["owner"])
+        changes.APPLIERS[about.pop("op")](self, **about)
+
+    # -- what follows from several parts -----------------------------------------------------------
+
+    def by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
+        """Tickets by the number of each shard in which any of these fields of them lie."""
+        groups, of = self.groups, self.bits.of
+        found: dict[int, list[int]] = {}
+        for ticket in tickets:
+            for number, fields in groups[ticket].parts:
+                if of(fields) & bits:
+                    there = found.setdefault(number, [])
+                    if not there or there[-1] != ticket:
+                        there.append(ticket)
+        return found
+
+    def tell_rows(
+        self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP
+    ) -> None:
+        """Add the same event for all rows of ``tickets``."""
+        for episodes, alike in groupby(tickets, lambda ticket: self.groups[ticket].episodes):
+            self.events.tell_rows(what, episodes, list(alike), version, step=step)
+
+    def tickets_of(self, step: int) -> Sequence[int]:
+        """Tickets that ``step`` trains, as far as that is decided; ascending where steps have no
+        sets."""
+        size = self.plan.prompts_per_step
+        places = range(step * size, (step + 1) * size)
+        return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
+
+    def is_trained(self, ticket: int) -> bool:
+        """Whether all trainers have trained on ``ticket``."""
+        return all(self.tasks[task].statuses[ticket] == DONE for task in self.plan.trainers)
+
+    def is_trained_by_any(self, ticket: int) -> bool:
+        return any(self.tasks[task].statuses[ticket] == DONE for task in self.plan.trainers)
+
+    def is_taken(self, ticket: int, but: str) -> bool:
+        """Whether another trainer than ``but`` holds ``ticket``, or has trained on it."""
+        return any(
+            self.tasks[task].statuses[ticket] >= HELD for task in self.plan.trainers if task != but
+        )
+
+    def step_of(self, ticket: int) -> int:
+        """The step that trains ``ticket``, or for which it is admitted while that is not
+        decided."""
+        group = self.groups.get(ticket)
+        return self.plan.step_of(ticket if group is None or group.place == NO_STEP else group.place)
+
+    def last_step(self, codes: Iterable[int]) -> int:
+        """The last step that may train tokens of these encoded versions; NO_STEP if there are
+        none."""
+        oldest = self.lineage.origin(tuple(codes))[1]
+        return oldest + self.plan.max_staleness if oldest >= 0 else NO_STEP
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """Everything that matters, msgpack-able; events that were not taken yet are left out."""
+        parts = {name: getattr(self, name).dump() for name in _SAVED}
+        return {"fields": self.bits.names, "groups": self.groups.dump(), **parts}
+
+    @classmethod
+    def load(cls, plan: Plan, values: dict[str, Any]) -> QueueState:
+        """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are
+        none."""
+        state = cls(plan)
+        state.bits = FieldBits(values["fields"])
+        state.groups.load(values["groups"], state.bits)
+        for name in _SAVED:
+            getattr(state, name).load(values[name])
+        state._count_anew()
+        return state
+
+    def _count_anew(self) -> None:
+        """Count what is not in a dump because it follows from several parts: where tickets are, and
+        who needs which shards."""
+        shards, trained = (
+            self.shards.by_number,
+            {ticket for ticket in self.groups if self.is_trained(ticket)},
+        )
+        for ticket, group in self.groups.items():
+            for number, _ in group.parts:
+                shards[number].needed += 1
+                shards[number].untrained += ticket not in trained
+        for number, count in self.segments.shards().items():
+            shards[number].needed += count
+            shards[number].untrained += count
+        for lease in self.leases.values():
+            for number in lease.shards:
+                shards[number].leases += 1
+        self.tickets.generating.add(
+            ticket for ticket, group in self.groups.items() if not group.parts
+        )
+        untrained = self.groups.keys() - trained - set(self.tickets.generating)
+        self.tickets.wait(untrained, self.groups.rows_of(untrained))
+        for number, shard in shards.items():
+            self.shards.put_back(number, shard)

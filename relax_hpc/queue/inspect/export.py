@@ -1,0 +1,222 @@
+"""Rows of the queue for other programs: those of any step that still lie in its shards, as jsonl or
+parquet."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import FIELDS
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.config import load_resolved
+from relax_hpc.queue.controller.state.queue_state import QueueState
+from relax_hpc.queue.inspect.audit import JournalCopy
+from relax_hpc.queue.plan import Plan
+from relax_hpc.queue.records import NO_STEP
+from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.row_schema import Row, sampled_versions
+from relax_hpc.queue.storage import record_file
+from relax_hpc.queue.storage.shard import check_name
+
+Writer = Callable[[Path, Iterable[list[Row]]], None]
+"""Function that writes rows, step by step, to a file."""
+
+
+class KeptRows:
+    """Rows of a run that are still there, by its journal. JournalError if that is damaged."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.folder = run.shards
+        self.plan = Plan.of(load_resolved(run.root))
+        self._state = QueueState(self.plan)
+        for _ in JournalCopy(run).replay(self._state):
+            pass
+        self.spell: Callable[[list[int]], str] | None = None
+        """Decoder of tokens; None: rows have no text."""
+        self.absent: list[int] = []
+        """Tickets that were left out, because a shard of theirs is not on disk."""
+
+    def steps(self) -> list[int]:
+        """Steps of which there are rows, ascending."""
+        return sorted(
+            {
+                self._state.step_of(ticket)
+                for ticket, group in self._state.groups.items()
+                if group.parts
+            }
+        )
+
+    def rows(self, step: int) -> list[Row]:
+        """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays),
+        and beside them `step`, the version that was `trained` on it or None, the `versions` that
+        sampled its tokens, and what these say as `prompt` and `response`.
+
+        ShardError, naming the file, if a shard is damaged.
+        """
+        found, shards = list[Row](), dict[str, dict[str, Row]]()
+        for ticket in self._tickets(step):
+            parts = self._parts(ticket)
+            if not all((self.folder / name).exists() for name, _ in parts):
+                self.absent.append(ticket)
+                continue
+            shards |= {
+                name: record_file.read(self.folder / name)
+                for name, _ in parts
+                if name not in shards
+            }
+            for row in ids_of(ticket, self._state.groups[ticket].episodes) if parts else ():
+                found.append(
+                    self._row(step, row, [(shards[name], fields) for name, fields in parts])
+                )
+        return found
+
+    def _tickets(self, step: int) -> Sequence[int]:
+        """Tickets that ``step`` has taken so far or, before that, those left that are admitted for
+        it."""
+        if (taken := sorted(self._state.tickets_of(step))) or not self._state.tasks.in_sets:
+            return taken
+        size, groups = self.plan.prompts_per_step, self._state.groups
+        return [
+            t
+            for t in range(step * size, (step + 1) * size)
+            if t in groups and groups[t].place == NO_STEP
+        ]
+
+    def _parts(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Shards in which fields of ``ticket`` lie, and which ones, oldest first."""
+        group = self._state.groups.get(ticket)
+        numbered = group.parts if group else ()
+        return [
+            (check_name(self._state.shards[number].descriptor["name"]), fields)
+            for number, fields in numbered
+        ]
+
+    def _row(
+        self, step: int, name: str, parts: list[tuple[dict[str, Row], tuple[str, ...]]]
+    ) -> Row:
+        row: Row = {"row_id": name, "step": step, "trained": self._trained(step), "versions": []}
+        for rows, fields in parts:
+            row |= {field: rows[name][field] for field in fields}
+        sampled = sorted(sampled_versions(row)) if "token_versions" in row else ()
+        return (
+            row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
+        )
+
+    def _texts(self, row: Row) -> Row:
+        if self.spell is None or "token_ids" not in row:
+            return {}
+        tokens, known = row["token_ids"].tolist(), int(row["prompt_len"])
+        return {"prompt": self.spell(tokens[:known]), "response": self.spell(tokens[known:])}
+
+    def _trained(self, step: int) -> str | None:
+        """The version that was trained on ``step`` in the surviving lineage."""
+        incarnations = [
+            incarnation for incarnation, start in self._state.lineage.starts if start <= step
+        ]
+        return (
+            str(Version(incarnations[-1], step))
+            if step < self._state.progress.trained_steps
+            else None
+        )
+
+
+def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int:
+    """Write the rows of ``steps`` to ``output``, which appears whole; how many there were.
+
+    ConfigError if ``form`` is none of FORMATS, or cannot be written here.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format: found {form!r}, allowed: {', '.join(FORMATS)}")
+    written = 0
+
+    def batches() -> Iterator[list[Row]]:
+        nonlocal written
+        for step in steps:
+            rows = kept.rows(step)
+            written += len(rows)
+            yield rows
+
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        FORMATS[form](temporary, batches())
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return written
+
+
+def write_jsonl(path: Path, batches: Iterable[list[Row]]) -> None:
+    """Write one JSON object a row; arrays become lists, bytes base64."""
+    with path.open("w") as file:
+        file.writelines(json.dumps(row, default=_plain) + "\n" for rows in batches for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
+
+
+def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
+    """A row group a step; fields that the schema does not know are JSON text in the column
+    `other`."""
+    try:
+        # Not a requirement, not even an optional one: whoever wants parquet has it.
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        text = (
+            "--format: parquet needs pyarrow, which is not installed: pip install pyarrow, or "
+            "take jsonl"
+        )
+        raise ConfigError(text) from error
+    schema = pyarrow.schema(
+        {"step": pyarrow.int64(), "trained": pyarrow.string()} | _arrow_types(pyarrow)
+    )
+    with parquet.ParquetWriter(path, schema) as writer:
+        for rows in batches:
+            columns = {name: [_cell(row, name) for row in rows] for name in schema.names}
+            writer.write_table(pyarrow.table(columns, schema))
+
+
+def _arrow_types(pyarrow: Any) -> dict[str, Any]:
+    """Column -> type, in the order of the schema."""
+    types = {
+        "versions": pyarrow.list_(pyarrow.string()),
+        "prompt": pyarrow.string(),
+        "response": pyarrow.string(),
+    }
+    for name, spec in FIELDS.items():
+        found = (
+            pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
+        )
+        for _ in (None, *spec.tail) if spec.kind == "token" else ():
+            found = pyarrow.list_(found)
+        types[name] = found
+    return types | {"other": pyarrow.string()}
+
+
+def _cell(row: Row, name: str) -> Any:
+    if name == "other":
+        unknown = {
+            key: value for key, value in row.items() if key not in FIELDS and key not in _BESIDE
+        }
+        return json.dumps(unknown, default=_plain) if unknown else None
+    value = row.get(name)
+    if name in FIELDS and isinstance(value, np.ndarray) and value.ndim > 1:
+        return value.tolist()
+    lies_as_text = name in FIELDS and not FIELDS[name].is_number and value is not None
+    return (
+        json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
+    )
+
+
+_BESIDE = ("step", "trained", "versions", "prompt", "response")
+FORMATS: dict[str, Writer] = {"jsonl": write_jsonl, "parquet": write_parquet}

@@ -1,0 +1,45 @@
+"""A controller beside whatever else its process does: for runs of one process, and to try things
+out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.config.schema import Config
+from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import wake
+from relax_hpc.queue.controller.server import Controller
+from relax_hpc.queue.plan import Plan
+
+_END_S = 10.0
+
+
+@contextmanager
+def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Controller]:
+    """Serve ``run`` in a thread of this process, until the block ends; clients of all processes
+    find it.
+
+    What an earlier controller of the run has journaled is gone on with, and that one is fenced. At
+    the end whatever ended the thread before is raised, such as FencedError once another has taken
+    over.
+    """
+    run.create()
+    incarnation = patiently(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))
+    controller = Controller(run, Plan.of(config), incarnation, host, config.queue.durability)
+    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="queue-controller") as pool:
+        served = pool.submit(controller.serve, stop.is_set)
+        try:
+            yield controller
+        finally:
+            stop.set()
+            # It looks whether it is to end.
+            wake(controller.endpoint, _END_S)
+    controller.close()
+    served.result(_END_S)

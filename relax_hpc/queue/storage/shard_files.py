@@ -1,0 +1,55 @@
+"""Shards as files of one folder on the shared filesystem: always there, readable by every node, and
+by anyone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.rundir import sync_directory
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.queue.storage import record_file
+from relax_hpc.queue.storage.shard import check_name
+
+
+class ShardFiles:
+    """Durable, they survive a power loss from the moment that they are written."""
+
+    def __init__(self, folder: Path, durable: bool = True) -> None:
+        self.folder, self.durable = folder, durable
+        self._open: dict[str, dict[str, Row]] = {}
+
+    def write(self, name: str, record: memoryview) -> dict[str, Any]:
+        """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others
+        read it."""
+        self.write_some({name: record})
+        return {"name": name, "bytes": len(record)}
+
+    def write_some(
+        self, records: Mapping[str, memoryview], until: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Write ``records`` by name, their folder being synced once for all; tried again while the
+        disk is full, but not once ``until()``."""
+        for name, record in records.items():
+            path = self.folder / check_name(name)
+            patiently(path, partial(record_file.write, path, record, self.durable), until)
+        if self.durable:
+            patiently(self.folder, partial(sync_directory, self.folder), until)
+
+    def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
+        """Rows of a shard by row id, mapped; ShardError if the file is missing or not whole."""
+        name = check_name(descriptor["name"])
+        if name not in self._open:
+            self._open[name] = record_file.read(self.folder / name)
+        return self._open[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file, whole or not."""
+        return (self.folder / check_name(name)).exists()
+
+    def forget(self, keep: set[str]) -> None:
+        """Drop the mappings of all shards that are not in ``keep``."""
+        self._open = {name: rows for name, rows in self._open.items() if name in keep}

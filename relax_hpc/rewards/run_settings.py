@@ -1,0 +1,21 @@
+"""Settings of the rewards of a run, with what follows from the groups that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from relax_hpc.base.reward_settings import RewardSettings
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.config.groups import group_with
+from relax_hpc.config.schema import Config
+
+
+def reward_settings(config: Config) -> RewardSettings:
+    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks,
+    if it has some."""
+    judge, group = config.reward.judge, group_with(config, "genrm")
+    if not group or judge.url or judge.endpoints:
+        return config.reward
+    folder = RunDir(Path(config.run_dir)).rendezvous(group)
+    return replace(config.reward, judge=replace(judge, endpoints=str(folder)))

@@ -1,0 +1,76 @@
+"""`python -m relax_hpc.rollout.agents.gateway.forward --run_dir RUN`: the endpoint on a node on which the gateway
+is not.
+
+It prints its address in one line, and ends with the process that has started it, or when the run's
+gateway is gone for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+from relax_hpc.base.errors import RelaxError
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.net.rendezvous.open_files import connection_limit
+from relax_hpc.net.rendezvous.process import die_with_parent, stay_private
+from relax_hpc.net.transport.calls import serve_nothing
+from relax_hpc.net.transport.exchange import Gone
+from relax_hpc.rollout.agents.gateway.broker import reply_of
+from relax_hpc.rollout.agents.gateway.front import Asked, Front, Reply
+from relax_hpc.rollout.agents.gateway.link import Link, reach
+
+_PATIENCE_S = 600.0
+"""Seconds for which another gateway is looked for when one has gone."""
+
+
+class Forwarder:
+    """Front of a node, whose requests the gateway answers."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._link: Link | None = None
+        self.front = Front(self._knows, self._ask)
+
+    async def serve(self) -> None:
+        """Serve until there is no gateway any more. DeadlineError: that is so."""
+        self._link = await reach(self._run, serve_nothing, _PATIENCE_S)
+        await self.front.start()
+        print(self.front.url, flush=True)
+        while True:
+            await self._link.lost.wait()
+            self._link = await reach(self._run, serve_nothing, _PATIENCE_S)
+
+    async def _knows(self, key: str) -> bool:
+        assert self._link
+        try:
+            return (await self._link.call(do="knows", key=key))["known"]
+        except Gone:
+            return False
+
+    async def _ask(self, asked: Asked) -> Reply:
+        assert self._link
+        try:
+            return reply_of(await self._link.call(do="request", **asdict(asked)))
+        except Gone as gone:
+            return Reply.error(503, "gateway_gone", str(gone), asked.path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.rollout.agents.gateway.forward", description=__doc__
+    )
+    parser.add_argument("--run_dir", type=Path, required=True)
+    stay_private()
+    die_with_parent()
+    connection_limit()
+    try:
+        asyncio.run(Forwarder(RunDir(parser.parse_args().run_dir)).serve())
+    except RelaxError as error:
+        raise SystemExit(f"forwarder: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Inference engines: one request, one answer; `make_engine` finds them by the name of their kind.
+
+One's own is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, made with
+the arguments of `make_engine`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_hpc.base.engine_classes import KIND_KEY, engine_class
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.fields import FIELDS
+
+if TYPE_CHECKING:
+    from relax_hpc.base.versions import Version
+    from relax_hpc.config.schema import Config
+    from relax_hpc.rollout.engines.engine import Engine
+
+
+def make_engine(
+    config: Config,
+    number: int,
+    model_dir: Path,
+    version: Version,
+    log_dir: Path,
+    place: int | None = None,
+) -> Engine:
+    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the
+    weights of `version`.
+
+    ``number``: of the engine in its group. ``place``: its number among those of its node, by which
+    it finds its GPUs; ``number`` if left out. ConfigError: there is no such kind.
+    """
+    kind = config.rollout.engine.kind
+    engine = engine_class(kind)
+    _check_fields_are_declared(kind, engine)
+    return engine(config, number, model_dir, version, log_dir, number if place is None else place)
+
+
+def _check_fields_are_declared(kind: str, engine: type) -> None:
+    """ConfigError if loading the configuration did not declare the fields of a built-in class."""
+    fields = getattr(engine, "fields", ())
+    undeclared = [spec.name for spec in fields if spec.name not in FIELDS]
+    if undeclared and ":" not in kind:
+        raise ConfigError(
+            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that {engine.__name__} "
+            "inherits, "
+            "allowed: fields that its own class body assigns; assign `fields` there"
+        )

@@ -1,0 +1,26 @@
+"""Checks of settings by kind of engine. It imports no engine, so that a configuration is checked
+without an engine's libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from relax_hpc.base.engine_classes import ENGINE_CLASSES, KIND_KEY, engine_class
+from relax_hpc.base.plugins import named
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import Config
+
+_CHECKS = {"sglang": "relax_hpc.rollout.engines.sglang.flags:check"}
+"""Kind of a built-in engine -> function `package.module:name` that takes the configuration and
+returns its findings, one line each. A kind that is not listed has no settings to check."""
+
+
+def findings_of(kind: str, config: Config) -> Iterable[str]:
+    """Mistakes of ``config`` for engines of this kind, one line each. ConfigError: the kind is
+    unknown."""
+    if kind not in ENGINE_CLASSES:
+        engine_class(kind)
+        return ()
+    return named(KIND_KEY, _CHECKS[kind], {})(config) if kind in _CHECKS else ()

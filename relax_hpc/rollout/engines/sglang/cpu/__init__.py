@@ -1,0 +1,1 @@
+"""Emulation: what SGLang needs in order to run without a GPU."""

@@ -1,0 +1,1 @@
+"""Episodes of several turns, played against an environment."""

@@ -1,7 +1,0 @@
-"""A private, real Slurm of several nodes on one machine: to try the toolkit on, and for its
-tests."""
-
-from relax_hpc.sandbox.cluster import Sandbox, down, up
-from relax_hpc.sandbox.options import Options
-
-__all__ = ["Options", "Sandbox", "down", "up"]

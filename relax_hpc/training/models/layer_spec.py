@@ -1,0 +1,84 @@
+"""Modules that a transformer layer is made of: plain torch, Triton kernels, or Transformer
+Engine's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relax_hpc.config.schema import Kernels
+from relax_hpc.training.models.attention import CausalAttention
+from relax_hpc.training.models.expert_layer import put_experts
+
+
+def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm. Attention is the same in all, and how
+    experts are grouped."""
+    grouped = config.moe_grouped_gemm
+    if kernels == "te":
+        sequential = copy.copy(config)
+        sequential.moe_grouped_gemm = False
+        block = get_gpt_decoder_block_spec(sequential, use_transformer_engine=True)
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+            if config.num_moe_experts:
+                put_experts(layer, grouped)
+        return block
+    norm = _norm(kernels)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    if config.num_moe_experts:
+        # In a checkpoint the norm before experts has Transformer Engine's name, which is its own.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+        put_experts(layer, grouped)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
+    )
+
+
+def _norm(kernels: Kernels) -> type[RMSNorm]:
+    if kernels == "plain":
+        return RMSNorm
+    from relax_hpc.training.models.triton_layers import FusedRMSNorm
+
+    return FusedRMSNorm
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient
+    reduction."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

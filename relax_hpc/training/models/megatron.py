@@ -1,0 +1,222 @@
+"""Construction of megatron-core's transformer configuration and model from a `ModelSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
+from relax_hpc.training.models import megatron_settings
+from relax_hpc.training.models.layer_spec import layer_spec
+from relax_hpc.training.models.packs import PackedRows
+from relax_hpc.training.models.rotary import PackRotary
+from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.models.towers.front import Towers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_REFUSALS = (AssertionError, ValueError, TypeError, ImportError)
+"""Errors by which megatron-core 0.16.1 refuses settings of its transformer configuration."""
+
+
+def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """ConfigError if the model cannot be cut as `parallel` says."""
+    for misfit in spec.misfits(parallel):
+        raise ConfigError(f"parallel.{misfit}")
+
+
+def check_frozen(spec: ModelSpec, model: ModelConfig) -> None:
+    """ConfigError if the model has not the towers that are to be frozen."""
+    for misfit in spec.frozen_misfits(model.frozen_towers):
+        raise ConfigError(f"model.{misfit}")
+
+
+def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
+    """Settings of megatron-core's transformer configuration for a model that is trained.
+    ConfigError: one may not be set.
+
+    ``experts``: whether its layers have experts.
+    """
+    if wrong := list(megatron_settings.findings(actor)):
+        raise ConfigError(*wrong)
+    recompute = {
+        "none": {},
+        # Scores of an attention are never kept, and its result is small: what is large is between
+        # the two matrices.
+        "selective": {"recompute_modules": ["layernorm", "moe" if experts else "mlp"]},
+        "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    }[actor.recompute]
+    granularity = None if actor.recompute == "none" else actor.recompute
+    grouped = {"moe_grouped_gemm": experts and actor.experts == "grouped"}
+    own = megatron_settings.of_owner(actor, "transformer")
+    return {"recompute_granularity": granularity, **recompute, **grouped, **own}
+
+
+def transformer_config(
+    spec: ModelSpec,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    further: Mapping[str, Any] = _NONE,
+) -> TransformerConfig:
+    """megatron-core's description of the model, split as `parallel` says, in the run's parameter
+    type.
+
+    The family of the model overrides standard settings, and ``further`` settings override both.
+    ConfigError: megatron-core refuses a setting of the family, or ``further`` settings.
+    """
+    standard, family = _standard_settings(spec, model, parallel), spec.transformer(parallel)
+    try:
+        return TransformerConfig(**standard | family | dict(further))
+    except _REFUSALS as error:
+        refusal = _refusal(standard | family)
+        if not refusal:
+            raise ConfigError(
+                f"actor.megatron: megatron-core refuses it beside the others: {error}"
+            ) from error
+        names = _refused_settings(standard, family)
+        if not names:
+            raise
+        settings = ", ".join(f"{name}={family[name]!r}" for name in names)
+        raise ConfigError(
+            f"model family {type(spec).__module__}.{type(spec).__qualname__}: megatron-core "
+            "refuses "
+            f"what its method transformer() sets ({settings}): {refusal}; correct it there"
+        ) from error
+
+
+def _refusal(settings: Mapping[str, Any]) -> str:
+    """The words with which megatron-core refuses ``settings``; empty if it accepts them."""
+    try:
+        TransformerConfig(**settings)
+    except _REFUSALS as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _refused_settings(standard: Mapping[str, Any], family: Mapping[str, Any]) -> list[str]:
+    """Settings of a family that megatron-core refuses: each without which it accepts the others, or
+    all if it accepts the standard settings alone. Empty: the cause is not in the family."""
+    refused = []
+    for name in family:
+        others = {key: value for key, value in family.items() if key != name}
+        if not _refusal({**standard, **others}):
+            refused.append(name)
+    if not refused and not _refusal(standard):
+        return list(family)
+    return refused
+
+
+def _standard_settings(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig
+) -> dict[str, Any]:
+    """Settings of megatron-core's transformer configuration that families share unless they
+    override them."""
+    dtype = DTYPES[model.dtype]
+    return {
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.groups,
+        "kv_channels": spec.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": spec.init_std,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
+        # Losses are sums; the trainer divides once by the step's weight.
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": model.device == "cpu",
+        "attention_softmax_in_fp32": True,
+        # Fused kernels that need Apex or a compiler; see `relax_hpc.training.models.kernels` for those of
+        # ours.
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+class HiddenStateModel(GPTModel):
+    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this
+    rank's share of s under sequence parallelism): logits of all tokens are more than fits, and are
+    needed of few.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[v, h]: this rank's rows of the output layer, on the last stage."""
+        own = self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if own is None else own
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, s, v] of this rank's columns, of what the last stage gave; for looking at them."""
+        return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
+
+
+class MediaModel(HiddenStateModel):
+    """A first stage with towers before it, whose embeddings stand in the places of media."""
+
+    def take(self, towers: Towers) -> None:
+        """Have these ``towers``, before all other modules: buckets of gradients go by the order of
+        parameters."""
+        others = dict(self._modules)
+        self._modules.clear()
+        self.towers = towers
+        self._modules.update(others)
+        towers.feed(self.decoder.layers)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedRows, **named: Any) -> Any:
+        embedded, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        return (self.towers(embedded, packed_seq_params.media), *rest)
+
+
+def build(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    device: str,
+    first: bool,
+    last: bool,
+    kernels: Kernels = "plain",
+) -> HiddenStateModel:
+    """A pipeline stage with random weights, holding the embedding if `first` and the output layer
+    if `last`."""
+    model = (MediaModel if first and spec.towers else HiddenStateModel)(
+        config=config,
+        transformer_layer_spec=layer_spec(config, kernels),
+        vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=spec.positions,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=spec.tied,
+        **spec.rotary(),
+    )
+    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, spec.rotary_sections)
+    if isinstance(model, MediaModel):
+        model.take(Towers(spec.towers, config))
+    return model.to(device)

@@ -1,0 +1,281 @@
+"""Norm, rotary embedding and gated activation as one Triton kernel each, in place of a dozen
+launches.
+
+Everything is computed in float32, whatever the tensors are of. Under TRITON_INTERPRET=1 they run on
+a CPU, slowly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import mlp
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from relax_hpc.training.models.layer_spec import RMSNorm
+
+_BLOCK = 4096
+"""Elements that a program works on at once."""
+_PROGRAMS_PER_PROCESSOR = 4
+
+
+def install() -> None:
+    """Put these kernels where megatron-core calls those of Apex and Transformer Engine, under
+    `apply_rope_fusion` and `bias_activation_fusion` only."""
+    rope_utils.fused_apply_rotary_pos_emb = rotary
+    mlp.bias_swiglu_impl = swiglu
+
+
+class FusedRMSNorm(RMSNorm):
+    """`RMSNorm` as a Triton kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape."""
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
+    """Queries or keys [s, b, heads, dim] turned by the angles `freqs` [s, 1, 1, dim] float32, whose
+    halves are equal.
+
+    ValueError: angles of part of a head, or that differ between rows of a batch, or pairs that
+    stand beside each other.
+    """
+    if interleaved or freqs.shape != (t.shape[0], 1, 1, t.shape[3]):
+        raise ValueError(
+            f"angles of shape {tuple(freqs.shape)} for {tuple(t.shape)}, interleaved {interleaved}"
+        )
+    return _Rotary.apply(t, freqs)
+
+
+def swiglu(x: Tensor, bias: None = None, *_: Any) -> Tensor:
+    """silu(x[..., :d]) * x[..., d:] of x [..., 2 d]. A bias is not supported; what follows it
+    concerns others."""
+    if bias is not None:
+        raise ValueError("swiglu: found a bias, allowed: none")
+    return _SwiGLU.apply(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMS norm: r = (mean x^2 + eps)^-1/2, n = r x, y = w n, dx = r (w dy - n mean(w dy n)), dw =
+    sum of dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        rows, columns = flat.shape
+        y, scale = (
+            torch.empty_like(flat, memory_format=torch.contiguous_format),
+            _vector(flat, rows),
+        )
+        shape = _rows_at_once(columns)
+        _norm_forward[(triton.cdiv(rows, shape["ROWS"]),)](
+            flat, weight, y, scale, rows, columns, flat.stride(0), eps, **shape
+        )
+        ctx.save_for_backward(flat, weight, scale)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        rows, columns = x.shape
+        shape = _rows_at_once(columns)
+        programs = min(triton.cdiv(rows, shape["ROWS"]), _programs(x.device))
+        d_x, parts = (
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            _vector(x, programs, columns),
+        )
+        flat = d_y.reshape(-1, columns)
+        _norm_backward[(programs,)](
+            x,
+            weight,
+            scale,
+            flat,
+            d_x,
+            parts,
+            rows,
+            columns,
+            x.stride(0),
+            flat.stride(0),
+            programs,
+            **shape,
+        )
+        return d_x.view(d_y.shape), parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def _norm_forward(
+    X, W, Y, SCALE, rows, columns, stride, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + eps)
+    w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
+    y = x * scale[:, None] * w[None, :]
+    tl.store(Y + row[:, None] * columns + column[None, :], y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(SCALE + row, scale, mask=row < rows)
+
+
+@triton.jit
+def _norm_backward(
+    X,
+    W,
+    SCALE,
+    DY,
+    DX,
+    DW,
+    rows,
+    columns,
+    stride,
+    d_stride,
+    programs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.arange(0, COLUMNS)
+    w = tl.load(W + column, mask=column < columns, other=0.0).to(tl.float32)
+    d_w = tl.zeros((COLUMNS,), tl.float32)
+    first = tl.program_id(0).to(tl.int64)
+    for start in range(first * ROWS, rows, programs * ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        scale = tl.load(SCALE + row, mask=row < rows, other=0.0)
+        x = tl.load(X + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        d_y = tl.load(DY + row[:, None] * d_stride + column[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        normal, slope = x * scale[:, None], d_y * w[None, :]
+        d_w += tl.sum(d_y * normal, 0)
+        d_x = (slope - normal * (tl.sum(slope * normal, 1) / columns)[:, None]) * scale[:, None]
+        tl.store(
+            DX + row[:, None] * columns + column[None, :], d_x.to(DX.dtype.element_ty), mask=inside
+        )
+    tl.store(DW + first * columns + column, d_w, mask=column < columns)
+
+
+class _Rotary(torch.autograd.Function):
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) of the halves of a head; back by the opposite
+    angle."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, freqs: Tensor) -> Tensor:
+        ctx.save_for_backward(freqs)
+        return _turned(t, freqs, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_t: Tensor) -> tuple[Tensor, None]:
+        return _turned(d_t, *ctx.saved_tensors, -1.0), None
+
+
+def _turned(t: Tensor, freqs: Tensor, sign: float) -> Tensor:
+    s, batch, heads, dim = t.shape
+    t = t if t.stride(3) == 1 else t.contiguous()
+    out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    blocks = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
+    _turn[(s * batch,)](
+        t, out, freqs.contiguous(), batch, heads, dim // 2, *t.stride()[:3], sign, **blocks
+    )
+    return out
+
+
+@triton.jit
+def _turn(
+    X,
+    Y,
+    ANGLES,
+    batch,
+    heads,
+    half,
+    stride_s,
+    stride_b,
+    stride_h,
+    sign,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    token, line = place // batch, place % batch
+    lane, head = tl.arange(0, HALF), tl.arange(0, HEADS)
+    angle = tl.load(ANGLES + token * 2 * half + lane, mask=lane < half, other=0.0)
+    cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * sign)[None, :]
+    inside = (head[:, None] < heads) & (lane[None, :] < half)
+    x = X + token * stride_s + line * stride_b + head[:, None] * stride_h + lane[None, :]
+    y = Y + (place * heads + head[:, None]) * 2 * half + lane[None, :]
+    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y, (first * cos - second * sin).to(Y.dtype.element_ty), mask=inside)
+    tl.store(y + half, (second * cos + first * sin).to(Y.dtype.element_ty), mask=inside)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU, q being the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a
+    q."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        _swiglu_forward[(triton.cdiv(y.numel(), _BLOCK),)](
+            x, y, y.numel(), y.shape[-1], BLOCK=_BLOCK
+        )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        d_y, d_x = d_y.contiguous(), torch.empty_like(x)
+        _swiglu_backward[(triton.cdiv(d_y.numel(), _BLOCK),)](
+            x, d_y, d_x, d_y.numel(), d_y.shape[-1], BLOCK=_BLOCK
+        )
+        return d_x
+
+
+@triton.jit
+def _swiglu_forward(X, Y, size, columns, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = X + at // columns * 2 * columns + at % columns
+    a = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Y + at, (a * tl.sigmoid(a) * b).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(X, DY, DX, size, columns, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    place = at // columns * 2 * columns + at % columns
+    a = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(X + place + columns, mask=inside, other=0.0).to(tl.float32)
+    d_y = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
+    q = tl.sigmoid(a)
+    tl.store(DX + place, (d_y * b * q * (1.0 + a * (1.0 - q))).to(DX.dtype.element_ty), mask=inside)
+    tl.store(DX + place + columns, (d_y * a * q).to(DX.dtype.element_ty), mask=inside)
+
+
+def _rows_at_once(columns: int) -> dict[str, int]:
+    wide = triton.next_power_of_2(columns)
+    return {"ROWS": max(1, _BLOCK // wide), "COLUMNS": wide}
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _vector(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

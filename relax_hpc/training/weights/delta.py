@@ -1,0 +1,130 @@
+"""Deltas of a record against an older one: changed blocks, as differences that compress well.
+
+A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the
+exclusive or of old and new is nearly all zeros, more so with the first bytes of all numbers
+together, then the second ones.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from relax_hpc.base.versions import Version
+from relax_hpc.net.transport import SlabPool
+from relax_hpc.training.weights.manifest import Chunk, Delta, checksum
+from relax_hpc.training.weights.ring import SlabRing
+from relax_hpc.training.weights.tensors import ITEM_BYTES, Tensor
+
+BLOCK_BYTES = 64 << 10
+_HEAD = struct.Struct("<4sQBI")
+_MAGIC = b"RLXD"
+_LEVEL = 1
+
+
+class Deltas:
+    """One actor rank's: keeps a copy of the last anchor, and offers what differs from it beside
+    each whole version."""
+
+    def __init__(
+        self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, Tensor], every: int
+    ) -> None:
+        """``every``: versions from one anchor to the next; 0: there are none."""
+        self.every, self.anchor = every, Version(0, 0)
+        self.bytes = self.whole_bytes = 0
+        """Bytes of the deltas offered so far, and of the records that they stand for."""
+        self._ring = ring
+        self._copy = pool.take(max(1, ring.bytes)).memory if every else memoryview(b"")
+        self._items = [
+            min(ITEM_BYTES[tensors[part.name].dtype] for part in parts)
+            for _, _, parts in ring.chunks
+        ]
+
+    def add(self, version: Version, slab: int, chunks: Sequence[Chunk]) -> tuple[list[Chunk], str]:
+        """Chunks with their deltas, and the anchor; "" without."""
+        if not self.every:
+            return list(chunks), ""
+        if (
+            version.incarnation != self.anchor.incarnation
+            or version.number - self.anchor.number >= self.every
+        ):
+            self.anchor = version
+            for index, (begin, end, _) in enumerate(self._ring.chunks):
+                self._copy[begin:end] = self._ring.record(slab, index)
+            return list(chunks), str(version)
+        return [self._with_delta(index, slab, chunk) for index, chunk in enumerate(chunks)], str(
+            self.anchor
+        )
+
+    def _with_delta(self, index: int, slab: int, chunk: Chunk) -> Chunk:
+        begin, end, _ = self._ring.chunks[index]
+        data = encode(self._copy[begin:end], self._ring.record(slab, index), self._items[index])
+        self.bytes, self.whole_bytes = self.bytes + len(data), self.whole_bytes + chunk.bytes
+        if len(data) >= chunk.bytes:
+            return chunk
+        name = f"{chunk.name}-delta"
+        offers = self._ring.offer_beside(slab, name, data)
+        return replace(chunk, delta=Delta(name, len(data), checksum(data), offers))
+
+
+def encode(old: memoryview, new: memoryview, item: int) -> bytes:
+    """Delta of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes:
+    1, 2, 4 or 8."""
+    import zstandard
+
+    if len(old) != len(new):
+        raise ValueError(
+            f"delta: found records of {len(old)} and {len(new)} bytes, allowed: equal ones"
+        )
+    one, other = _blocks(old), _blocks(new)
+    changed = (one != other).any(axis=1)
+    difference = one[changed] ^ other[changed]
+    planes = difference.reshape(-1, item).T.tobytes()
+    body = zstandard.ZstdCompressor(level=_LEVEL).compress(planes)
+    return (
+        _HEAD.pack(_MAGIC, len(new), item, int(changed.sum()))
+        + np.packbits(changed).tobytes()
+        + body
+    )
+
+
+def apply(old: bytearray, delta: memoryview) -> None:
+    """Turn ``old`` into what ``delta`` was made of. Applied twice, it gives the old again.
+    ValueError: it is none."""
+    import zstandard
+
+    if len(delta) < _HEAD.size:
+        raise ValueError(f"delta: found {len(delta)} bytes, less than a header")
+    magic, size, item, count = _HEAD.unpack_from(delta)
+    if magic != _MAGIC or size != len(old) or item not in (1, 2, 4, 8):
+        raise ValueError(f"delta: not one of a record of {len(old)} bytes")
+    blocks = -(-size // BLOCK_BYTES)
+    start = _HEAD.size + -(-blocks // 8)
+    flags = np.frombuffer(delta[_HEAD.size : start], np.uint8)
+    changed = np.flatnonzero(np.unpackbits(flags, count=blocks))
+    try:
+        planes = zstandard.ZstdDecompressor().decompress(
+            delta[start:], max_output_size=count * BLOCK_BYTES
+        )
+    except zstandard.ZstdError as error:
+        raise ValueError(f"delta: {error}") from error
+    if len(changed) != count or len(planes) != count * BLOCK_BYTES:
+        raise ValueError(
+            f"delta: {len(changed)} changed blocks with {len(planes)} bytes, its header says "
+            f"{count} blocks"
+        )
+    difference = np.frombuffer(planes, np.uint8).reshape(item, -1).T.reshape(count, BLOCK_BYTES)
+    record = np.frombuffer(old, np.uint8)
+    for number, block in zip(changed, difference, strict=True):
+        room = record[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        room ^= block[: len(room)]
+
+
+def _blocks(record: memoryview) -> np.ndarray:
+    """[blocks, BLOCK_BYTES] uint8, zeros behind the end; a copy only if there have to be some."""
+    array = np.frombuffer(record, np.uint8)
+    array = np.pad(array, (0, -len(array) % BLOCK_BYTES)) if len(array) % BLOCK_BYTES else array
+    return array.reshape(-1, BLOCK_BYTES)

@@ -1,0 +1,85 @@
+"""Tensors of a run's model that are not trained, such as what makes speech of thoughts: written
+once for all versions.
+
+Each version with files has that file too, by a hard link, so that its directory holds a whole
+model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.base.weight_files import TYPE_BYTES, Stored, read_header, read_pieces, weight_files
+from relax_hpc.training.weights.manifest import FileSums, WeightsError
+from relax_hpc.training.weights.tensors import Tensor, header_of
+from relax_hpc.training.weights.version_files import write_summed
+
+FILE = "untrained.safetensors"
+"""Name of the file in a run's folder of weights."""
+
+
+class Untrained:
+    """Untrained tensors of a ``model``, a Hugging Face directory: those whose names have such
+    ``beginnings``.
+
+    They are written to ``path`` when a version first needs them. WeightsError: a file of the model
+    cannot be read.
+    """
+
+    def __init__(self, model: Path, beginnings: Sequence[str], path: Path) -> None:
+        paths = weight_files(model) if beginnings else []
+        stored: dict[str, tuple[Path, Stored]] = {}
+        for file in paths:
+            tensors = _read_tensors(file)
+            names = [name for name in tensors if name.startswith(tuple(beginnings))]
+            stored |= {name: (file, tensors[name]) for name in names}
+        whole = {name: Tensor(entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
+        self._header, order = header_of(whole)
+        self._stored = {name: stored[name] for name in order}
+        self._path = path
+        self._sums: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def bytes(self) -> int:
+        return sum(stored.bytes for _, stored in self._stored.values())
+
+    def files(self, name: str) -> dict[str, str]:
+        """Name of each tensor -> ``name``, that of the file."""
+        return dict.fromkeys(self._stored, name)
+
+    def put(self, target: Path) -> FileSums:
+        """Have the file as ``target`` too; its sums. OSError: no room, or it cannot be written."""
+        if not self._sums:
+            partial = self._path.with_name(f".{self._path.name}")
+            self._sums = write_summed(self._pieces(), partial, sync=True)
+            partial.rename(self._path)
+        target.unlink(missing_ok=True)
+        try:
+            target.hardlink_to(self._path)
+        except OSError:
+            # Some filesystems have no links; where there is no room, this says so.
+            shutil.copyfile(self._path, target)
+        return {target.name: self._sums}
+
+    def _pieces(self) -> Iterator[bytes]:
+        yield self._header
+        try:
+            for path, stored in self._stored.values():
+                yield from read_pieces(path, stored)
+        except ConfigError as error:
+            raise WeightsError(str(error)) from error
+
+
+def _read_tensors(path: Path) -> dict[str, Stored]:
+    """Tensors in the header of a file. WeightsError: it is not a whole safetensors file."""
+    try:
+        return read_header(path, TYPE_BYTES).tensors
+    except ConfigError as error:
+        raise WeightsError(str(error)) from error
