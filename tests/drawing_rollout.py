@@ -25,6 +25,7 @@ from relax_hpc.net.rendezvous.world import World
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards import RewardInput
+from relax_hpc.roles import rollout as rollout_role
 from relax_hpc.rollout import rollout_rank
 from relax_hpc.rollout.engines import transformers_engine as engine
 
@@ -116,7 +117,7 @@ def serve(run: RunDir, config: Config, incarnation: int) -> None:
     with QueueClient(run, config, "rollout", incarnation) as client:
         spans = Spans(run.root / f"spans-{incarnation}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
-        rollout_rank.run(
+        rollout_role.run(
             Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag())
         )
 

@@ -37,7 +37,8 @@ from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards import Reward, RewardInput
 from relax_hpc.rewards.placement import InThread
-from relax_hpc.rollout import group_rewards, replica, rollout_rank
+from relax_hpc.roles import rollout as rollout_role
+from relax_hpc.rollout import group_rewards, replica
 from relax_hpc.rollout.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -407,7 +408,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
             with QueueClient(run, config, "rollout", incarnation) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout_rank.run(
+                rollout_role.run(
                     Context(
                         run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()
                     )

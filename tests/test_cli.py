@@ -284,11 +284,11 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         return 3
 
     for name in (
-        "metrics.plot",
-        "observe.status_view",
-        "observe.listing",
-        "lifecycle.stop",
-        "lifecycle.scale",
+        "base.metrics.plot",
+        "ops.observe.status_view",
+        "ops.observe.listing",
+        "commands.stop",
+        "commands.scale",
     ):
         replace(monkeypatch, f"relax_hpc.{name}", main=take)
     replace(monkeypatch, "relax_hpc.ops.doctor.doctor", main=take)

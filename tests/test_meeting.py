@@ -29,7 +29,7 @@ from relax_hpc.net.transport.links import Deadline  # noqa: E402
 from relax_hpc.net.transport.wire import pack  # noqa: E402
 from relax_hpc.training import authenticated_store  # noqa: E402
 from relax_hpc.training.authenticated_store import MeetingStore, Remote, serve, store_of  # noqa: E402
-from relax_hpc.training.cpu import single_process
+from relax_hpc.training.cpu import single_process  # noqa: E402
 
 pytestmark = pytest.mark.run
 

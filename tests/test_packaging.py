@@ -109,7 +109,15 @@ def test_every_folder_with_code_is_a_package() -> None:
 def test_the_wheel_has_the_examples_instead_of_what_stands_for_them_in_a_checkout(
     tmp_path: Path,
 ) -> None:
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "relax_hpc", "slurm", "examples"):
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "relax_hpc",
+        "slurm",
+        "examples",
+        "configs",
+    ):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         is_folder = (ROOT / name).is_dir()
         copy = partial(shutil.copytree, ignore=ignored) if is_folder else shutil.copy

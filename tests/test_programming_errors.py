@@ -1,5 +1,4 @@
-"""Programming errors in plug-ins end a run before it has made progress, and are retried
-afterwards."""
+"""Programming errors in plug-ins end a run that has made no progress, and are retried later."""
 
 from __future__ import annotations
 
@@ -272,7 +271,7 @@ def test_the_same_error_after_a_step_is_retried(
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Module my_plugin, imported from a folder of its own."""
+    """Module my_plugin, imported from the test's folder."""
     source = """
 from relax_hpc.algorithms.base import drawn_tokens
 
@@ -342,8 +341,8 @@ def test_names_of_plugins_are_found_in_settings() -> None:
     ],
 )
 def test_a_role_is_ended_only_by_plugins_that_it_calls(role: str, sections: set[str]) -> None:
-    found = settings_of_role(Config(), role)
-    assert sections == found.keys() & {"rollout", "data", "algorithm"}
+    settings = settings_of_role(Config(), role)
+    assert sections == settings.keys() & {"rollout", "data", "algorithm"}
 
 
 def failure(detail: str, location: str, reason: str = "reward_exception") -> Failure:

@@ -21,7 +21,7 @@ from relax_hpc.queue.client.segments import START  # noqa: E402
 from relax_hpc.queue.inspect.audit import Ledger  # noqa: E402
 from relax_hpc.queue.row_schema import Row  # noqa: E402
 from relax_hpc.queue.storage import record_file  # noqa: E402
-from tests.routes_helpers import (  # noqa: E402  # noqa: F401
+from tests.routes_helpers import (  # noqa: E402, F401
     SHAPE,
     declared_fixture,
     experts_model,

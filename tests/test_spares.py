@@ -63,8 +63,10 @@ class Drawing(FaultyEngine):
 
 
 def run(
-    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, **about: object
-) -> tuple[Controller, list[list[str]]]:  # noqa: F811
+    world: SimpleNamespace,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    **about: object,
+) -> tuple[Controller, list[list[str]]]:
     """The role and an actor until the only step is trained; the queue, and what was asked of the
     engine."""
     world.config.data.shuffle = False

@@ -1,5 +1,4 @@
-"""The wheel, installed in a new virtual environment, as its user works with it in an empty
-folder."""
+"""The wheel, installed in a new virtual environment, as its user works with it."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The wheel of this checkout. Its dependencies are those of this environment, by a `.pth` file,
-    which shows its packages but not its editable installations."""
+    """The wheel of this checkout. It sees the dependencies of this environment by a `.pth` file,
+    which shows packages but no editable installations."""
     folder = tmp_path_factory.mktemp("wheel")
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     # Building writes into the folder that it builds from.
@@ -133,8 +132,7 @@ def test_commands_find_packaged_files_by_name(installed: Installed) -> None:
     [
         (
             "quikstart",
-            "allowed: the path of a YAML file (with a slash or .yaml), or one of the packaged "
-            "audio,",
+            "the path of a YAML file (with a slash or .yaml), or one of the packaged audio,",
         ),
         ("quickstart.yaml", "quickstart.yaml: cannot be read: No such file"),
         ("runs/quickstart", "runs/quickstart: cannot be read: "),

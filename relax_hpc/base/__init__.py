@@ -1,1 +1,1 @@
-"""What all other packages use: errors, fields, run directories, metrics, small helpers."""
+"""Errors, fields, run directories, metrics and small helpers, which all other packages use."""

@@ -26,13 +26,13 @@ _FIELDS_IN_CLASS = re.compile(r"^[ \t]+fields\s*[:=]", re.MULTILINE)
 
 
 def engine_class(kind: str) -> Any:
-    """The class of engines of ``kind``. ConfigError: there is none."""
+    """The class of engines of ``kind``. ConfigError: the kind is unknown."""
     return named(KIND_KEY, kind, ENGINE_CLASSES)
 
 
 def declared_fields(kind: str) -> tuple[FieldSpec, ...]:
-    """Fields that the engine class of ``kind`` declares in its attribute `fields`; empty for a kind
-    that does not exist."""
+    """Fields that the engine class of ``kind`` declares in its attribute `fields`; empty for an
+    unknown kind."""
     if ":" not in kind and not _may_declare_fields(kind):
         return ()
     return tuple(getattr(engine_class(kind), "fields", ()))

@@ -1,7 +1,6 @@
 """Configuration files that come with the package, which commands find by a short name.
 
-`--config quickstart` is `configs/runs/quickstart.yaml` of the installed package, or of the
-checkout.
+`--config quickstart` is `configs/runs/quickstart.yaml` of the installed package or the checkout.
 """
 
 from __future__ import annotations
@@ -33,33 +32,32 @@ def packaged_configs() -> dict[str, Path]:
 
 
 def find_config(name: str | Path) -> Path:
-    """The file that ``name`` stands for: a path, or the short name of a packaged configuration
-    file.
+    """The file that ``name`` stands for: a path, or the short name of a packaged file.
 
     A name is a path if it has a slash or ends in .yaml, .yml or .json, or if no packaged file but a
-    file in the working directory has it. ConfigError: it is a short name, and there is no such
-    file.
+    file in the working directory has it. ConfigError: it is an unknown short name.
     """
     path = Path(name)
     if "/" in str(name) or path.suffix in _SUFFIXES:
         return path
-    known = packaged_configs()
-    if str(name) in known:
-        return known[str(name)]
+    packaged = packaged_configs()
+    if str(name) in packaged:
+        return packaged[str(name)]
     if path.exists():
         return path
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name), packaged, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"--config: found {str(name)!r}, allowed: the path of a YAML file (with a slash or .yaml), "
-        "or one "
-        f"of the packaged {', '.join(known)}{hint}"
+        f"--config: found {str(name)!r}, allowed: the path of a YAML file (with a slash or "
+        f".yaml), or one of the packaged {', '.join(packaged)}{hint}"
     )
 
 
 def find_model(path: str) -> str:
-    """Path of the model that ``path`` stands for: itself, or the folder of the packaged config.json
-    of that name if the working directory has no such folder."""
+    """Path of the model that ``path`` stands for: itself, or a packaged config.json's folder.
+
+    A folder of that name in the working directory comes first.
+    """
     packaged = configs_folder() / "models" / path
     if path in ("", ".", "..") or "/" in path or Path(path).exists() or not packaged.is_dir():
         return path

@@ -25,8 +25,7 @@ _NAMES = (
     "ModuleNotFoundError",
 )
 _DESCRIPTION = re.compile(rf"(?:\w+: )?(?:{'|'.join(_NAMES)}): ")
-"""Beginning of a description of such an error, behind an optional reason such as
-`reward_exception`."""
+"""Beginning of a description of such an error, after an optional reason (`reward_exception`)."""
 _PLUGIN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_][\w.]*")
 """Name of a plug-in in a configuration: `package.module:attribute`."""
 _PACKAGE = f"{Path(str(relax_hpc.__file__)).parent}/"
@@ -45,8 +44,8 @@ def is_description(text: str) -> bool:
 
 
 def describe_programming_error(error: BaseException, plugins: Iterable[str]) -> str:
-    """One line on a programming error: the exception, the last file and line in a plug-in, and what
-    to do. Empty: ``error`` is of another kind, or no plug-in is involved.
+    """One line on a programming error: the exception, the last file and line in a plug-in, and the
+    remedy. Empty: ``error`` is of another kind, or no plug-in is involved.
 
     ``plugins``: names of plug-ins, see `plugin_names`.
     """
@@ -77,23 +76,22 @@ def plugin_names(settings: Any) -> Iterator[str]:
 
 
 def _imported_module(plugin: str) -> ModuleType | None:
-    """The module of a plug-in, if this process has imported it and it is not a part of this
-    package."""
+    """The module of a plug-in, if this process has imported it and this package lacks it."""
     module = sys.modules.get(plugin.partition(":")[0])
     file = getattr(module, "__file__", None)
     return module if file and not file.startswith(_PACKAGE) else None
 
 
 def _location(error: BaseException, modules: Iterable[ModuleType]) -> str:
-    """`FILE:LINE in FUNCTION` of the last frame in a plug-in's package or in other code of the
-    user; empty if there is no such frame."""
+    """`FILE:LINE in FUNCTION` of the last frame in a plug-in's package or in other user code.
+
+    Empty: there is no such frame.
+    """
     sources = tuple(_source(module) for module in modules)
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = (
-        [frame for frame in frames if frame.filename.startswith(sources)] if sources else []
-    )
-    if own_frames:
-        return _format(own_frames[-1])
+    plugin_frames = [frame for frame in frames if frame.filename.startswith(sources)]
+    if plugin_frames:
+        return _format(plugin_frames[-1])
     return locate(error).location if has_user_frame(error) else ""
 
 

@@ -1,1 +1,1 @@
-"""What operators look at: status, reports, samples, logs, the doctor, checks and memory plans."""
+"""Status, reports, samples, logs, the doctor, checks and memory plans, for operators of runs."""

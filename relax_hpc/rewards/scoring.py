@@ -39,8 +39,10 @@ def _first_parameter(reward: Reward) -> str:
 
 def is_async(reward: Reward) -> bool:
     """Whether a call of ``reward`` has to be awaited."""
-    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or inspect.iscoroutinefunction(  # noqa: B004 - an object whose method is `async def`
-        getattr(reward, "__call__", None)
+    # An object may have a method `__call__` that is `async def`.
+    method = getattr(reward, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or (
+        inspect.iscoroutinefunction(method)
     )
 
 

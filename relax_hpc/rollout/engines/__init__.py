@@ -1,7 +1,7 @@
 """Inference engines: one request, one answer; `make_engine` finds them by the name of their kind.
 
-One's own is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, made with
-the arguments of `make_engine`.
+A plug-in is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, which is
+made with the arguments of `make_engine`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def make_engine(
     log_dir: Path,
     place: int | None = None,
 ) -> Engine:
-    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the
-    weights of `version`.
+    """The engine that `config.rollout.engine.kind` names, not started.
 
-    ``number``: of the engine in its group. ``place``: its number among those of its node, by which
-    it finds its GPUs; ``number`` if left out. ConfigError: there is no such kind.
+    ``model_dir`` holds the weights of ``version``. ``number`` is the engine's number in its group,
+    and ``place`` its number on its node, by which it finds its GPUs; the default is ``number``.
+    ConfigError: the kind is unknown.
     """
     kind = config.rollout.engine.kind
     engine = engine_class(kind)
@@ -45,7 +45,7 @@ def _check_fields_are_declared(kind: str, engine: type) -> None:
     undeclared = [spec.name for spec in fields if spec.name not in FIELDS]
     if undeclared and ":" not in kind:
         raise ConfigError(
-            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that {engine.__name__} "
-            "inherits, "
-            "allowed: fields that its own class body assigns; assign `fields` there"
+            f"{KIND_KEY}: {kind}: found fields {', '.join(undeclared)} that "
+            f"{engine.__name__} inherits, allowed: fields that its own class body assigns; "
+            "assign `fields` there"
         )

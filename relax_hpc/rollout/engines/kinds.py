@@ -18,8 +18,7 @@ returns its findings, one line each. A kind that is not listed has no settings t
 
 
 def findings_of(kind: str, config: Config) -> Iterable[str]:
-    """Mistakes of ``config`` for engines of this kind, one line each. ConfigError: the kind is
-    unknown."""
+    """Mistakes of ``config`` for engines of ``kind``, one line each. ConfigError: it is unknown."""
     if kind not in ENGINE_CLASSES:
         engine_class(kind)
         return ()
