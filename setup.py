@@ -50,12 +50,8 @@ EXTRAS = {
     "games": ["gymnasium>=1"],
     "math": ["math-verify[antlr4_13_2]>=0.9", "sympy>=1.13"],
     "dev": [
-        "pytest>=8",
-        "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",
-        "hypothesis>=6",
-        "ruff>=0.12",
-        "packaging",
+        *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6"),
+        *("ruff>=0.12", "packaging", "mkdocs>=1.6", "mkdocs-material>=9.6"),
     ],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

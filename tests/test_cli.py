@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ from relax_hpc.config.options import options
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "runs" / "quickstart.yaml")
+SCHEMA = ROOT / "relax_hpc" / "config" / "schema"
 FROZEN = Path(__file__).with_name("frozen_cli.txt")
 REGENERATE = "python -m tests.test_cli > tests/frozen_cli.txt"
 
@@ -611,6 +614,33 @@ def test_the_doctor_says_nothing_that_follows_from_a_mistake(
     assert [line for line in said if not line.startswith("ok ")] == [
         "error    command line: prompts_per_step: found 0 (int), allowed: at least 1"
     ]
+
+
+def test_help_shows_whole_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every paragraph of the docstrings in the schema, of sections and of settings."""
+    assert main(["run", "--help", "all"]) == EXIT_DONE
+    printed = "".join(capsys.readouterr().out.split())
+    texts = [text for path in SCHEMA.glob("*.py") for text in schema_docstrings(path)]
+    assert any("\n\n" in text for text in texts), (
+        "no description has several paragraphs: the test proves nothing"
+    )
+    assert not [text for text in texts if "".join(text.split()).rstrip(".") not in printed]
+
+
+def schema_docstrings(path: Path) -> Iterator[str]:
+    """Docstrings of the sections in a file of the schema, and of their settings."""
+    for node in ast.parse(path.read_text()).body:
+        # Groups are named by the user, so their settings are no fixed options.
+        if not isinstance(node, ast.ClassDef) or node.name in (
+            "Config",
+            "GroupConfig",
+            "ResourcesConfig",
+        ):
+            continue
+        for child, following in zip(node.body, [*node.body[1:], None], strict=True):
+            is_text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            if is_text and not isinstance(following, ast.FunctionDef):
+                yield child.value.value
 
 
 def test_options_are_frozen() -> None:

@@ -14,7 +14,7 @@ import pytest
 from relax_hpc.config.options import options
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "env" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "env" / "README.md"])
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _LINES = 130
 _RIDDLE = re.compile(
@@ -45,12 +45,9 @@ def test_links_lead_somewhere(page: Path) -> None:
             )
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= _LINES
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(
-        _LINK.findall(text)
-    )
+def test_the_readme_is_short() -> None:
+    """The navigation of the site leads to every page: tests/test_docs_site.py."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= _LINES
 
 
 def test_what_follows_from_the_code_is_up_to_date() -> None:
@@ -73,8 +70,8 @@ def words(heading: str) -> list[tuple[str, str]]:
 
 
 def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
-    own = [word for cell, _ in words("# Words") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
-    assert len(own) == len(set(own)) < 25
+    own = [word for cell, _ in words("# Glossary") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
+    assert len(own) == len(set(own)) <= 20
     text = (
         " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py")))
         .replace("_", " ")
@@ -83,10 +80,10 @@ def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
     assert not [word for word in own if not re.search(rf"\b{word}", text)]
 
 
-def test_words_that_were_given_up_do_not_come_back() -> None:
+def test_names_that_are_not_used_do_not_come_back() -> None:
     gone = {
         name
-        for cell, _ in words("## Words that were given up")
+        for cell, _ in words("## Names that are not used")
         for name in re.findall(r"`(\w+)`", cell)
     }
     found = []

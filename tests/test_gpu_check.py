@@ -38,7 +38,7 @@ def gpu(monkeypatch):
 
 def test_the_rows_are_those_of_the_page_and_each_can_be_measured(gpu) -> None:
     """What a job is asked for, on tiny shapes too, is what its program takes."""
-    rows, page = gpu("rows"), (GPU.parents[1] / "docs/benchmarks.md").read_text()
+    rows, page = gpu("rows"), (GPU.parents[1] / "docs/benchmarks/gpu.md").read_text()
     shown = re.findall(r"^\| (.+?) \|", page.partition("<!-- table gpu")[2], re.MULTILINE)
     assert shown[2:] == [row.what for row in rows.ROWS]
     assert {job for row in rows.ROWS for job in row.jobs} == set(rows.JOBS)

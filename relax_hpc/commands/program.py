@@ -59,7 +59,7 @@ _SETTINGS = (
     "{name} --help "
     "rollout` explains those of a section, `--help model.tiny` those of a part, `--help all` all "
     "of them. "
-    "docs/configuration.md has them in one page."
+    "docs/configuration/ has all of them as pages."
 )
 
 

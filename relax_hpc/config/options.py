@@ -76,8 +76,8 @@ def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
 
 
 def _summary(cls: Any) -> str:
-    """First paragraph of the docstring of ``cls``, without its full stop."""
-    return " ".join(cls.__doc__.partition("\n\n")[0].split()).rstrip(".")
+    """Whole docstring of ``cls`` in one line, without its last full stop."""
+    return " ".join(cls.__doc__.split()).rstrip(".")
 
 
 @functools.cache

@@ -4,8 +4,8 @@ of date.
     python tools/docs           # write them
     python tools/docs --check   # exit code 1 and their names if they would change
 
-Whole pages: configuration.md, metrics.md. Tables between `<!-- table NAME -->` and `<!-- end -->`
-in any other page.
+Whole files: configuration/*.md, metrics.md, pictures/*.svg. Tables between `<!-- table NAME -->`
+and `<!-- end -->` in any other page.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import gpu
 import metrics
 import option_names
 import packages
+import pictures
 
 import examples
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"configuration.md": configuration.page, "metrics.md": metrics.page}
 TABLES = {
     "packages": packages.table,
     "benchmarks": benchmarks.table,
@@ -35,22 +35,28 @@ TABLES = {
     "example": examples.block,
 }
 """Name -> from the word behind it in the marker, if there is one, to the lines."""
-_LINES_OF_NOW = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)
+_PACKAGE_LINES = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)
 """Every commit changes these; `--check` looks at the packages alone."""
 _TABLE = re.compile(r"(<!-- table (\w+) ?([\w-]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Each page of which a part is made, and how it should read."""
-    for name, make in PAGES.items():
-        yield ROOT / "docs" / name, make()
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        if path.name not in PAGES and "<!-- table " in (text := path.read_text()):
+    """Each file that is generated, in whole or in part, and the text that it should have."""
+    whole = {**configuration.pages(), "metrics.md": metrics.page(), **pictures.pictures()}
+    for name, text in whole.items():
+        yield ROOT / "docs" / name, text
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if str(path.relative_to(ROOT / "docs")) in whole:
+            continue
+        text = path.read_text()
+        if "<!-- table " in text:
             yield path, _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
 
 
 def _same(old: str, new: str, exactly: bool) -> bool:
-    return old == new if exactly else _LINES_OF_NOW.sub(r"\1", old) == _LINES_OF_NOW.sub(r"\1", new)
+    return (
+        old == new if exactly else _PACKAGE_LINES.sub(r"\1", old) == _PACKAGE_LINES.sub(r"\1", new)
+    )
 
 
 def main() -> int:
@@ -63,6 +69,7 @@ def main() -> int:
         if not path.exists() or not _same(path.read_text(), text, exactly=not check):
             stale.append(str(path.relative_to(ROOT)))
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     print(
         "\n".join(

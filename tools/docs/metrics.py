@@ -6,13 +6,21 @@ from relax_hpc.base.metrics.tags import PARTS, TAGS, in_tensorboard
 
 _HEAD = """# Metrics
 
-What a run writes of each step: one flat line in `metrics.jsonl`, and the same scalars for TensorBoard, where the name
-of each has the place of its part before it, `{first}`, so that what people look for first comes first. Made from
-[relax_hpc/base/metrics/tags.py](../relax_hpc/base/metrics/tags.py) by `python tools/docs`; tests compare it with what runs
-write. `<name>` stands for any word; seconds by role are in a part of their own there, `{seconds}`.
+After reading this page you can find the meaning of any metric of a run.
 
-TensorBoard has two more: in its Text tab a few episodes every `samples.tensorboard_every` steps, and in its HParams tab
-the run's configuration beside its last reward. `relax-hpc samples RUN` shows more of what the model writes.
+```
+tensorboard --logdir runs
+tail -n 1 runs/mine/metrics.jsonl
+```
+
+A run writes one flat line for each step to `metrics.jsonl`, and the same scalars for TensorBoard.
+There the name of each scalar begins with the number of its section, `{first}`, so that the most
+important ones come first. Seconds of roles have a separate section, `{seconds}`. `<name>` stands
+for any word. The page is generated from [relax_hpc/base/metrics/tags.py](../relax_hpc/base/metrics/tags.py) by
+`python tools/docs`. Tests compare it with the output of runs.
+
+TensorBoard also shows some episodes in its Text tab, every `samples.tensorboard_every` steps, and
+the configuration with the last reward in its HParams tab. `relax-hpc samples RUN` shows more episodes.
 `metrics.trackers` names classes of yours that receive the same lines: [a tracker](extending.md#a-tracker).
 """
 

@@ -7,7 +7,7 @@ from relax_hpc.config.other_trainers import TABLE, TRAINERS, OtherName, names_of
 
 def table(_: str) -> str:
     """Lines of the table: names here, in each trainer, and a note."""
-    rows = [f"| here | {' | '.join(TRAINERS)} | note |", "|---|---|---|---|---|"]
+    rows = [f"| here | {' | '.join(TRAINERS)} | note |", "|---" * (len(TRAINERS) + 2) + "|"]
     rows += [_row(setting) for setting in TABLE]
     return "\n".join(rows)
 

@@ -1,14 +1,8 @@
-"""The packages of relax_hpc: files, lines, and which other packages they import.
-
-git archive COMMIT relax_hpc | tar x -C FOLDER
-python tools/docs/packages.py FOLDER > tools/docs/results/packages-COMMIT.json
-"""
+"""The packages of relax_hpc: files, lines, and which other packages they import."""
 
 from __future__ import annotations
 
 import ast
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,10 +45,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
         yield from imported(node)
 
 
-def table(state: str) -> str:
-    """``state``: `now`, or the name of a stored one."""
-    stored = Path(__file__).with_name("results") / f"packages-{state}.json"
-    found = packages(ROOT) if state == "now" else json.loads(stored.read_text())
+def table(_: str) -> str:
+    """Lines of the table of packages."""
+    found = packages(ROOT)
     rows = [
         (f"`{'relax_hpc' if name == _TOP else name}/`", about)
         for name, about in sorted(found.items())
@@ -67,7 +60,3 @@ def table(state: str) -> str:
     ]
     imports = sum(len(about["imports"]) for _, about in rows)
     return "\n".join([*lines, f"| `all/` | {total['files']} | {total['lines']:,} | {imports} |"])
-
-
-if __name__ == "__main__":
-    print(json.dumps(packages(Path(sys.argv[1])), indent=1))

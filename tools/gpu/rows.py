@@ -1,4 +1,4 @@
-"""What tools/gpu/check.sh measures, and the table that is made of it, which docs/benchmarks.md
+"""What tools/gpu/check.sh measures, and the table that is made of it, which docs/benchmarks/gpu.md
 shows."""
 
 from __future__ import annotations

@@ -134,7 +134,9 @@ def main() -> int:
             "measured."
         )
     elif args.store:
-        print(f"stored: {store(about, found)}; python tools/docs shows it in docs/benchmarks.md")
+        print(
+            f"stored: {store(about, found)}; python tools/docs shows it in docs/benchmarks/gpu.md"
+        )
     failed = [
         name
         for name, one in found.items()

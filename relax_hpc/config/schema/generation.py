@@ -98,6 +98,7 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the one that is found belongs to it."""
     temperature: float = bounded(1.0, 0.0)
+    """Divisor of the logits before a token is drawn."""
     top_p: float = bounded(1.0, 0.0, 1.0)
     """Draw from the most probable tokens that have this much of the probability together.
     Log-probabilities are renormalised over the tokens that top_k, top_p and min_p keep. The loss

@@ -55,6 +55,7 @@ class Config:
     heterogeneous Slurm job; `jobs`: one Slurm job a group."""
     seed: int = bounded(0, 0)
     steps: int = bounded(100, 1)
+    """Training steps of the run."""
     prompts_per_step: int = bounded(32, 1)
     """Prompt groups a training step takes."""
     samples_per_prompt: int = bounded(8, 1)

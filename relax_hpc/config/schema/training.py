@@ -60,6 +60,7 @@ class OptimizerConfig:
     """Adam of megatron-core."""
 
     lr: float = bounded(1e-6, 0.0)
+    """Learning rate after the first `warmup_steps`; `schedule` says how it falls after them."""
     final_lr_share: float = bounded(1.0, 0.0, 1.0)
     """Learning rate of the last step as a share of `lr`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
