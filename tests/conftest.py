@@ -21,8 +21,8 @@ from tests.guardian import MARK, RUNS, Session, new_mark, register, session_proc
 from tests.requirements import DEVICE
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
-# Until all is imported, as ranks do (relax_hpc.base.imports): two fifths of the time that collecting
-# takes.
+# Until all is imported, as ranks do (relax_hpc.base.imports): two fifths of the time that
+# collecting takes.
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,5 +1,5 @@
-"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.rollout.engines.sglang.server`
-without a model.
+"""`python -m tests.engine_fake_server ARGS.json`: to a client,
+`relax_hpc.rollout.engines.sglang.server` without a model.
 
 The first token of a prompt, one of the constants, says how its answer is wrong. A child is started
 that would outlive the server, and a part that it cannot do without. If its model has a pipe `hold`,

@@ -251,7 +251,8 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
 def test_what_is_printed_ends_nothing(block: str) -> None:
     """On a real device that is always full; commands neutralise what they print."""
     program = (
-        "from relax_hpc.base.disk_waits import keep_printing; from relax_hpc.base.terminal_text import "
+        "from relax_hpc.base.disk_waits import keep_printing; from relax_hpc.base.terminal_text "
+        "import "
         "harmless_output\n"
     )
     program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"

@@ -247,7 +247,10 @@ def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
     if not library:
         requires("mpi")
     (tmp_path / "mpi4py.py").write_text(library)
-    script = "from relax_hpc.config.schema import MpiConfig; from relax_hpc.base.errors import RelaxError\n"
+    script = (
+        "from relax_hpc.config.schema import MpiConfig; from relax_hpc.base.errors import "
+        "RelaxError\n"
+    )
     script += "from relax_hpc.net.rendezvous.world import join\n"
     script += f"try: join('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
     script += "except RelaxError as error: print(type(error).__name__, error)"

@@ -119,7 +119,10 @@ def test_a_keeper_looks_again_and_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("name", "known"), [("actor.log", True), ("terminal.txt", False)])
 def test_a_process_knows_its_own_log(tmp_path: Path, name: str, known: bool) -> None:
-    code = "import sys; from relax_hpc.base.log_rotation import own_log; sys.stderr.write(str(own_log()))"
+    code = (
+        "import sys; from relax_hpc.base.log_rotation import own_log; "
+        "sys.stderr.write(str(own_log()))"
+    )
     with (tmp_path / name).open("ab") as file:
         words = [sys.executable, "-c", code]
         done = subprocess.run(

@@ -283,7 +283,10 @@ def test_what_every_plane_promises_holds_over_tcp():
 
 @needs_nixl
 def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
-    code = "import os; before = dict(os.environ); from relax_hpc.net.transport.rdma_agent import Agent; "
+    code = (
+        "import os; before = dict(os.environ); from relax_hpc.net.transport.rdma_agent import "
+        "Agent; "
+    )
     code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S

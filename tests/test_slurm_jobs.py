@@ -128,7 +128,8 @@ def comes_back(live: SlurmRun, group: str, fault: str) -> Iterator[None]:
     assert rollbacks(live.run) == before, "steps were lost although there was time to save them"
 
 
-# -- nodes lose power. The first of a job takes the supervisor along, and what knows of it first acts
+# -- nodes lose power. The first of a job takes the supervisor along, and what knows of it first
+# acts
 
 
 def test_the_leading_node_of_the_hub_is_lost(live: SlurmRun) -> None:

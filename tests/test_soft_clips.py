@@ -35,9 +35,8 @@ def test_the_gate_of_sapo_is_open_where_nothing_has_moved() -> None:
 
 
 def test_m2po_cuts_what_is_over_the_budget_and_nothing_else() -> None:
-    """Log-ratios 0.1, 0.7 and 1 of raised tokens, one of 2 that a clip cannot hold: of 0.3 a token 0.9
-    are left, less
-    0.01; both large ones are cut at t^2 = 0.445."""
+    """Log-ratios 0.1, 0.7 and 1 of raised tokens, one of 2 that a clip cannot hold: of 0.3 a token
+    0.9 are left, less 0.01; both large ones are cut at t^2 = 0.445."""
     old = [-3.0] * 4
     log_ratios = [0.1, 0.7, 1.0, -2.0]
     batch = one_row(1.0, [before + one for before, one in zip(old, log_ratios, strict=True)], old)

@@ -10,7 +10,7 @@ from relax_hpc.base.metrics.plot import main
 
 EXAMPLES = """examples:
   python tools/plot_rewards.py runs/quickstart
-  python tools/plot_rewards.py runs/sync runs/async -o compare.pdf --tag staleness/mean --tag 'idle/*'
+  python tools/plot_rewards.py runs/sync runs/async -o compare.pdf --tag 'idle/*'
 """
 
 

@@ -89,7 +89,7 @@ class OverlongConfig:
         `max_tokens` is not 0.
 
         >>> OverlongConfig(max_tokens=10, buffer=4, penalty=2.0).of(np.array([6, 7, 10,
-        11])).tolist()
+        ...     11])).tolist()
         [0.0, 0.5, 2.0, 2.0]
         """
         return self.penalty * np.clip(

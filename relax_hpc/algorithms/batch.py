@@ -20,7 +20,7 @@ class TokenBatch:
 
     >>> import torch
     >>> batch = TokenBatch(logprobs=torch.zeros(1, 2), mask=torch.ones(1, 2),
-    advantages=torch.ones(1, 2))
+    ...     advantages=torch.ones(1, 2))
     >>> batch.advantages.shape, batch.ref_logprobs
     (torch.Size([1, 2]), None)
     """

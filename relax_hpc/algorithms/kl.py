@@ -24,7 +24,7 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """-d: unbiased, high variance, of either sign; useless as a loss, since its gradient has mean 0."""
+    """-d: unbiased, high variance, either sign. It is no loss: its gradient has mean 0."""
     return log_q - log_p
 
 

@@ -153,7 +153,7 @@ def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
     and maxima stay.
 
     >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "episodes": 2.0, "loss/policy": 3.0, "ratio":
-    5.0})
+    ...     5.0})
     {'weight': 2.0, 'tokens': 4.0, 'episodes': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
     """
     result = {}

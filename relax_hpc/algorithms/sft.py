@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class Sft(FromFile):
     """Cross entropy of the tokens that the assistant says: the first step of InstructGPT, arXiv
-    2203.02155, section
-    3.5."""
+    2203.02155, section 3.5."""
 
     sequences: ClassVar[int] = 1
 

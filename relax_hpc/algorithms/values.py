@@ -45,7 +45,7 @@ def explained_variance(means: dict[str, float]) -> float:
     ``means`` of `clipped_value_loss`'s sums.
 
     >>> explained_variance({"value/error_square": 0.5, "value/return": 1.0, "value/return_square":
-    3.0})
+    ...     3.0})
     0.75
     """
     variance = means["value/return_square"] - means["value/return"] ** 2

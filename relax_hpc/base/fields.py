@@ -223,7 +223,7 @@ def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
     """Names of the fields that ``role`` puts into every row, or that it may put beside those.
 
     >>> fields_by("actor_fwd"), fields_by("rollout", optional=True)
-    (('old_logprobs', 'old_logprob_version'), ('media_tokens',))
+    (('old_logprobs', 'old_logprob_version'), ('media_tokens', 'environment'))
     """
     return tuple(
         name for name, spec in FIELDS.items() if spec.by == role and spec.optional == optional

@@ -24,7 +24,7 @@ _NAMES = (
     "UnboundLocalError",
     "ModuleNotFoundError",
 )
-_DESCRIPTION = re.compile(rf"(?:\w+: )?(?:{'|'.join(_NAMES)}): ")
+_DESCRIPTION = re.compile(rf"(?:[a-z_]+: )?(?:{'|'.join(_NAMES)}): ")
 """Beginning of a description of such an error, after an optional reason (`reward_exception`)."""
 _PLUGIN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_][\w.]*")
 """Name of a plug-in in a configuration: `package.module:attribute`."""

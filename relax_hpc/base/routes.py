@@ -40,7 +40,7 @@ class RouteShape:
         """Bytes of an expert's number, the low one first.
 
         >>> [RouteShape(2, experts, 8).width for experts in (128, 256, 257)], RouteShape(2, 256,
-        1).width
+        ...     1).width
         ([1, 1, 2], 2)
         """
         return 1 if self.experts <= NONE or (self.experts == NONE + 1 and self.chosen > 1) else 2

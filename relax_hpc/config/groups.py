@@ -57,7 +57,7 @@ def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
     """Roles that train, in the order of `ROLES`, and the group that each is in.
 
     >>> trainers_of({"hub": GroupConfig(roles=["advantages"]), "training":
-    GroupConfig(roles=["actor"])})
+    ...     GroupConfig(roles=["actor"])})
     {'actor': 'training'}
     """
     placed = {role: name for name, group in groups.items() for role in group.roles}

@@ -1,8 +1,8 @@
 """Chat messages rendered to text by a model's chat template: the only code that renders.
 
 A template is a program of whoever made the model directory. It runs in jinja2's sandbox, in a child
-process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits on CPU time and
-memory.
+process (`relax_hpc.data.template_process`, one of `relax_hpc.net.workers`) with limits on CPU time
+and memory.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class BadLine:
     reason: str
     """broken_json | missing_field | wrong_type | unknown_key | duplicate_id | empty_prompt |
     answer_in_prompt | over_long | special_token | chat_template | tokenizer | media_mismatch, or a
-    reason of `relax_hpc.data.multimodal.bad_media`; of examples also empty_answer | no_preference."""
+    reason of `relax_hpc.data.multimodal.bad_media`; of examples also empty_answer |
+    no_preference."""
     detail: str = field(default="", compare=False)
 
 
@@ -142,9 +143,11 @@ def read_table(path: Path | str, with_media: bool = False) -> Iterator[Row]:
 
 
 def _with_short_floats(path: Path | str, batch: Any) -> Any:
-    """``batch`` whose columns of float16 and float32 have the shortest numbers that name their values,
-    as float64:
-    0.1, where 0.10000000149 is the same float32. ConfigError: two columns have the same name."""
+    """``batch`` with columns of float16 and float32 as float64: the shortest decimal number that
+    rounds to the stored value, such as 0.1 for the float32 0.10000000149.
+
+    ConfigError: two columns have the same name.
+    """
     arrow = import_module("pyarrow")
     names = batch.schema.names
     if len(set(names)) < len(names):

@@ -1,1 +1,2 @@
-"""Import path of earlier releases for `relax_hpc.rollout.engines`, which files of users may have."""
+"""Import path of earlier releases for `relax_hpc.rollout.engines`, which files of users may
+have."""

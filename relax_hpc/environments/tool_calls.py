@@ -98,9 +98,10 @@ def read_turn(text: str, in_thought: bool = False) -> Turn:
 def opens_thought(text: str) -> bool:
     """Whether a turn behind ``text``, the end of a prompt, begins in a thought.
 
-    >>> opens_thought("<|im_start|>assistant\\n<think>\\n"),
-    opens_thought("<think>\\n\\n</think>\\n\\n")
-    (True, False)
+    >>> opens_thought("<|im_start|>assistant\\n<think>\\n")
+    True
+    >>> opens_thought("<think>\\n\\n</think>\\n\\n")
+    False
     """
     return text.rstrip().endswith(THINK)
 

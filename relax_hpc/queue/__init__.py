@@ -15,7 +15,8 @@ the controller through its directory.
 >>> def row(ticket, k):
 ...     about = {"row_id": row_id(ticket, k), "prompt_len": 1, "reward": float(k)}
 ...     about["token_ids"] = np.array([7, 8, ticket], np.int32)
-...     return {**about, "token_versions": np.array([0] + 2 * [version.encode()], np.int32), "mine": np.ones(5)}
+...     about["token_versions"] = np.array([0] + 2 * [version.encode()], np.int32)
+...     return {**about, "mine": np.ones(5)}
 >>> run.create()
 >>> maker, user = (QueueClient(run, config, group, incarnation=1) for group in groups)
 >>> with serving(run, config), maker, user:

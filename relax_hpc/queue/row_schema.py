@@ -68,7 +68,7 @@ def turns_of(versions: np.ndarray, start: int) -> Iterator[tuple[bool, slice]]:
     ``versions``: int32 [tokens].
 
     >>> [(sampled, (part.start, part.stop)) for sampled, part in turns_of(np.array([0, 7, 8, 0, 0,
-    8]), 1)]
+    ...     8]), 1)]
     [(True, (1, 3)), (False, (3, 5)), (True, (5, 6))]
     """
     sampled = versions[start:] != NOBODY

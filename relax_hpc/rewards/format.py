@@ -25,7 +25,7 @@ class Format:
     >>> from relax_hpc.base.reward_settings import RewardSettings
     >>> from relax_hpc.rewards import RewardInput
     >>> Format(RewardSettings())(RewardInput("?", "4", "<think>2+2</think><answer>4</answer>",
-    "stop"))
+    ...     "stop"))
     1.0
     """
 

@@ -2,8 +2,8 @@
 group's rendezvous folder.
 
 A process of the group may have died, and its port may belong to a stranger since. So both ends of a
-connection first prove that they hold the key of the endpoint file (`relax_hpc.net.transport.proof`),
-which is never sent.
+connection first prove that they hold the key of the endpoint file
+(`relax_hpc.net.transport.proof`), which is never sent.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class SymbolicProcess:
     """Process that compares expressions. The first use starts it, and so does the next one if it
     has died."""
 
-    # Not one of relax_hpc.net.workers: it is forked from a process that has imported sympy and filled
-    # the caches of its parsers. A worker would start a new interpreter for each expression that
-    # takes too long.
+    # Not one of relax_hpc.net.workers: it is forked from a process that has imported sympy and
+    # filled the caches of its parsers. A worker would start a new interpreter for each expression
+    # that takes too long.
     def __init__(self) -> None:
         self._pid = 0
         self._parent_pid = 0

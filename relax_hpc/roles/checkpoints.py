@@ -158,7 +158,7 @@ def kept_points(points: list[Checkpoint], config: CheckpointConfig) -> list[Chec
     save their part of.
 
     >>> points = [Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="") for step in (10,
-    20, 30, 40)]
+    ...     20, 30, 40)]
     >>> points.append(Checkpoint(step=50, incarnation=1, name="c50", digest="", whole=False))
     >>> [point.step for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
     [20, 40, 50]

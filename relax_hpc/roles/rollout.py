@@ -1,4 +1,5 @@
-"""The rollout role: prompt groups are generated and put into the queue until the run is finished."""
+"""The rollout role: prompt groups are generated and put into the queue until the run is
+finished."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A process of a rollout group: it asks for tickets, has engines generate, computes rewards and puts
-whole prompt groups into the queue.
+"""A process of a rollout group: it asks for tickets, has engines generate, computes rewards and
+puts whole prompt groups into the queue.
 
 Each engine replica has one task that follows the published weights and some that generate. If an
 engine dies, the process ends, and the supervisor starts the group again; a single bad answer costs

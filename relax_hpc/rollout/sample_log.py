@@ -57,7 +57,7 @@ class SampleLog:
     room is counted.
 
     >>> log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples,
-    steps=100)
+    ...     steps=100)
     >>> log.keep([{"id": "000000012.00.00", "step": 3, "response": "12", "reward": 1.0}], step=3)
     """
 

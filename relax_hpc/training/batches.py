@@ -271,7 +271,7 @@ def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     row stands alone.
 
     >>> [[len(row["token_ids"]) for row in part] for part in split_rows([{"token_ids": [0] * n} for
-    n in (2, 5, 9)], 8)]
+    ...     n in (2, 5, 9)], 8)]
     [[9], [2, 5]]
     """
     lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}

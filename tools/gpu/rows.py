@@ -46,7 +46,7 @@ class Row:
         """In words; empty: there is none.
 
         >>> Row("MFU", (), float, least=0.45).target, Row("memory", (), float, "GiB",
-        most=40).target
+        ...     most=40).target
         ('>= 0.45', '<= 40 GiB')
         """
         bounds = ((">=", self.least), ("<=", self.most))
@@ -58,7 +58,7 @@ class Row:
         ``found``: by job.
 
         >>> row = Row("host, of kernels", ("step",), lambda step: step["host"] / step["kernels"],
-        "x", most=1.0)
+        ...     "x", most=1.0)
         >>> row.cells({"step": {"host": 1.0, "kernels": 2.0}})
         ['host, of kernels', '0.5 x', '<= 1 x: met']
         >>> row.cells({"step": {"error": "out of memory"}}), row.cells({})

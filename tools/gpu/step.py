@@ -1,8 +1,9 @@
 """What an optimizer step costs, ours or transformers': random weights and tokens, medians of the
 steps after the first.
 
-MFU is of what the model needs (relax_hpc.training.models.flops). The peers' loss is plain cross entropy: no
-entropy, no ratios; those with float32 masters keep what ours keeps, the others bfloat16 alone.
+MFU is of what the model needs (relax_hpc.training.models.flops). The peers' loss is plain cross
+entropy: no entropy, no ratios; those with float32 masters keep what ours keeps, the others bfloat16
+alone.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ class Account:
     """One worker's seconds by label, as it begins and ends what it is at. Times never decrease.
 
     >>> account = Account(0.0)
-    >>> account.begin(Label("wait"), 1.0); account.begin(Label("train"), 3.0);
-    account.end(Label("train"), 7.0)
+    >>> account.begin(Label("wait"), 1.0)
+    >>> account.begin(Label("train"), 3.0)
+    >>> account.end(Label("train"), 7.0)
     >>> {label.what: seconds for label, seconds in account.take(8.0).items()}
     {'other': 1.0, 'wait': 3.0, 'train': 4.0}
     """

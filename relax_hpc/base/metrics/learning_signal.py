@@ -10,7 +10,7 @@ def why_nothing_learned(values: Mapping[str, float | None], updates: int) -> str
     or it is unknown.
 
     >>> why_nothing_learned({"loss/zero_advantage_share": 1.0, "reward/zero_std_share": 1.0,
-    "reward/mean": 0.0}, 1)
+    ...     "reward/mean": 0.0}, 1)
     'all rewards inside each prompt group are equal (reward/zero_std_share 1, reward/mean 0.000)'
     >>> why_nothing_learned({"loss/zero_advantage_share": 0.99}, 1)
     ''

@@ -44,7 +44,8 @@ def progress_line(
         width: what comes last and does not fit is left out: of idle roles, of evaluations, and so
         on.
 
-    >>> progress_line(7, 300, {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}, eta_s=90)
+    >>> values = {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}
+    >>> progress_line(7, 300, values, eta_s=90)
     'eta  1m30s  step   7/300  reward 0.500  stale 0.0      - tok/s  idle actor 25%'
     """
     parts = [

@@ -48,8 +48,8 @@ def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dic
     """Shares of each role's time in these steps: `at` the kinds, which add up to 1, and of the
     waiting `for` whom.
 
-    >>> shares_of_time([{"idle/actor": 0.25, "idle/actor_for_rollout": 0.25, "perf/actor_train_s": 3, \\
-    ...                  "perf/actor_wait_s": 1}])
+    >>> step = {"idle/actor": 0.25, "idle/actor_for_rollout": 0.25}
+    >>> shares_of_time([{**step, "perf/actor_train_s": 3, "perf/actor_wait_s": 1}])
     {'actor': {'at': {'train': 0.75, 'wait': 0.25}, 'for': {'rollout': 0.25}}}
     """
     at: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

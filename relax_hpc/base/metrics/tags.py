@@ -195,9 +195,8 @@ def in_tensorboard(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part
     first.
 
-    >>> in_tensorboard("reward/mean"), in_tensorboard("perf/actor_train_s"),
-    in_tensorboard("mine/score")
-    ('01_reward/mean', '14_time/actor_train_s', 'mine/score')
+    >>> [in_tensorboard(tag) for tag in ("reward/mean", "perf/actor_train_s", "mine/score")]
+    ['01_reward/mean', '14_time/actor_train_s', 'mine/score']
     """
     part, _, name = tag.partition("/")
     shown = _TIME if declared(tag) == _SECONDS else _SHOWN_IN.get(tag, part)

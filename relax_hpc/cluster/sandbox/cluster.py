@@ -96,9 +96,13 @@ class Sandbox:
         `check` is off."""
         try:
             done = subprocess.run(
-                words, env=self.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                words,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
                 timeout=_COMMAND_S,
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
             raise DeadlineError(
                 f"sandbox: {' '.join(words)}: no answer in {_COMMAND_S:g} s{self._see()}"
@@ -275,7 +279,8 @@ class Sandbox:
         # --force: munged wants every folder above its socket open to all users, and homes seldom
         # are.
         self._daemon(
-            "munged", "munged", "--force", f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock",
+            "munged", "munged", "--force",
+            f"--key-file={self.folder}/etc/munge.key", f"--socket={run}/munge.sock",
             f"--pid-file={run}/munged.pid", f"--log-file={self.folder}/log/munged.log",
             f"--seed-file={run}/munge.seed", "--num-threads=2",
         )  # fmt: skip

@@ -135,7 +135,7 @@ def seconds(time: str, key: str) -> int:
     included.
 
     >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00",
-    "slurm.time")
+    ...     "slurm.time")
     (5400, 129600, 86400)
     """
     match = _TIME.fullmatch(time)

@@ -1,10 +1,10 @@
 """Probe of a node, which takes a second before a group is started on it; and which nodes keep
 failing.
 
-`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I]
-[--mpi]` prints one JSON line, and with --mpi a second one once MPI has told all nodes of each
-other: where MPI is broken it ends the process, or waits for ever. It is run under a deadline: on a
-filesystem that hangs it hangs too.
+`python -m relax_hpc.cluster.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M]
+[--interface I] [--mpi]` prints one JSON line, and with --mpi a second one once MPI has told all
+nodes of each other: where MPI is broken it ends the process, or waits for ever. It is run under a
+deadline: on a filesystem that hangs it hangs too.
 """
 
 from __future__ import annotations

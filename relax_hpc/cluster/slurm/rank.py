@@ -1,5 +1,5 @@
-"""`python -m relax_hpc.cluster.slurm.rank`: a rank of a role as Slurm starts it, which knows when nobody
-needs it."""
+"""`python -m relax_hpc.cluster.slurm.rank`: a rank of a role as Slurm starts it, which knows when
+nobody needs it."""
 
 from __future__ import annotations
 

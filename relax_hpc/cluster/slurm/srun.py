@@ -46,8 +46,8 @@ def srun_options(config: Config) -> list[str]:
     site's to choose.
 
     Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its
-    group on the node: the ranks divide them (`relax_hpc.net.rendezvous.affinity`), unless the site has
-    Slurm do it.
+    group on the node: the ranks divide them (`relax_hpc.net.rendezvous.affinity`), unless the site
+    has Slurm do it.
     """
     site, mistakes = config.site, Mistakes()
     for name, value in site.srun_options.items():

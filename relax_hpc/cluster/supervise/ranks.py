@@ -1,5 +1,5 @@
-"""`python -m relax_hpc.cluster.supervise.ranks N WORDS...`: N processes `python WORDS`, the ranks of a
-group on this node.
+"""`python -m relax_hpc.cluster.supervise.ranks N WORDS...`: N processes `python WORDS`, the ranks
+of a group on this node.
 
 They meet by sockets that each has inherited (`relax_hpc.net.rendezvous.world`), so that no MPI is
 needed within a node: its launchers listen on every interface. The end of a rank that failed is the

@@ -66,11 +66,9 @@ class ModelConfig:
     A run on `cpu` whose groups ask for GPUs is refused."""
     routing_replay: RoutingReplay = "off"
     """Use of the engine's choice of experts for each token of a mixture of experts (rollout routing
-    replay, arXiv
-    2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute with the same
-    experts, whose
-    log-probabilities are nearer to the engine's then; `record`: it comes, and is compared alone;
-    `off`."""
+    replay, arXiv 2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute
+    with the same experts, whose log-probabilities are nearer to the engine's then; `record`: it
+    comes, and is compared alone; `off`."""
     min_equal_routes: float = bounded(0.5, 0.0, 1.0)
     """Share of the routes of some 16 tokens that must be those which the trainer itself would take.
     A sample with less is dropped as `other_routes` and made again: its routes are shifted, or of

@@ -1,5 +1,5 @@
-"""`python -m relax_hpc.data.multimodal.worker`: a process that decodes the media of one model, one file
-at a time."""
+"""`python -m relax_hpc.data.multimodal.worker`: a process that decodes the media of one model, one
+file at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Tools that show a picture of the prompt again, larger or turned, named and called as in DeepEyes
-(arXiv
-2505.14362)."""
+(arXiv 2505.14362)."""
 
 from __future__ import annotations
 

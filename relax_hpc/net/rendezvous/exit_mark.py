@@ -24,8 +24,8 @@ def leave_mark(
     """Write the mark of a role that ended with ``code``; another rank's stays if its code is as
     high or higher.
 
-    ``start_error``: see `relax_hpc.base.errors.start_error_of`. ``is_programming_error``: the role ended
-    with `relax_hpc.base.errors.ProgrammingError`.
+    ``start_error``: see `relax_hpc.base.errors.start_error_of`. ``is_programming_error``: the role
+    ended with `relax_hpc.base.errors.ProgrammingError`.
 
     On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without
     it that one failed.

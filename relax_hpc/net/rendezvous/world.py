@@ -1,9 +1,10 @@
 """Ranks of a group are told of each other here, once, at start. Everything later goes other ways.
 
-Within a node whoever started them tells them (`relax_hpc.cluster.supervise.ranks`), over several nodes MPI
-does. One MPI world never spans groups: a killed peer would leave its survivors hanging without an
-error. MPI runs in a child of each rank that ends with the meeting: its memory and its sockets go
-then, and where it fails, which it does by ending its process, the rank lives to say what to set.
+Within a node whoever started them tells them (`relax_hpc.cluster.supervise.ranks`), over several
+nodes MPI does. One MPI world never spans groups: a killed peer would leave its survivors hanging
+without an error. MPI runs in a child of each rank that ends with the meeting: its memory and its
+sockets go then, and where it fails, which it does by ending its process, the rank lives to say what
+to set.
 """
 
 from __future__ import annotations

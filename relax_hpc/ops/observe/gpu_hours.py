@@ -23,9 +23,9 @@ def hours(
     """Hours of ``window`` by what they were spent on, in hours of a ``unit``; the parts add up to
     `asked`.
 
-    asked             what groups had, from the start of their first process to the end of their last; a pause between
-                      two of their incarnations counts if it was on the same nodes
-    lost_restarting   of that, after a fault: from the last work that helped the run to the first one afterwards
+    asked             what groups had, from the start of their first process to the end of their
+                      last; a pause between two incarnations counts if it was on the same nodes
+    lost_restarting   part of that, after a fault: from the last useful work to the next
     lost_again        training whose steps had to be trained once more
     used, waiting     the other work and waits, of each worker its part of the group
     rest              starting, and what no span tells of

@@ -1,5 +1,5 @@
-"""`relax-hpc status`: what `relax_hpc.ops.observe.status` finds, for people and for programs, once or
-again and again."""
+"""`relax-hpc status`: what `relax_hpc.ops.observe.status` finds, for people and for programs, once
+or again and again."""
 
 from __future__ import annotations
 

@@ -38,10 +38,11 @@ _SETTLE_S = 5.0
 class QueueClient:
     """Client of the queue for one member of a group. Close it, or use it as a context manager.
 
-    >>> with QueueClient(run, config, "reference", incarnation=1) as client:           # doctest: +SKIP
+    >>> with QueueClient(run, config, "reference", incarnation=1) as client:  # doctest: +SKIP
     ...     claim = client.claim("reference", budget=8192)
     ...     rows = client.rows(claim)
-    ...     client.put([{**row, "ref_logprobs": score(row)} for row in rows], ("ref_logprobs",), claim)
+    ...     scored = [{**row, "ref_logprobs": score(row)} for row in rows]
+    ...     client.put(scored, ("ref_logprobs",), claim)
     ...     client.status.get().result().trained_steps
     """
 

@@ -2,9 +2,9 @@
 cost its end.
 
 It has two lines a row, so it is cut: what is before the newest two parts lies compressed beside it,
-see `relax_hpc.base.log_rotation`, and `event_lines` reads all of it. Where the parts end follows from the lines
-alone. So every controller makes the same ones, an older one that ends late writes nothing else into
-them, and what is there is kept.
+see `relax_hpc.base.log_rotation`, and `event_lines` reads all of it. Where the parts end follows
+from the lines alone. So every controller makes the same ones, an older one that ends late writes
+nothing else into them, and what is there is kept.
 """
 
 from __future__ import annotations

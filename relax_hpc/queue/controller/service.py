@@ -26,6 +26,7 @@ from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.presence import Presence
 from relax_hpc.queue.records import OBSERVER_INCARNATION
 
+_OnReport = Callable[[str, int, dict[str, float], dict[str, float]], None]
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
 LEASE_S = 30.0
 SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
@@ -57,9 +58,7 @@ class QueueService:
         self.relays = Relays()
         self.save_clock = SaveClock(CheckpointConfig())
         self.refused_connections = 0
-        self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: (
-            None
-        )
+        self.on_report: _OnReport = lambda *_: None
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None
         self.on_first_failure: Callable[[str, str, str, str, str], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None

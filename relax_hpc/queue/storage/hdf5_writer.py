@@ -32,9 +32,10 @@ _TEXT = h5py.string_dtype()
 _TEXT_TYPES = h5t.py_create(_TEXT, logical=True), h5t.py_create(_TEXT)
 """Types of text in the file, and in memory."""
 _ONE = h5s.create(h5s.SCALAR)
-_LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of row_id.
-Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of the first axis, o being the int64
-dataset named by `offsets`; scalar: one number a row; json: a JSON list, one entry a row; msgpack: the same in msgpack.
+_LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry
+i of row_id. Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of
+the first axis, o being the int64 dataset named by `offsets`; scalar: one number a row; json: a
+JSON list, one entry a row; msgpack: the same in msgpack.
 Without a `unit` it is a pure number. `by`: the role that made it.
 `digest`: XXH3-64 of the bytes of all datasets, in the order of `digest_of`."""
 

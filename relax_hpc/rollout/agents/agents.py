@@ -323,8 +323,7 @@ def _without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables by which HTTP clients reach this node itself without a proxy.
 
     Sites set `http_proxy` on nodes without a route to the internet. urllib, requests and httpx then
-    ask the proxy for
-    127.0.0.1 as well, unless `no_proxy` names it.
+    ask the proxy for 127.0.0.1 as well, unless `no_proxy` names it.
     """
     environment = {**os.environ, **variables}
     listed = ",".join(filter(None, (environment.get("no_proxy"), environment.get("NO_PROXY"))))

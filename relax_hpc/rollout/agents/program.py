@@ -100,8 +100,8 @@ class Program:
             "memory_bytes": self._memory_bytes,
             "pid_namespace": self._pid_namespace,
         }
-        # Not one of relax_hpc.net.workers: the program owns its input and output, so that the launcher
-        # reports by a descriptor of its own, and it outlives no more than this one task.
+        # Not one of relax_hpc.net.workers: the program owns its input and output, so that the
+        # launcher reports by a descriptor of its own, and it outlives no more than this one task.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, json.dumps(order)),
             stdin=subprocess.PIPE,

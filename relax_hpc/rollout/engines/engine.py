@@ -310,8 +310,8 @@ class BadAnswer(EngineFault):
 class Engine(Protocol):
     """An inference engine that serves one version of the policy at a time.
 
-    Its class may have `fields`, a sequence of `relax_hpc.base.fields.FieldSpec`: what it gives of each
-    token in `extras`.
+    Its class may have `fields`, a sequence of `relax_hpc.base.fields.FieldSpec`: what it gives of
+    each token in `extras`.
     """
 
     name: str

@@ -45,14 +45,14 @@ _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore
 
 _HARMLESS = {
     "about the file, and how weights are stored and run, which the run's settings decide": """
-        model_type _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16 torchscript
-        tokenizer_class _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version
-        unsloth_fixed""",
+        model_type _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
+        torchscript tokenizer_class _attn_implementation _attn_implementation_autoset
+        attn_implementation unsloth_version unsloth_fixed""",
     "token ids, which the tokenizer and the engines read": """
         bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id""",
     "what a forward pass returns beside logits": """
-        output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id problem_type
-        finetuning_task task_specific_params is_decoder tf_legacy_loss""",
+        output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
+        problem_type finetuning_task task_specific_params is_decoder tf_legacy_loss""",
     (
         "dropout, and the router's own loss: no part of the function, and nothing here trains with "
         "them"
@@ -60,11 +60,11 @@ _HARMLESS = {
         attention_dropout router_aux_loss_coef output_router_logits""",
     "of a window that `use_sliding_window` false leaves unused": "sliding_window max_window_layers",
     "how to generate, which the run's settings say": """
-        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
-        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-        bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
-        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-        begin_suppress_tokens prefix""",
+        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+        temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+        return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix""",
 }
 """Reason why nothing that is trained depends on keys -> those keys."""
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())

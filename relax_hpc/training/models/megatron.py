@@ -148,8 +148,8 @@ def _standard_settings(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": model.device == "cpu",
         "attention_softmax_in_fp32": True,
-        # Fused kernels that need Apex or a compiler; see `relax_hpc.training.models.kernels` for those of
-        # ours.
+        # Fused kernels that need Apex or a compiler; see `relax_hpc.training.models.kernels` for
+        # those of ours.
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,

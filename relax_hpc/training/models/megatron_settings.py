@@ -31,26 +31,29 @@ _DECLARED: dict[tuple[str, str], Owner] = {
 }
 _DECIDED = {
     "config.json of the model decides it": """
-        activation_func activation_func_clamp_value add_bias_linear add_qkv_bias apply_query_key_layer_scaling
-        apply_residual_connection_post_layernorm attention_dropout attention_output_gate embedding_init_method
-        embedding_init_method_std experimental_attention_variant ffn_hidden_size gated_linear_unit glu_linear_offset
-        heterogeneous_block_specs hidden_dropout hidden_size init_method init_method_std is_hybrid_model kv_channels
-        layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim
-        linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_apply_probs_on_input
-        moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps
-        moe_latent_size moe_layer_freq moe_pad_expert_input_to_capacity moe_router_bias_update_rate
+        activation_func activation_func_clamp_value add_bias_linear add_qkv_bias
+        apply_query_key_layer_scaling apply_residual_connection_post_layernorm attention_dropout
+        attention_output_gate embedding_init_method embedding_init_method_std
+        experimental_attention_variant ffn_hidden_size gated_linear_unit glu_linear_offset
+        heterogeneous_block_specs hidden_dropout hidden_size init_method init_method_std
+        is_hybrid_model kv_channels layernorm_epsilon layernorm_zero_centered_gamma
+        linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+        linear_num_value_heads linear_value_head_dim moe_apply_probs_on_input
+        moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps moe_latent_size
+        moe_layer_freq moe_pad_expert_input_to_capacity moe_router_bias_update_rate
         moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
-        moe_router_num_groups moe_router_pre_softmax moe_router_score_function
-        moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
-        moe_shared_expert_intermediate_size moe_token_drop_policy moe_token_dropping moe_z_loss_coeff mrope_section
-        mtp_loss_scaling_factor mtp_num_layers mtp_standalone multi_latent_attention no_rope_freq normalization
-        num_attention_heads num_layers num_moe_experts num_query_groups output_layer_init_method qk_clip qk_clip_alpha
+        moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
+        moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
+        moe_shared_expert_intermediate_size moe_token_drop_policy moe_token_dropping
+        moe_z_loss_coeff mrope_section mtp_loss_scaling_factor mtp_num_layers mtp_standalone
+        multi_latent_attention no_rope_freq normalization num_attention_heads num_layers
+        num_moe_experts num_query_groups output_layer_init_method qk_clip qk_clip_alpha
         qk_clip_threshold qk_l2_norm qk_layernorm rotary_interleaved softmax_scale softmax_type
         use_fused_weighted_squared_relu window_attn_skip_freq window_size""",
     "set actor.parallel instead": """
         context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size
-        hierarchical_context_parallel_sizes hybrid_context_parallel moe_extended_tp pipeline_model_parallel_size
-        sequence_parallel tensor_model_parallel_size""",
+        hierarchical_context_parallel_sizes hybrid_context_parallel moe_extended_tp
+        pipeline_model_parallel_size sequence_parallel tensor_model_parallel_size""",
     (
         "set model.dtype instead"
     ): "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
@@ -70,22 +73,25 @@ _DECIDED = {
     "set actor.recompute instead": "moe_layer_recompute recompute_granularity",
     "set actor.optimizer.distributed instead": "use_distributed_optimizer",
     "the trainer decides it, whose gradients are sums that are divided once": """
-        average_in_collective calculate_per_token_loss finalize_model_grads_func grad_reduce_in_fp32 grad_scale_func
-        grad_sync_func no_sync_func param_sync_func timers variable_seq_lengths""",
+        average_in_collective calculate_per_token_loss finalize_model_grads_func grad_reduce_in_fp32
+        grad_scale_func grad_sync_func no_sync_func param_sync_func timers variable_seq_lengths""",
     "set actor.optimizer.overlap_gradients instead": "overlap_grad_reduce",
     "a version is published as soon as it is made, which takes all parameters at once": """
         align_param_gather overlap_param_gather""",
     "packs differ in length from one to the next, and a graph is of one shape": """
-        cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
-        cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph""",
+        cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps enable_cuda_graph
+        external_cuda_graph""",
     "set actor.parallel.first_stage_layers or last_stage_layers instead": """
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage""",
     "stages have their layers in one chunk": """
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage
-        overlap_moe_expert_parallel_comm pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+        microbatch_group_size_per_vp_stage overlap_moe_expert_parallel_comm
+        pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
     "the trainer's model, optimizer and checkpoints are not made for it": """
-        cpu_offloading data_parallel_sharding_strategy delay_wgrad_compute defer_embedding_wgrad_compute fp4 fp4_param
-        fp8 fp8_param fp8_param_gather num_distributed_optimizer_instances outer_dp_sharding_strategy
+        cpu_offloading data_parallel_sharding_strategy delay_wgrad_compute
+        defer_embedding_wgrad_compute fp4 fp4_param fp8 fp8_param fp8_param_gather
+        num_distributed_optimizer_instances outer_dp_sharding_strategy
         reuse_grad_buf_for_mxfp8_param_ag use_custom_fsdp use_megatron_fsdp""",
 }
 """Reason why settings are not the user's to decide -> those settings."""
@@ -164,7 +170,7 @@ def _fits(annotation: ast.expr, value: Any) -> bool:
     """Whether a plain ``value`` is of a type; nothing that only Python can make is.
 
     >>> [_fits(ast.parse(text, mode="eval").body, 2) for text in ("Optional[int]", "bool", "float",
-    "Callable")]
+    ...     "Callable")]
     [True, False, True, False]
     """
     match annotation:

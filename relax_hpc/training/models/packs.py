@@ -6,7 +6,8 @@ its end, so that all have the same work under a causal mask (zigzag; arXiv 2407.
 3.3.2):
 
 >>> places = Places.of([5, 2], PackSplit(context=2))
->>> [places.of_rank(rank).tolist() for rank in range(2)]                    # rows padded to 8 and 4: pieces of 2 and 1
+>>> # Rows padded to 8 and 4 tokens: pieces of 2 and 1.
+>>> [places.of_rank(rank).tolist() for rank in range(2)]
 [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 """
 

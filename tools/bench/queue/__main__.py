@@ -6,16 +6,17 @@ machine is printed before each row: the peer's processes starve where other work
 single-threaded, of the same bytes and in the same process. Without `--peer-python`, a Python with
 TransferQueue and ray, the peer's columns are empty. Rows:
 
-  fixed     put and get of 512 x 8192 x 4 int32 between two processes of a node; bytes are compared in a round before
+  fixed     put and get of 512 x 8192 x 4 int32 between two processes of a node; a round before
+            compares the bytes
   variable  the same with lengths of an eighth of that and more
   small     1024 samples of up to 256 tokens, 6 fields
   latency   one small sample, put and read by a consumer who waits for it
   claims    a claim of 128 rows, with more and more rows in the queue
   control   64 producers and 16 consumers, no rows' bytes: every sample is taken once, or it fails
   fields    the bytes of `fixed` in 1 to 32 fields
-  stream    puts of 2 MB that follow one another, as a share of one that waits for the files of those before
-  media     pictures, videos and sounds that the samples of prompt groups name: stored, put, claimed, checked and read,
-            beside the peer's put and get of the same bytes, each once
+  stream    puts of 2 MB in a row, as a share of one that waits for the files of those before
+  media     pictures, videos and sounds of prompt groups: stored, put, claimed, checked and read,
+            and the peer's put and get of the same bytes, each once
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 TransferQueue==0.1.11 ray==2.60.0
     python tools/bench/queue --peer-python PEER/bin/python --json

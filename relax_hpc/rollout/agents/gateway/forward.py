@@ -1,5 +1,5 @@
-"""`python -m relax_hpc.rollout.agents.gateway.forward --run_dir RUN`: the endpoint on a node on which the gateway
-is not.
+"""`python -m relax_hpc.rollout.agents.gateway.forward --run_dir RUN`: the endpoint on a node on
+which the gateway is not.
 
 It prints its address in one line, and ends with the process that has started it, or when the run's
 gateway is gone for long.

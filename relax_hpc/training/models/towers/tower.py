@@ -23,9 +23,8 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """Sizes of what a tower keeps for the backward pass, in elements; counted, tensor by tensor, along
-    transformers
-    5.12.1."""
+    """Number of elements that a tower keeps for the backward pass, counted tensor by tensor in
+    transformers 5.12.1."""
 
     rows: float
     """Rows of its layers that make one token."""
@@ -57,8 +56,7 @@ class Tower(abc.ABC):
     @property
     def levels(self) -> int:
         """Layers of the decoder, from the first on, that get something of it beside the embeddings
-        (DeepStack, arXiv
-        2406.04334)."""
+        (DeepStack, arXiv 2406.04334)."""
         return 0
 
     @property
