@@ -61,8 +61,7 @@ class CorrectionConfig:
 
     kind: Literal["truncate", "mask", "off"] = "truncate"
     """Weight of a token. `truncate`: the ratio, up to `high`; `mask`: the ratio within [`low`,
-    `high`], else 0; `off`:
-    1."""
+    `high`], else 0; `off`: 1."""
     level: Literal["token", "sequence"] = "token"
     """Ratio that is meant: each token's, or the product over its row."""
     low: float = bounded(0.5, 0.0, 1.0)
@@ -98,8 +97,7 @@ class OverlongConfig:
 
 
 # Without slots, so that classes which build on others may call super(): with them a dataclass is
-# made anew, and Python
-# 3.11 and 3.12 look for super() in the class before.
+# made anew, and Python 3.11 and 3.12 look for super() in the class before.
 @dataclass(kw_only=True)
 class Algorithm:
     """Algorithm: turns rewards into advantages, and advantages into a loss.

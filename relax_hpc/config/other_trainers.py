@@ -36,7 +36,10 @@ _MICRO_BATCH = (
 )
 _STEPS = "counted in steps; an epoch has rows / prompts_per_step of them"
 _NO_LORA = "LoRA is not supported; all weights are trained"
-_NO_WANDB = "there is no Weights & Biases; metrics are in TensorBoard and in metrics.jsonl"
+_NO_WANDB = (
+    "metrics are in TensorBoard and metrics.jsonl; "
+    "metrics.trackers names a class of yours for other places"
+)
 TABLE = (
     # Model and data
     OtherName(

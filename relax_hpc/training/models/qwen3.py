@@ -10,8 +10,7 @@ from relax_hpc.training.models.spec import ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(ModelSpec):
     """Qwen3. Without num_key_value_heads transformers takes 32, whatever the other sizes are, and
-    without head_dim
-    128."""
+    without head_dim 128."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
