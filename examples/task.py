@@ -1,4 +1,4 @@
-"""A task with its own rows, a held-out set and a reward."""
+"""A task with rows, a held-out set and a reward."""
 
 import random
 

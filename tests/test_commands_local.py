@@ -49,9 +49,9 @@ def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
     shutil.copytree(
         Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
     )
-    replace(package / "protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
+    replace(package / "base/protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
     replace(
-        package / "roles/context.py",
+        package / "queue/process_context.py",
         "step, values, self",
         'step, values | {f"upgraded/{self.role}": 1.0}, self',
     )

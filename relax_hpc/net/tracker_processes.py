@@ -49,7 +49,7 @@ class TrackerProcess:
         return self._process.poll() is not None
 
     def finish(self) -> None:
-        """Ask the process to log what is left and to exit."""
+        """Ask the process to log the remaining lines and to exit."""
         assert self._process.stdin
         if not self._process.stdin.closed:
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Experiment trackers: each receives every line of metrics.jsonl, in a process of its own.
+"""Experiment trackers: each receives every line of metrics.jsonl, in a separate process.
 
 `metrics.trackers` names classes derived from `Tracker` by import path. A tracker never delays a
 run: the hub writes metrics.jsonl, and the process of the tracker reads it. If a tracker raises,
@@ -37,7 +37,7 @@ class Tracker:
         """Keep the arguments.
 
         Args:
-            run_dir: the run directory, where a tracker may write files of its own.
+            run_dir: the run directory, where a tracker may write its files.
             settings: the configuration of the run as nested mappings, the sections as in YAML.
         """
         self.run_dir = run_dir
@@ -56,13 +56,13 @@ class Tracker:
         raise NotImplementedError
 
     def rolled_back(self, step: int) -> None:
-        """Training resumes at ``step``: discard what was logged for this and later steps.
+        """Training resumes at ``step``: discard the metrics of this and later steps.
 
         The default does nothing.
         """
 
     def finish(self) -> None:
-        """Write what is pending. The hub ends; it may start again later.
+        """Write pending data. The hub ends; it may start again later.
 
         All trackers together have half of `liveness.stop_timeout_s` for it. The default does
         nothing.

@@ -68,7 +68,7 @@ class Follower:
         return lines if lines or not complete else self.read()
 
     def store(self) -> None:
-        """Remember what was logged, for the next process of this tracker."""
+        """Store the offset of the logged lines for the next process of this tracker."""
         # If the disk is full, some lines are logged twice after a restart.
         with contextlib.suppress(OSError):
             self._state.parent.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ class Watchdog:
 
 
 def follow(tracker: Tracker, follower: Follower, watchdog: Watchdog) -> None:
-    """Log lines until standard input is closed, and then what is left."""
+    """Log lines until standard input is closed, then the remaining lines."""
     is_last = False
     while not is_last:
         # The hub writes nothing to standard input: it can be read once it is closed.

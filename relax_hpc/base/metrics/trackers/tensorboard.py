@@ -1,6 +1,6 @@
 """TensorBoard: one event file for each incarnation of the hub.
 
-The hub itself writes it, without a process of its own: `Lines` keeps what a slow or full disk does
+The hub itself writes it, not a separate process: `Lines` keeps bytes that a slow or full disk does
 not accept, and no write of it waits.
 """
 
