@@ -1,3 +1,0 @@
-"""Import path of earlier releases for `relax_hpc.rollout.engines.engine`."""
-
-from relax_hpc.rollout.engines.engine import *  # noqa: F403
