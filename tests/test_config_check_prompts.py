@@ -88,8 +88,7 @@ def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
     )
     path.write_text("\n".join([*good, "", "{", *["{}"] * 300]))
     says = (
-        f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line "
-        "1503: no "
+        f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line 1503: no "
         "prompt"
     )
     mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.1})
@@ -164,7 +163,6 @@ def test_a_stop_text_may_be_a_special_token_and_not_have_one_in_it(tmp_path: Pat
         line for line in files.check_files(load([], over)) if line.startswith("rollout.stop")
     ]
     assert findings == [
-        "rollout.stop: found 'a<pad>', allowed: texts without special tokens, or one special token "
-        "alone, "
-        "such as '<pad>'"
+        "rollout.stop: found 'a<pad>', allowed: texts without special tokens, or one special "
+        "token alone, such as '<pad>'"
     ]

@@ -252,8 +252,7 @@ def test_what_is_printed_ends_nothing(block: str) -> None:
     """On a real device that is always full; commands neutralise what they print."""
     program = (
         "from relax_hpc.base.disk_waits import keep_printing; from relax_hpc.base.terminal_text "
-        "import "
-        "harmless_output\n"
+        "import harmless_output\n"
     )
     program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"
     with Path("/dev/full").open("wb") as full:

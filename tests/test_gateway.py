@@ -299,8 +299,7 @@ def test_agents_of_another_node_go_through_its_forwarder(tmp_path: Path) -> None
 def test_neither_gateway_nor_forwarder_imports_torch() -> None:
     code = (
         "import sys, relax_hpc.roles.gateway, relax_hpc.rollout.agents.gateway.forward; "
-        "sys.exit('torch' in "
-        "sys.modules)"
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
 

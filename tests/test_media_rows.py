@@ -48,10 +48,8 @@ FOUR = [START, *[IMAGE] * 4, END]
 """Place for 64 x 64 pixels."""
 CHAT = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in "
-    "m.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ "
-    "part.text }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
+    "m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else "
+    "%}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
 

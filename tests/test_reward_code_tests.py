@@ -170,8 +170,7 @@ def test_a_comparison_of_objects_is_told(code: Code) -> None:
 def test_in_one_process_a_program_can_forge_its_result() -> None:
     """So says the documentation of the setting."""
     forged = (
-        "import os\nlast = "
-        "open('main.py').read().rstrip().splitlines()[-1]\nprint(last[7:-2], "
+        "import os\nlast = open('main.py').read().rstrip().splitlines()[-1]\nprint(last[7:-2], "
         "flush=True)\nos._exit(0)"
     )
     assert judged(forged, ADD, same_process=True)["total"] == 1.0

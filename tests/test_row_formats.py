@@ -283,9 +283,8 @@ def test_calls_and_thoughts_that_the_template_does_not_read_are_not_dropped(
     rows = [{"messages": [USER, message, USER], "answer": "7"} for message in (call, thought)]
     made = prompts(tokenizer, *rows, chat_template=str(tmp_path / "t.jinja"))
     assert reasons(made) == [
-        "unknown_key: message 1: found 'tool_calls', which the chat template does not read; remove "
-        "it, or list it in "
-        "data.ignore_keys",
+        "unknown_key: message 1: found 'tool_calls', which the chat template does not read; "
+        "remove it, or list it in data.ignore_keys",
         "",
     ]
 
@@ -295,8 +294,7 @@ def test_a_key_that_stands_in_the_prose_of_a_template_is_not_read(
 ) -> None:
     """Qwen3-Coder's template says `optional reasoning`, and reads no thoughts."""
     text = (
-        "Give your reasoning, in training.{% for m in messages %}{{ m['role'] + ':' + "
-        "m.content "
+        "Give your reasoning, in training.{% for m in messages %}{{ m['role'] + ':' + m.content "
         "}}{% endfor %}"
     )
     (tmp_path / "t.jinja").write_text(text)

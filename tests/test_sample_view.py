@@ -32,8 +32,7 @@ from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small
 
 EVIL = (
     "</script><script>document.title='evil'</script><img src=x "
-    "onerror=\"document.title='evil'\"><!--"
-    "\u2028\x1b]0;evil\x07\x1b[31m"
+    "onerror=\"document.title='evil'\"><!--\u2028\x1b]0;evil\x07\x1b[31m"
 )
 """A text that would run in a page, and be obeyed by a terminal."""
 

@@ -238,8 +238,7 @@ def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkou
     home = next((checkout.root / ".venv/lib").glob("python3*/site-packages")) / folder
     # As SGLang's toolchain.py and flashinfer link.
     kernel = (
-        "int cudaFree(void *p); int cuInit(unsigned flags); int load() { return "
-        "cudaFree(0) + "
+        "int cudaFree(void *p); int cuInit(unsigned flags); int load() { return cudaFree(0) + "
         "cuInit(0); }"
     )
     options = [

@@ -203,8 +203,7 @@ def test_a_required_plane_that_is_not_there_ends_the_run_before_it_begins(
     config = Config(layout="local", queue=QueueConfig(planes=PlanesConfig(rdma="required")))
     line = (
         "queue.planes.rdma: found required, but there is no package nixl-cu12; pip install "
-        "--no-deps nixl-cu12; "
-        "or set it to auto"
+        "--no-deps nixl-cu12; or set it to auto"
     )
     for refuses in (lambda: planes_by_name(tmp_path, config), lambda: check_required(config)):
         with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):

@@ -37,11 +37,10 @@ TOOL = {
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}},
 }
 BASE = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% "
-    "endfor %}"
-    "{% if image_token is defined %}{{ image_token }}{% endif %}{% if documents is none %}.{% "
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content "
+    "}}<|im_end|>\n{% endfor %}{% if image_token is defined %}{{ image_token }}{% endif %}{% if "
+    "documents is none %}.{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% "
     "endif %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WITH_TOOLS = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}" + BASE
 GENERATION = (
@@ -309,8 +308,7 @@ def test_contents_in_parts_are_joined_for_templates_that_take_texts_alone() -> N
     ) as template:
         assert template.render([{"role": "user", "content": parts}]) == "user:what is 3+4?"
     own = (
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for "
-        "p in "
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in "
         "m.content %}"
     )
     own += "{{ p.text }}{% endfor %}{% endif %}{% endfor %}"

@@ -217,14 +217,12 @@ class Algorithm:
         if self.kl.coefficient and self.kl.estimator == "k1" and not self.kl.importance:
             yield (
                 "kl.estimator: found k1 with a coefficient, allowed: k2, k3, or k1 with "
-                "kl.importance; "
-                "its gradient is 0 in expectation"
+                "kl.importance; its gradient is 0 in expectation"
             )
         if self.kl.coefficient and self.kl_in_reward:
             yield (
                 f"kl_in_reward: found {self.kl_in_reward} beside kl.coefficient "
-                f"{self.kl.coefficient}, allowed: one of "
-                "both; they ask for the same twice"
+                f"{self.kl.coefficient}, allowed: one of both; they ask for the same twice"
             )
         if self.reduction == "constant" and not self.constant_tokens:
             yield (
@@ -234,8 +232,7 @@ class Algorithm:
         if self.overlong.buffer > self.overlong.max_tokens:
             yield (
                 f"overlong.buffer: found {self.overlong.buffer}, allowed: at most "
-                "overlong.max_tokens, "
-                f"{self.overlong.max_tokens}"
+                f"overlong.max_tokens, {self.overlong.max_tokens}"
             )
 
     # -- what it does ------------------------------------------------------------------------------

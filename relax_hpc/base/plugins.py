@@ -116,8 +116,7 @@ def current_name(kind: str, name: str) -> str:
     if name not in _warned:
         _warned.add(name)
         text = (
-            f"warning: {kind}: {name!r} is now called {current!r}; write the new name, the "
-            "next "
+            f"warning: {kind}: {name!r} is now called {current!r}; write the new name, the next "
             "release refuses this"
         )
         print(text, file=sys.stderr, flush=True)

@@ -145,8 +145,7 @@ def check_owner(run_dir: Path, what: str) -> None:
             raise ConfigError(
                 f"{what}: {path} belongs to user {_user_name(owner)}; its files name programs, "
                 "modules and jobs, on which this command would act as you: ask the owner, or read "
-                "these files and copy "
-                "the run to a folder of yours first"
+                "these files and copy the run to a folder of yours first"
             )
 
 

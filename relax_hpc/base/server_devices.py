@@ -55,8 +55,7 @@ def device_mistakes(section: str, flags: Mapping[str, Any]) -> Iterator[str]:
         if flags.get(name, allowed) != allowed:
             yield (
                 f"{section}.{name}: found {flags[name]!r}, allowed: {allowed}; a server takes "
-                "adjacent "
-                "devices of one node; leave out the flag"
+                "adjacent devices of one node; leave out the flag"
             )
 
 

@@ -87,9 +87,8 @@ def weight_files(directory: Path) -> list[Path]:
     for path in files:
         if path.name not in names and not path.name.startswith(_OTHER_FORMATS):
             raise ConfigError(
-                f"found {path.name} in {directory}, which its index does not name; remove the file "
-                "or the index, "
-                "as programs differ in which of them they read"
+                f"found {path.name} in {directory}, which its index does not name; remove the "
+                "file or the index, as programs differ in which of them they read"
             )
     return [directory / name for name in names]
 

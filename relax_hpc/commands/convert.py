@@ -159,10 +159,8 @@ CONVERT = Command(
     "Convert a model between Hugging Face and megatron-core, or a run's checkpoint to Hugging "
     "Face.",
     "SOURCE TARGET [--dtype T] [--shard-size SIZE] [--model DIR] [--verify [digests|all]] "
-    "[--prompt P] "
-    "[--ignore-keys KEY ...] [--json] [--slurm [--partition P] [--account A] [--time MINUTES] "
-    "[--mem GB] [--cpus N] "
-    "[--wait]]",
+    "[--prompt P] [--ignore-keys KEY ...] [--json] [--slurm [--partition P] [--account A] [--time "
+    "MINUTES] [--mem GB] [--cpus N] [--wait]]",
     _arguments,
     _convert,
     for_others=True,

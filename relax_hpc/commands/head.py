@@ -97,8 +97,7 @@ class Head:
                 if self._foreign and time.monotonic() > deadline:
                     raise ConfigError(
                         f"run_dir: {self.run.root} is being run by job {self._foreign} already; "
-                        "end this job, "
-                        f"or that one: relax-hpc stop {self.run.root}"
+                        f"end this job, or that one: relax-hpc stop {self.run.root}"
                     )
                 time.sleep(_LOOK_S)
             if (code := outcome_of(self.run, self.name, self.allocation.name)) is not None:

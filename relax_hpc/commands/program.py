@@ -55,11 +55,9 @@ _TITLE = (
     "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
 )
 _SETTINGS = (
-    "Every setting of the configuration is an option too, such as --rollout.replicas 2: `relax-hpc "
-    "{name} --help "
-    "rollout` explains those of a section, `--help model.tiny` those of a part, `--help all` all "
-    "of them. "
-    "docs/configuration/ has all of them as pages."
+    "Every setting of the configuration is an option too, such as --rollout.replicas 2: "
+    "`relax-hpc {name} --help rollout` explains those of a section, `--help model.tiny` those of "
+    "a part, `--help all` all of them. docs/configuration/ has all of them as pages."
 )
 
 

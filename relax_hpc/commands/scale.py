@@ -51,9 +51,8 @@ def _check(config: Config, group: str, replicas: int) -> None:
     if group not in config.groups or group_of(config, group).roles != ["rollout"]:
         allowed = [name for name, found in config.groups.items() if found.roles == ["rollout"]]
         raise ConfigError(
-            f"--group: found {group!r}, allowed: {', '.join(allowed) or 'none here'} (groups whose "
-            "only role is "
-            "rollout; the others have one job each, see resubmit --nodes)"
+            f"--group: found {group!r}, allowed: {', '.join(allowed) or 'none here'} (groups "
+            "whose only role is rollout; the others have one job each, see resubmit --nodes)"
         )
     if replicas < 1:
         raise ConfigError(

@@ -344,8 +344,7 @@ def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: 
             cleaner.mistake(
                 f"groups.{name}",
                 "null removes a group, but there is none of that name, allowed: "
-                f"{', '.join(sorted(known))}"
-                f"{near(name, sorted(known))}",
+                f"{', '.join(sorted(known))}{near(name, sorted(known))}",
             )
 
 

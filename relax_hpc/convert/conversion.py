@@ -86,8 +86,7 @@ def check_paths(request: Request) -> None:
     if not is_hf(request.source) and not is_megatron(request.source):
         raise ConfigError(
             f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} "
-            "(a megatron-core "
-            "torch_dist checkpoint); name a directory of one of the two"
+            "(a megatron-core torch_dist checkpoint); name a directory of one of the two"
         )
     check_free(request.target)
 

@@ -67,9 +67,8 @@ class ToMegatron:
                 found = self.dtype or self.source.dtype(piece.name)
                 if types.setdefault(one.key, found) != found:
                     raise ConfigError(
-                        f"{self.source.directory}: tensor {piece.name} is {found}, others that are "
-                        "stored with it are "
-                        f"{types[one.key]}; give all one type with --dtype"
+                        f"{self.source.directory}: tensor {piece.name} is {found}, others that "
+                        f"are stored with it are {types[one.key]}; give all one type with --dtype"
                     )
 
     def dtype_of(self, one: Parameter) -> torch.dtype:

@@ -72,9 +72,8 @@ class ColumnRules:
             if not is_empty(row.get(name)):
                 raise BadRecord(
                     "unknown_key",
-                    f"found a column {name!r}, which is not read; put it into the prompt, or "
-                    "list it "
-                    "in data.ignore_keys",
+                    f"found a column {name!r}, which is not read; put it into the prompt, or list "
+                    "it in data.ignore_keys",
                 )
         row["id"] = self.id_of(row, number)
         return row

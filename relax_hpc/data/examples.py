@@ -161,8 +161,7 @@ def demonstration_of(
         raise BadRecord(
             "answer_in_prompt",
             "the chat ends with the assistant's message, and there is an answer too; list "
-            "'answer' in "
-            "data.ignore_keys to learn the chat",
+            "'answer' in data.ignore_keys to learn the chat",
         )
     (answer,) = [[]] if whole else _named(record, rules, "answer")
     if not rules.template:

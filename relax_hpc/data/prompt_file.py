@@ -65,8 +65,7 @@ class Stamp:
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: cannot be read: {error.strerror}; data.train and data.eval "
-                "name files of rows, or "
-                "folders of them"
+                "name files of rows, or folders of them"
             ) from error
         return cls(
             files.named, sum(one.st_size for one in found), sum(one.st_mtime_ns for one in found)
@@ -268,8 +267,7 @@ def _index_of(files: RowFiles, where: Path, rules: str) -> Index | None:
 def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{stamp.path}: has changed since the run began ({what}), so that tickets would get other "
-        "prompts; restore it, "
-        f"or remove {where} to go on with it as it is"
+        f"prompts; restore it, or remove {where} to go on with it as it is"
     )
 
 

@@ -292,8 +292,7 @@ def columns_in(record: Record, how: PromptRules) -> Columns:
         if record.get(column):
             bad = not_taken(kind)
             hint = (
-                f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is "
-                "something "
+                f"data.multimodal_keys: {{{kind}: ''}} says that column {column!r} is something "
                 "else"
             )
             raise BadRecord(bad.reason, f"{bad.detail}; {hint}")
@@ -380,8 +379,7 @@ def _encoded(
         raise BadRecord(
             "answer_in_prompt",
             "the last message is the assistant's, which the policy would only have to repeat; "
-            "remove "
-            "it, or learn from it with algorithm.name sft",
+            "remove it, or learn from it with algorithm.name sft",
         )
     if not tokenizer:
         return (given if isinstance(given, str) else json.dumps(given)), None, columns

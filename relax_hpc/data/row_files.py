@@ -68,14 +68,12 @@ class RowFiles:
         if not split and unread:
             raise ConfigError(
                 f"{named}: found {unread[0].relative_to(folder)}, which would not be read; move "
-                "such files "
-                f"away, or name a split: {allowed}"
+                f"such files away, or name a split: {allowed}"
             )
         if not split and expected and expected not in splits:
             raise ConfigError(
                 f"{named}: found split {next(iter(splits))!r} alone, expected {expected!r}; if it "
-                "is meant, "
-                f"name it: {allowed}"
+                f"is meant, name it: {allowed}"
             )
         paths = splits[split or next(iter(splits))]
         return cls(
@@ -180,16 +178,14 @@ def _splits(folder: Path) -> tuple[Splits, list[Path]]:
     if not splits:
         raise ConfigError(
             f"{folder}: found a folder without rows, allowed: files whose names end with "
-            f"{', '.join(SUFFIXES)}, or "
-            "what save_to_disk of `datasets` has written"
+            f"{', '.join(SUFFIXES)}, or what save_to_disk of `datasets` has written"
         )
     for name, paths in splits.items():
         first = next((path for path in paths if path.suffix != paths[0].suffix), None)
         if first:
             raise ConfigError(
                 f"{folder}: found {paths[0].name} and {first.name} of split {name!r}, which may "
-                "hold the same rows; "
-                "move the files of one format away"
+                "hold the same rows; move the files of one format away"
             )
     return splits, unread
 

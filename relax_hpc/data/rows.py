@@ -238,8 +238,7 @@ def _table(path: Path | str) -> Iterator[Callable[..., Iterator[Any]]]:
     except ImportError as error:
         raise ConfigError(
             f"{path}: found {form}, which needs pyarrow, and that is not installed: pip install "
-            "pyarrow, or "
-            "write its rows as lines of JSON"
+            "pyarrow, or write its rows as lines of JSON"
         ) from error
     try:
         with opened(path) as file:

@@ -76,8 +76,7 @@ def _templates_in(value: Any, path: Path) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ConfigError(
             f"data.chat_template: {path}: chat_template is neither a text nor a list of objects "
-            "with "
-            "name and template; name a Jinja file"
+            "with name and template; name a Jinja file"
         )
     return {name: _check_length(text, path) for name, text in value.items()}
 

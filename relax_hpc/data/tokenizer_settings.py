@@ -125,8 +125,7 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     if config.get("split_special_tokens"):
         raise ConfigError(
             f"{path}: split_special_tokens: found true, allowed: false; with true the special "
-            "tokens "
-            "that a chat template writes would be split into characters"
+            "tokens that a chat template writes would be split into characters"
         )
 
 

@@ -145,8 +145,7 @@ def _check_names(names: Sequence[str], space: Any) -> None:
     if len(names) != space.n or len(set(names)) != len(names):
         raise ConfigError(
             f"environment.options.actions: found {', '.join(names)}, allowed: {space.n} different "
-            "names, one for each "
-            f"action of {space}"
+            f"names, one for each action of {space}"
         )
 
 

@@ -43,8 +43,7 @@ T = TypeVar("T")
 _SIGNALS = "signal only works in main thread"
 _ADVICE = (
     "methods of environments run in threads, where signal.alarm() cannot be used; "
-    "environment.step_timeout_s limits "
-    "their time, or run the work in a process that you can kill"
+    "environment.step_timeout_s limits their time, or run the work in a process that you can kill"
 )
 _STACK_BYTES = 2 << 20
 """Stack of an environment's thread. All stacks count against the process's memory, and the system's

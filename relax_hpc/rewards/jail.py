@@ -248,10 +248,9 @@ class Jail:
         if problem:
             raise ConfigError(
                 f"{self._key}: no program can be kept apart on {os.uname().nodename}: "
-                f"{problem[:_MAX_REASON]}; the "
-                "site has to allow user namespaces (kernel.unprivileged_userns_clone, "
-                "user.max_user_namespaces), or "
-                f"set {self._key}.image, or {self._key}.weak: true"
+                f"{problem[:_MAX_REASON]}; the site has to allow user namespaces "
+                "(kernel.unprivileged_userns_clone, user.max_user_namespaces), or set "
+                f"{self._key}.image, or {self._key}.weak: true"
             )
 
     def _try_program(self) -> str:

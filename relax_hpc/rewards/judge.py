@@ -34,8 +34,7 @@ class Judge:
         if not (judge.url or judge.endpoints):
             raise ConfigError(
                 "reward.judge.url: found nothing, allowed: http://... or https://..., or a group "
-                "with role genrm that "
-                "serves a judge (groups: {genrm: {}})"
+                "with role genrm that serves a judge (groups: {genrm: {}})"
             )
         self.service = (
             GroupService(judge, Path(judge.endpoints))

@@ -87,8 +87,7 @@ class Checkpoints:
                 failures.append(str(error))
         raise RelaxError(
             f"checkpoints: none of {len(points)} verifies ({failures[0]}); bring one back as it "
-            "was, or go on from "
-            "the weights of a version in a new run"
+            "was, or go on from the weights of a version in a new run"
         )
 
     def save(self, step: int) -> None:

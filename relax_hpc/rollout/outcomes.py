@@ -42,8 +42,7 @@ class Failure:
     def as_programming_error(self) -> str:
         """One line for a failure that every prompt group has, in a run without progress."""
         return (
-            f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt "
-            "groups; "
+            f"{self.detail_with_location}, for each of the first {_FIRST_GROUPS} prompt groups; "
             f"{REMEDY}"
         )
 
@@ -138,10 +137,9 @@ class Outcomes:
         elif (share := _share(self._passed)) > shape.max_filtered_share:
             raise NoProgressError(
                 f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} "
-                "prompt groups, the "
-                f"last with {failure.detail}; allowed "
-                f"rollout.max_filtered_share={shape.max_filtered_share:.0%}; "
-                "choose prompts of another difficulty, more samples a group, or another reward"
+                f"prompt groups, the last with {failure.detail}; allowed "
+                f"rollout.max_filtered_share={shape.max_filtered_share:.0%}; choose prompts of "
+                "another difficulty, more samples a group, or another reward"
             )
 
 

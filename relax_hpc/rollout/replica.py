@@ -116,8 +116,7 @@ class Replica:
         if self.config.colocate:
             raise ConfigError(
                 f"colocate: engine {self.number} may not leave, as the actor takes turns with all "
-                "of rollout.replicas "
-                "engines; stop the run, and go on with --resume and fewer"
+                "of rollout.replicas engines; stop the run, and go on with --resume and fewer"
             )
         self.leaving.set()
 

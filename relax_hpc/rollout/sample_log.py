@@ -260,8 +260,7 @@ def _inflate(data: mmap.mmap, start: int, path: Path) -> tuple[bytes | None, int
             size += len(parts[-1])
             if size > _MOST_MEMBER_BYTES:
                 text = (
-                    f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most "
-                    "that in "
+                    f"unpacks to more than {_MOST_MEMBER_BYTES} bytes, allowed: at most that in "
                     "one part"
                 )
                 raise ForeignFileError(errno.EFBIG, text, str(path))

@@ -76,8 +76,7 @@ def misfits(task: Task) -> Iterator[str]:
     ):
         yield (
             f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, "
-            "digits, _ and -, not "
-            "train; of one name (name,)"
+            "digits, _ and -, not train; of one name (name,)"
         )
     own = [name for name in sorted({*dir(task)}.difference(dir(Task))) if not name.startswith("_")]
     for part in ("rows", "evaluations", "demonstrations", "episode", "reward"):

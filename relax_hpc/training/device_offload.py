@@ -93,8 +93,7 @@ class StateAway:
         except RuntimeError as error:
             raise RelaxError(
                 f"colocate: {self.bytes} bytes of the actor's state have no room on {self.device} "
-                f"({error}); give "
-                "engines less by rollout.engine.flags.mem_fraction_static"
+                f"({error}); give engines less by rollout.engine.flags.mem_fraction_static"
             ) from error
         for one, room in zip(self._kept, self._rooms, strict=True):
             _whole(one).copy_(room, non_blocking=True)

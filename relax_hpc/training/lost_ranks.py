@@ -32,8 +32,7 @@ def names_lost_ranks(collective: Callable[P, R]) -> Callable[P, R]:
             first = str(error).partition("\n")[0]
             raise LostRankError(
                 "a rank of this group is gone, or behind by more than queue.wait_timeout_s and a "
-                "minute; its own log "
-                f"says why, beside this one ({first})"
+                f"minute; its own log says why, beside this one ({first})"
             ) from error
 
     return named

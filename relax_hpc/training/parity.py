@@ -119,10 +119,8 @@ def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
         )
         raise ConfigError(
             f"actor.kernels: found {kernels}, with which this model computes something else; "
-            "distance from float32, at "
-            f"most {most:g} times that of plain layers: {'; '.join(said)}; set plain, or install "
-            "another release of "
-            f"{_release(kernels)}"
+            f"distance from float32, at most {most:g} times that of plain layers: "
+            f"{'; '.join(said)}; set plain, or install another release of {_release(kernels)}"
         )
     return time.monotonic() - started
 

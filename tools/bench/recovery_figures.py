@@ -158,10 +158,9 @@ def targets(beat_s: float, lease_s: float) -> str:
     """The targets in words."""
     return (
         f"targets: detect < {EXIT_S:g} s of an exit, < {lease_s + 2 * beat_s:g} s (lease + two "
-        "beats) of a power loss; "
-        f"restart < {STEP_S:g} s as a step, < {JOB_S:g} s as a job (marked *) beside its wait in "
-        "the queue; "
-        f"others <= {2 * beat_s:g} s (twice the beat); lost 0, duplicated 0"
+        f"beats) of a power loss; restart < {STEP_S:g} s as a step, < {JOB_S:g} s as a job "
+        f"(marked *) beside its wait in the queue; others <= {2 * beat_s:g} s (twice the beat); "
+        "lost 0, duplicated 0"
     )
 
 

@@ -316,8 +316,7 @@ def _table() -> Iterator[Row]:
         yield Row(f"{what}: padding of packs", (job,), lambda one: one["padding"], most=most)
     for name in OVERLAPPED:
         what = (
-            f"0.6B, 8 x 2,048 tokens on each of 2 GPUs, {name}: step with gradients "
-            "overlapped, "
+            f"0.6B, 8 x 2,048 tokens on each of 2 GPUs, {name}: step with gradients overlapped, "
             "of one without"
         )
         yield Row(

@@ -55,8 +55,7 @@ def _gres_conf(folder: Path, options: Options) -> str:
     if not options.gpus or not options.nodes:
         return ""
     return (
-        f"NodeName=node[1-{options.nodes}] Name=gpu "
-        f"File={folder}/dev/gpu[0-{options.gpus - 1}] "
+        f"NodeName=node[1-{options.nodes}] Name=gpu File={folder}/dev/gpu[0-{options.gpus - 1}] "
         "AutoDetect=off\n"
     )
 

@@ -128,8 +128,7 @@ def check_folder(folder: Path) -> None:
     if size > _MAX_FOLDER:
         raise ConfigError(
             f"sandbox: folder: found {folder} of {size} bytes, allowed {_MAX_FOLDER}: the kernel "
-            "takes no unix socket "
-            "with a longer path; choose a folder such as /tmp/sandbox"
+            "takes no unix socket with a longer path; choose a folder such as /tmp/sandbox"
         )
     if not re.fullmatch(r"/[\w./+-]+", str(folder), re.ASCII):
         raise ConfigError(

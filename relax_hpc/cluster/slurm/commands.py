@@ -343,8 +343,7 @@ class Slurm:
         except subprocess.TimeoutExpired as error:
             raise SlurmError(
                 f"{shown(argv)}: no answer within {self.timeout_s:g} s; slurmctld is busy or down "
-                "(scontrol ping), "
-                "try again later",
+                "(scontrol ping), try again later",
                 timed_out=True,
             ) from error
         said = f"{done.stdout}\n{done.stderr}" if both else done.stdout

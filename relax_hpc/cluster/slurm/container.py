@@ -32,8 +32,7 @@ def container_command(config: Config, run_dir: Path) -> list[str]:
     if launcher == "pmix":
         raise ConfigError(
             "site.mpi.launcher: found pmix with container runtime apptainer, where slurmd's PMIx "
-            "is out of reach; "
-            "allowed: pmi2, with library: wheel (the mpich wheel in the image)"
+            "is out of reach; allowed: pmi2, with library: wheel (the mpich wheel in the image)"
         )
     words = [container.program, "exec", "--no-home"]
     if config.model.device == "cuda":
@@ -105,8 +104,7 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
         if ":" in path or "," in path:
             mistakes.add(
                 f"site.container.runtime: found {config.site.container.runtime} and the path "
-                f"{path!r}, which it cannot "
-                "mount: allowed are paths without : and ,"
+                f"{path!r}, which it cannot mount: allowed are paths without : and ,"
             )
     for mount in config.site.container.mounts:
         if not mount.startswith("/") or "," in mount:

@@ -121,8 +121,7 @@ def check_gone(run: RunDir, config: Config, slurm: Slurm) -> None:
     ]:
         raise ConfigError(
             f"{run.root}: has jobs in the queue ({', '.join(left)}); look with: relax-hpc status "
-            f"{run.root}, "
-            f"or end them first: relax-hpc stop {run.root}"
+            f"{run.root}, or end them first: relax-hpc stop {run.root}"
         )
 
 

@@ -411,8 +411,7 @@ class ReplaceLauncher(StepLauncher):
     def check_takes_steps(self, name: str) -> None:
         if not self.het_job.takes_steps():
             text = (
-                f"{name}: a component is gone and slurmctld was restarted, which would die "
-                "of a "
+                f"{name}: a component is gone and slurmctld was restarted, which would die of a "
                 "new step of this job"
             )
             raise SlurmError(text, transient=True)

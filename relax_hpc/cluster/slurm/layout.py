@@ -149,8 +149,7 @@ def seconds(time: str, key: str) -> int:
     if not total:
         raise ConfigError(
             f"{key}: found {time!r}, allowed: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or "
-            "D-HH:MM:SS, more than 0 "
-            "(a run needs a limit; name the partition's)"
+            "D-HH:MM:SS, more than 0 (a run needs a limit; name the partition's)"
         )
     return total
 
@@ -177,9 +176,8 @@ def _het(config: Config) -> list[Component]:
     if nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
         mistakes.add(
             f"groups.{host}.resources.nodes: found 1 for component 0 of a het job, where any "
-            "node's death would "
-            "end the whole run; take two nodes, or layout: jobs, or allow it by "
-            "slurm.one_node_hub: true"
+            "node's death would end the whole run; take two nodes, or layout: jobs, or allow it "
+            "by slurm.one_node_hub: true"
         )
     names.sort(key=lambda name: config.groups[name].resources.nodes == 1)
     with mistakes:
@@ -206,8 +204,7 @@ def _local(config: Config) -> list[Component]:
         if group.resources.nodes > 1:
             mistakes.add(
                 f"groups.{name}.resources.nodes: found {group.resources.nodes}, allowed with "
-                "layout local: 1; "
-                "for more take layout: het or jobs"
+                "layout local: 1; for more take layout: het or jobs"
             )
         else:
             with mistakes:
@@ -310,8 +307,7 @@ def _uneven(config: Config, group: str, role: str) -> str:
     parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
     return (
         f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s "
-        f"{parallel.ranks} ranks "
-        f"({role}.parallel: {parallel}); change either"
+        f"{parallel.ranks} ranks ({role}.parallel: {parallel}); change either"
     )
 
 

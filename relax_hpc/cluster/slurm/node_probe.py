@@ -154,8 +154,7 @@ def _check_gpus(report: Report, wanted: int) -> None:
         if share > MAX_GPU_USED_SHARE:
             report.problems.append(
                 f"GPU {index}: found {share:.0%} of its memory in use, allowed: "
-                f"{MAX_GPU_USED_SHARE:.0%}; "
-                "a process was left over (nvidia-smi)"
+                f"{MAX_GPU_USED_SHARE:.0%}; a process was left over (nvidia-smi)"
             )
 
 

@@ -148,9 +148,8 @@ def directive(name: str, value: str) -> str:
         )
     if not value and name not in FLAGS:
         raise ConfigError(
-            f"options.{name}: found nothing, allowed: a value; null in a group's options takes off "
-            "what the "
-            "site's options set"
+            f"options.{name}: found nothing, allowed: a value; null in a group's options takes "
+            "off what the site's options set"
         )
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 

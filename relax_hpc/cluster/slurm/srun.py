@@ -61,8 +61,7 @@ def srun_options(config: Config) -> list[str]:
         elif not _LONG_NAME.fullmatch(name) or not value.isprintable():
             mistakes.add(
                 f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun "
-                "option, without "
-                "dashes before, and a value without line breaks"
+                "option, without dashes before, and a value without line breaks"
             )
     mistakes.refuse()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options

@@ -147,8 +147,7 @@ class RulesWithOptions(Rules):
             raise BadMedium(
                 Reason.OPTION,
                 f"video_start and video_end: found frames {first} to {last}, allowed: two frames "
-                "or more "
-                f"of {total} in {seconds:.2f} s",
+                f"or more of {total} in {seconds:.2f} s",
             )
         return first, last
 

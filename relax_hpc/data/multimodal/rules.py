@@ -101,15 +101,13 @@ class Rules:
         factor, needed = settings.image_resize_scale_factor or self.factor, self.patch * self.merge
         if factor % needed:
             raise ConfigError(
-                f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples of "
-                f"the {needed} pixels "
-                "of a token of this model, or 0"
+                f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples "
+                f"of the {needed} pixels of a token of this model, or 0"
             )
         if self.rate and settings.audio_sample_rate not in (0, self.rate):
             raise ConfigError(
                 f"data.multimodal.audio_sample_rate: found {settings.audio_sample_rate}, allowed: "
-                f"0, or {self.rate}, "
-                "at which this model hears"
+                f"0, or {self.rate}, at which this model hears"
             )
         token = needed**2
         return dataclasses.replace(

@@ -24,9 +24,8 @@ from relax_hpc.data.rows import read_rows
 
 _MADE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')"
 _FOUND = (
-    "SELECT title, text, snippet(documents, 1, '', '', ' ... ', 64) FROM documents WHERE documents "
-    "MATCH ? "
-    "ORDER BY bm25(documents, 4.0, 1.0), rowid LIMIT ?"
+    "SELECT title, text, snippet(documents, 1, '', '', ' ... ', 64) FROM documents WHERE "
+    "documents MATCH ? ORDER BY bm25(documents, 4.0, 1.0), rowid LIMIT ?"
 )
 """A word in a title counts as much as four in a text."""
 _MOST_WORDS = 32

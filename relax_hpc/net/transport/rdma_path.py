@@ -76,8 +76,7 @@ def _why_not_cma(there: dict[str, Any], address: int) -> str:
         return ""
     if here["user_ns"] != there["user_ns"]:
         return (
-            "another user namespace on the same node: start both in one container, or share "
-            "the "
+            "another user namespace on the same node: start both in one container, or share the "
             "host's"
         )
     if here["uid"] != there["uid"]:

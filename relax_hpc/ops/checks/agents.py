@@ -46,7 +46,6 @@ def check_agents(config: Config) -> Iterator[str]:
         return
     if config.layout == "local" and not shutil.which(options.command[0]):
         yield (
-            f"environment.options: found no program {options.command[0]!r} in command; name "
-            "one, "
+            f"environment.options: found no program {options.command[0]!r} in command; name one, "
             "by its whole path"
         )

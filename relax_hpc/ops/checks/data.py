@@ -36,8 +36,7 @@ def _train_sets(data: DataConfig) -> Iterator[str]:
     if data.train and data.train_sets:
         names = ", ".join(data.train_sets)
         yield (
-            f"data.train_sets: found {names} together with data.train {data.train!r}; remove "
-            "one "
+            f"data.train_sets: found {names} together with data.train {data.train!r}; remove one "
             "of the settings"
         )
     for name in data.train_sets:
@@ -61,8 +60,7 @@ def _weights(data: DataConfig) -> Iterator[str]:
         if not math.isfinite(weight) or weight <= 0 or weight < smallest:
             yield (
                 f"data.train_weights.{name}: found {weight}, allowed: a positive number, at least "
-                f"1/{CYCLE} of "
-                "the sum of all weights; remove sets that are not to be visited"
+                f"1/{CYCLE} of the sum of all weights; remove sets that are not to be visited"
             )
 
 

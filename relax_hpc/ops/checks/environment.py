@@ -36,13 +36,11 @@ def check_environment(config: Config) -> Iterator[str]:
     if task.makes("episode"):
         yield (
             f"environment.kind: found {kind!r} beside task {config.data.task!r}, which plays its "
-            "episodes itself; "
-            "leave out one of both"
+            "episodes itself; leave out one of both"
         )
     most = config.rollout.max_new_tokens
     if (found := config.environment.turn_tokens) > most:
         yield (
             f"environment.turn_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
-            f"{most}, which bounds "
-            "all that a row has behind its prompt"
+            f"{most}, which bounds all that a row has behind its prompt"
         )

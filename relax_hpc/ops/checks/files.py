@@ -63,8 +63,7 @@ def check_files(config: Config) -> Iterator[str]:
         if not is_there(rows.path):
             yield (
                 f"{rows.setting}: found {rows.path!r}, which is not a file; name a jsonl or "
-                "parquet file, or a "
-                "folder of them"
+                "parquet file, or a folder of them"
             )
         else:
             yield from _prompts(rows, policy.tokenizer, config)
@@ -207,16 +206,14 @@ def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
     if not found.is_whole:
         yield (
             f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, "
-            f"{found.tally.bad} of them bad; "
-            "all of them are read when the run begins"
+            f"{found.tally.bad} of them bad; all of them are read when the run begins"
         )
     elif found.tally.bad and not found.problem(data):
         yield f"{key}: {found.tally.bad} of {found.total} rows are left out: {found.tally.reasons}"
     if found.named and "prompt" not in data.special_tokens and not data.chat_template:
         yield (
             f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, "
-            "such as "
-            f"{found.example}, which are text here; if a chat template made them, set "
+            f"such as {found.example}, which are text here; if a chat template made them, set "
             "data.special_tokens: [prompt]"
         )
 
@@ -288,8 +285,7 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
         if positions and (found := config.data.max_row_tokens) > positions:
             yield (
                 f"data.max_row_tokens: found {found}, allowed: max_position_embeddings of the "
-                f"model, {positions}; "
-                "lower it"
+                f"model, {positions}; lower it"
             )
         return
     for key, response in (
@@ -310,14 +306,12 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
     if found != "off" and model.spec and not model.spec.route_shape:
         yield (
             f"model.routing_replay: found {found} with a {model.spec.model_type} model, allowed: "
-            "off; a model without "
-            "experts has no routes"
+            "off; a model without experts has no routes"
         )
     if found != "off" and config.actor.megatron.get("moe_router_fusion"):
         yield (
             f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, "
-            "allowed: false; "
-            "Transformer Engine's fused router takes no routes"
+            "allowed: false; Transformer Engine's fused router takes no routes"
         )
 
 
@@ -334,8 +328,7 @@ def _stops(config: Config, model: Model) -> Iterator[str]:
         if name:
             yield (
                 f"rollout.stop: found {text!r}, allowed: texts without special tokens, or one "
-                "special token alone, "
-                f"such as {name!r}"
+                f"special token alone, such as {name!r}"
             )
 
 
@@ -362,10 +355,8 @@ def _turned(config: Config, model: Model) -> Iterator[str]:
     ):
         yield (
             f"model.path: found {name} as transformers 5 saves it, with engine sglang allowed: "
-            "each expert turned "
-            "around, as published; relax-hpc convert makes a megatron-core checkpoint of it, and "
-            "with --shard-size 5GB "
-            "of that a directory as published"
+            "each expert turned around, as published; relax-hpc convert makes a megatron-core "
+            "checkpoint of it, and with --shard-size 5GB of that a directory as published"
         )
 
 

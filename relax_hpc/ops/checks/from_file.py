@@ -50,8 +50,7 @@ def _of_files(config: Config) -> Iterator[str]:
     ):
         yield (
             f"algorithm.name: found {name}, but role reference is in no group; it compares with "
-            "the reference: add it "
-            "to the roles of a group, or to actor.forward"
+            "the reference: add it to the roles of a group, or to actor.forward"
         )
 
 
@@ -61,14 +60,12 @@ def _of_drawn_rows(config: Config) -> Iterator[str]:
     if samples < fewest:
         yield (
             f"samples_per_prompt: found {samples}, allowed with {name}: at least {fewest}; the "
-            "rewards of a prompt's "
-            "episodes are compared"
+            "rewards of a prompt's episodes are compared"
         )
     elif samples == 1 and config.rollout.filter == "rewards_differ":
         yield (
             "rollout.filter: found rewards_differ with samples_per_prompt 1, of which it drops "
-            "every prompt group; "
-            "leave it out, or draw more samples"
+            "every prompt group; leave it out, or draw more samples"
         )
     if any("data" in group.roles for group in config.groups.values()):
         yield f"groups: found role data with algorithm {name}, which learns from no file; remove it"

@@ -31,8 +31,7 @@ def check_memory(config: Config) -> Iterator[str]:
             )
             yield (
                 f"groups.{place.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; "
-                f"{mend}; "
-                "`relax-hpc plan` tells more"
+                f"{mend}; `relax-hpc plan` tells more"
             )
 
 

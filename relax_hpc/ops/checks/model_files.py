@@ -151,8 +151,7 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
     if vocab and found.vocab_size > vocab:
         raise ConfigError(
             f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json "
-            f"is {vocab}; they are "
-            "of different models"
+            f"is {vocab}; they are of different models"
         )
     return found
 

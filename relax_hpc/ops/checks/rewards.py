@@ -67,8 +67,7 @@ def _unnamed(config: Config) -> Iterator[str]:
     )
     yield (
         f"rollout.reward: found nothing with {source}, allowed: the reward to learn from, such as "
-        "math, math_answer, "
-        "exact, f1, multiple_choice, environment, or a function of yours as "
+        "math, math_answer, exact, f1, multiple_choice, environment, or a function of yours as "
         "my_package.rewards:score"
     )
 
@@ -81,8 +80,7 @@ def _servers(config: Config, asked: bool) -> Iterator[str]:
     if not asked:
         yield (
             f"groups.{group}.roles: found genrm, and judge neither in rollout.reward nor in "
-            "eval.reward; name it, or "
-            "remove the role"
+            "eval.reward; name it, or remove the role"
         )
     for key in ("url", "endpoints"):
         if found := getattr(config.reward.judge, key):
@@ -127,6 +125,5 @@ def _math_time(config: Config) -> Iterator[str]:
     if limit_s < needed_s:
         yield (
             f"rollout.reward_timeout_s: found {limit_s:g}, allowed with reward math: at least "
-            f"{needed_s:g}; else "
-            "expressions that take too long would fail their prompt group"
+            f"{needed_s:g}; else expressions that take too long would fail their prompt group"
         )

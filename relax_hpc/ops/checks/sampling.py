@@ -44,15 +44,13 @@ def _cut(config: Config, key: str) -> Iterator[str]:
     if algorithm.ratio_to_rollout:
         yield (
             f"{value} with algorithm {algorithm.name}, allowed: {whole}; its ratio is to the "
-            "engine's "
-            "log-probabilities, which are of a part of the vocabulary then"
+            "engine's log-probabilities, which are of a part of the vocabulary then"
         )
         return
     if algorithm.kl.coefficient and algorithm.kl.importance:
         yield (
             f"{value} with algorithm.kl.importance, allowed: {whole}, or kl.importance false; "
-            "tokens that cannot be "
-            "drawn have no part in the divergence then"
+            "tokens that cannot be drawn have no part in the divergence then"
         )
     if config.rollout.engine.kind == "simulated":
         yield f"{value} with engine simulated, which draws tokens evenly; leave it out"
@@ -61,13 +59,11 @@ def _cut(config: Config, key: str) -> Iterator[str]:
     elif algorithm.correction.level == "sequence":
         yield (
             f"{value} with algorithm.correction.level sequence, allowed: token; a row's weights "
-            "multiply, and long "
-            "responses would have none"
+            "multiply, and long responses would have none"
         )
     if "rollout_logprobs" in algorithm.needs:
         yield (
-            f"{value} with algorithm {algorithm.name}, whose rewards hold rollout_logprobs "
-            "as if "
+            f"{value} with algorithm {algorithm.name}, whose rewards hold rollout_logprobs as if "
             "of the whole policy"
         )
 
@@ -75,9 +71,8 @@ def _cut(config: Config, key: str) -> Iterator[str]:
 def _evaluation(settings: EvalConfig) -> Iterator[str]:
     if settings.responses > 1 and not settings.temperature:
         yield (
-            f"eval.responses: found {settings.responses} with eval.temperature 0, allowed: 1; they "
-            "would be equal, "
-            "set a temperature"
+            f"eval.responses: found {settings.responses} with eval.temperature 0, allowed: 1; "
+            "they would be equal, set a temperature"
         )
     for k in settings.pass_at:
         if not 1 <= k <= settings.responses:

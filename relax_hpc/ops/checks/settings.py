@@ -136,14 +136,12 @@ def _weights(config: Config) -> Findings:
     if every > config.max_staleness + 1:
         yield (
             f"weights.publish_every: found {every}, allowed: at most max_staleness + 1, "
-            f"{config.max_staleness + 1}; "
-            "samples by the version before would be too old"
+            f"{config.max_staleness + 1}; samples by the version before would be too old"
         )
     if weights.publish_lag < every - 1:
         yield (
             f"weights.publish_lag: found {weights.publish_lag}, allowed: at least "
-            "weights.publish_every - 1, "
-            f"{every - 1}; an engine can have no newer version"
+            f"weights.publish_every - 1, {every - 1}; an engine can have no newer version"
         )
     if weights.slabs == 1:
         yield (
@@ -160,8 +158,7 @@ def _weights(config: Config) -> Findings:
     if (found := config.algorithm.kl.refresh_every) % every:
         yield (
             f"algorithm.kl.refresh_every: found {found}, allowed: 0, or multiples of "
-            "weights.publish_every, "
-            f"{every}; other versions are not published"
+            f"weights.publish_every, {every}; other versions are not published"
         )
 
 
@@ -188,8 +185,7 @@ def _data(config: Config) -> Findings:
     if data.system and not data.chat_template:
         yield (
             f"data.system: found {data.system[:40]!r} without data.chat_template, which would "
-            "place it; set "
-            "data.chat_template: model"
+            "place it; set data.chat_template: model"
         )
     for kind in data.multimodal_keys.keys() - set(Kind):
         yield f"data.multimodal_keys: found a column for {kind!r}, allowed: {', '.join(Kind)}"
@@ -292,8 +288,7 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
     actor_fwd, nobody."""
     for role in sorted({*places}.intersection(config.actor.forward)):
         yield (
-            f"actor.forward: found {role}, which is in a group too, allowed: one of them; "
-            "remove "
+            f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove "
             "it here or there"
         )
     if config.algorithm.uses_old and "actor_fwd" not in {*places, *config.actor.forward}:
@@ -301,10 +296,8 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
             if (found := getattr(config.algorithm, name)) > 1:
                 yield (
                     f"algorithm.{name}: found {found} without role actor_fwd, allowed: 1; the "
-                    "ratio to the policy "
-                    "before the step would be taken for 1, so that nothing is clipped; add "
-                    "actor_fwd to the roles of a "
-                    "group, or to actor.forward"
+                    "ratio to the policy before the step would be taken for 1, so that nothing is "
+                    "clipped; add actor_fwd to the roles of a group, or to actor.forward"
                 )
     if "reference" in config.actor.forward and (every := config.algorithm.kl.refresh_every):
         yield (
@@ -322,8 +315,7 @@ def _algorithm(config: Config) -> Findings:
     if warmup >= config.steps:
         yield (
             f"algorithm.critic_warmup_steps: found {warmup}, allowed: less than steps, "
-            f"{config.steps}; the policy "
-            "would never be trained"
+            f"{config.steps}; the policy would never be trained"
         )
     groups, parts = config.prompts_per_step, config.algorithm.mini_batches
     # Episodes that are compared are on one rank.
@@ -360,8 +352,7 @@ def _overlong(config: Config) -> Findings:
     if limit and most_punished > limit:
         yield (
             f"algorithm.overlong.max_tokens: found {most_punished}, allowed: at most {key}, "
-            f"{limit}; no episode draws "
-            "more"
+            f"{limit}; no episode draws more"
         )
 
 
@@ -434,8 +425,7 @@ def _rollout(config: Config) -> Findings:
     if config.rollout.replicas % config.rollout.processes:
         yield (
             f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} "
-            "replicas, allowed: "
-            "what divides them; each process has as many"
+            "replicas, allowed: what divides them; each process has as many"
         )
 
 
@@ -445,8 +435,7 @@ def _without(config: Config) -> Findings:
     if config.colocate and shape.without:
         yield (
             f"rollout.without: found {', '.join(shape.without)} with colocate, allowed: none; the "
-            "actor takes turns "
-            "with all of rollout.replicas engines"
+            "actor takes turns with all of rollout.replicas engines"
         )
     for name in shape.without:
         group, _, number = name.rpartition("/")
@@ -455,8 +444,7 @@ def _without(config: Config) -> Findings:
                 f"{bases[0] if bases else 'rollout'}/0 to {shape.replicas - 1} (rollout.replicas)"
             )
             yield (
-                f"rollout.without: found {name!r}, allowed: {allowed}, or of its members "
-                "such as "
+                f"rollout.without: found {name!r}, allowed: {allowed}, or of its members such as "
                 "rollout-2"
             )
             continue
@@ -490,8 +478,7 @@ def _devices(config: Config) -> Findings:
             and not Path("/dev/dxg").exists()
         ):
             yield (
-                "model.device: found cuda, but this machine has no NVIDIA device "
-                "(/dev/nvidia0); "
+                "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); "
                 "set cpu"
             )
         return
@@ -499,8 +486,7 @@ def _devices(config: Config) -> Findings:
         if {*group.roles} - {*ON_CPUS} and not group.resources.gpus_per_node:
             yield (
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for "
-                "GPUs, or add its "
-                "roles to a group that has some"
+                "GPUs, or add its roles to a group that has some"
             )
 
 
@@ -518,8 +504,7 @@ def _unused_gpus(config: Config) -> Findings:
         if value and value != "-1":
             yield (
                 f"{key}: found {value!r} with model.device cpu, which uses no GPU; set "
-                "model.device: cuda, or leave it "
-                "out"
+                "model.device: cuda, or leave it out"
             )
 
 
@@ -533,12 +518,10 @@ def _queue(config: Config) -> Findings:
     most, step = config.queue.max_rows, config.prompts_per_step * config.samples_per_prompt
     if most < step * (config.max_staleness + 1):
         yield (
-            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets "
-            "rollout be "
-            f"{step * (config.max_staleness + 1)} rows ahead (prompts_per_step * "
-            "samples_per_prompt * "
-            "(max_staleness + 1)); allowed: at least that, or a max_staleness of at most "
-            f"{max(0, most // step - 1)}"
+            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets rollout "
+            f"be {step * (config.max_staleness + 1)} rows ahead (prompts_per_step * "
+            "samples_per_prompt * (max_staleness + 1)); allowed: at least that, or a "
+            f"max_staleness of at most {max(0, most // step - 1)}"
         )
 
 

@@ -18,8 +18,7 @@ def check_accounts(config: Config, parts: list[Component], slurm: Slurm) -> Iter
     if not rows:
         yield warning(
             "site.account, site.qos: not checked but by sbatch --test-only, which says nothing of "
-            "limits, as this "
-            "Slurm keeps no accounts or sacctmgr is missing"
+            "limits, as this Slurm keeps no accounts or sacctmgr is missing"
         )
         return
     accounts = sorted({row["Account"] for row in rows})
@@ -61,9 +60,8 @@ def _limits(
     for most_running, most_queued, who in limits:
         if len(parts) > number(most_running, len(parts)):
             yield error(
-                f"layout: found {config.layout} with {len(parts)} jobs at once, allowed for {who}: "
-                f"{most_running} "
-                "(MaxJobs); merge groups, or ask the site for more"
+                f"layout: found {config.layout} with {len(parts)} jobs at once, allowed for "
+                f"{who}: {most_running} (MaxJobs); merge groups, or ask the site for more"
             )
         if len(parts) + ahead > number(most_queued, len(parts) + ahead):
             yield error(

@@ -205,8 +205,7 @@ def _size(
     if part.nodes > min(most, len(nodes)):
         yield error(
             f"{key}.nodes: found {part.nodes}, allowed in partition {names}: "
-            f"{min(most, len(nodes))}; take fewer, or "
-            "another partition"
+            f"{min(most, len(nodes))}; take fewer, or another partition"
         )
     if (least := min(int(number(table.get("MinNodes", ""), 0)) for table in tables)) > part.nodes:
         yield error(
@@ -234,8 +233,7 @@ def _size(
     if len(usable) < part.nodes <= len(nodes) and fitting:
         yield warning(
             f"{key}: {part.nodes} nodes asked for, {len(usable)} of partition {names} fit and are "
-            "up at the moment; "
-            "the job will wait for more"
+            "up at the moment; the job will wait for more"
         )
     limits = [parse_time(table.get("MaxTime", "UNLIMITED")) for table in tables]
     asked = seconds(part.time, "time")
@@ -299,8 +297,7 @@ def _layout(config: Config, cluster: Cluster) -> Iterator[Finding]:
         if scheduler != "sched/backfill":
             yield error(
                 f"layout: found het, but SchedulerType is {scheduler}, and heterogeneous jobs are "
-                "started by "
-                "sched/backfill alone; take layout: jobs"
+                "started by sched/backfill alone; take layout: jobs"
             )
         if re.search(r"disable_het(job|ero)_steps", cluster.config.get("SchedulerParameters", "")):
             yield warning(

@@ -91,8 +91,7 @@ def check_settings(config: Config) -> Iterator[Finding]:
         if group.resources.gpus_per_node and site.gpu_request == "none":
             yield warning(
                 f"site.gpu_request: found none, so the {group.resources.gpus_per_node} GPUs a "
-                "node of "
-                f"groups.{name} are not asked for; set gpus_per_node or gres"
+                f"node of groups.{name} are not asked for; set gpus_per_node or gres"
             )
     if site.local_dir and not Path(site.local_dir).is_absolute():
         yield error(
@@ -127,9 +126,8 @@ def check_layout(config: Config) -> Iterator[Finding]:
         return
     if config.slurm.one_node_hub:
         yield warning(
-            "slurm.one_node_hub: found true, so the death of any node ends the whole job; leave it "
-            "out, or take "
-            "layout: jobs"
+            "slurm.one_node_hub: found true, so the death of any node ends the whole job; leave "
+            "it out, or take layout: jobs"
         )
     if not config.slurm.successors:
         yield warning(
@@ -142,8 +140,7 @@ def check_layout(config: Config) -> Iterator[Finding]:
                 found = error if group.on_failure == "resubmit" else warning
                 yield found(
                     f"groups.{name}.spares: found 0 with site.sbatch_on_nodes false, so it cannot "
-                    "get new nodes after "
-                    "losing one; set spares: 1"
+                    "get new nodes after losing one; set spares: 1"
                 )
 
 
@@ -221,8 +218,7 @@ def _mpi(config: Config, inside: bool) -> Iterator[Finding]:
     if library == "wheel" and launcher == "pmix":
         yield error(
             "site.mpi.library: found wheel with launcher pmix, which mpich does not speak; take "
-            "launcher pmi2, or name "
-            "the libmpi.so of an Open MPI"
+            "launcher pmi2, or name the libmpi.so of an Open MPI"
         )
     if library != "wheel" and inside:
         yield warning(f"site.mpi.library: {library!r} is in the image, where it was not looked for")
@@ -250,8 +246,7 @@ def _mpi(config: Config, inside: bool) -> Iterator[Finding]:
             ranks = ranks_of(config, name, ranked[0])
             yield error(
                 f"site.mpi.launcher: found mpiexec, but {ranked[0]} of groups.{name} has {ranks} "
-                "ranks, allowed: 1; "
-                "take pmix or pmi2"
+                "ranks, allowed: 1; take pmix or pmi2"
             )
 
 
@@ -321,8 +316,7 @@ def check_disk(config: Config, several_hosts: bool) -> Iterator[Finding]:
     if room.f_bavail * room.f_frsize < needed:
         yield error(
             f"run_dir: {existing} has {room.f_bavail * room.f_frsize / 2**30:.1f} GiB free, the "
-            "run needs about "
-            f"{needed / 2**30:.1f}; free some, or lower checkpoint.keep_last"
+            f"run needs about {needed / 2**30:.1f}; free some, or lower checkpoint.keep_last"
         )
     if room.f_files > 0 and room.f_favail < MIN_FILES:
         yield error(

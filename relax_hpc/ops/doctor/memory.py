@@ -32,10 +32,8 @@ def check_memory(
             advice = "this is all that a node has; use nodes with more memory, or more nodes"
         yield warning(
             f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which "
-            "Slurm gives "
-            f"{given / 1024:.1f} GiB a node ({why}); its processes and the model need "
-            f"{needed / 1024:.0f} GiB and "
-            f"more; {advice}"
+            f"Slurm gives {given / 1024:.1f} GiB a node ({why}); its processes and the model need "
+            f"{needed / 1024:.0f} GiB and more; {advice}"
         )
 
 

@@ -138,8 +138,7 @@ def _pace(pace: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"step: {pace['step_s']:.2f} s (median of {pace['steps']}), rollout busy "
-        f"{pace['rollout_s']:.2f} s of it, "
-        f"actor {pace['actor_s']:.2f} s"
+        f"{pace['rollout_s']:.2f} s of it, actor {pace['actor_s']:.2f} s"
     )
     yield (
         f"overlap efficiency: {pace['overlap']:.0%} (the busier side over the step; 100%: it "

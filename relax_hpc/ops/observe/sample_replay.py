@@ -116,8 +116,7 @@ def find(samples: Iterable[Sample], name: str, of: str = "", step: int | None = 
     if not wanted:
         raise ConfigError(
             f"--replay: found {name!r}, of which no episode against an environment was kept; "
-            "allowed: an id that "
-            "`relax-hpc samples` shows, of an evaluation with --eval SET"
+            "allowed: an id that `relax-hpc samples` shows, of an evaluation with --eval SET"
         )
     newest = max(wanted, key=lambda group: group[0]["time"])
     return Kept(sorted(newest, key=lambda sample: sample["recording"].get("row", 0)))

@@ -334,8 +334,7 @@ def _too_many(config: Config, group: str, key: str, replicas: int, flags: Mappin
     left_out = f" without the {skipped} before base_gpu_id" if skipped else ""
     return (
         f"{replicas} engines of {sizes} take {taken} GPUs, and group {group} has "
-        f"{present - skipped}{left_out}; "
-        f"fewer {key}, or more nodes"
+        f"{present - skipped}{left_out}; fewer {key}, or more nodes"
     )
 
 

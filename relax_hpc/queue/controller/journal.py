@@ -210,8 +210,7 @@ class Journal:
         """Raise FencedError once there is a successor."""
         if successor := self.superseded():
             text = (
-                f"hub incarnation {self.incarnation} is over: incarnation {successor} has "
-                "taken "
+                f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken "
                 "its place"
             )
             raise FencedError(text)

@@ -276,10 +276,8 @@ class Controller:
         why = f" ({request.why})" if request.why else ""
         return (
             f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained "
-            "steps: "
-            f"{self.state.progress.trained_steps}, prompt groups: {at}; open the logs of the group "
-            "that is behind in "
-            f"{self.run.root / 'logs'}"
+            f"steps: {self.state.progress.trained_steps}, prompt groups: {at}; open the logs of "
+            f"the group that is behind in {self.run.root / 'logs'}"
         )
 
     def _reply(self, request: Request, **content: Any) -> Reply:

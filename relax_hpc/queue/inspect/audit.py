@@ -153,8 +153,7 @@ class JournalCopy:
         if size > free // 2:
             raise JournalError(
                 f"{self.folder}: {size} bytes are copied to {folder.parent}, which has {free} "
-                "free; set TMPDIR to a "
-                "folder with more room"
+                "free; set TMPDIR to a folder with more room"
             )
 
     def replay(self, state: QueueState) -> Iterator[Iterator[Event]]:

@@ -196,8 +196,7 @@ class Agents:
             self._reported_namespaces = True
             print(
                 f"agent programs have no PID namespace on this node ({program.no_namespace}); "
-                "their processes are "
-                "found by their parents and killed at the end of each episode",
+                "their processes are found by their parents and killed at the end of each episode",
                 flush=True,
             )
 
@@ -281,8 +280,7 @@ def failure_of_program(episode: Episode | BadAnswer) -> tuple[str, ErrorOrigin] 
 
 def _printed(program: Program) -> str:
     return (
-        f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to "
-        "standard "
+        f"it printed {program.output[-_SHOWN:]!r}, and {program.errors[-_SHOWN:]!r} to standard "
         "error"
     )
 

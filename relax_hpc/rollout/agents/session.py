@@ -203,8 +203,7 @@ class Session:
             if len(reply.body) > _MOST_REPLY_BYTES:
                 raise ValueError(
                     f"an answer takes {len(reply.body)} bytes by {path}, allowed: "
-                    f"{_MOST_REPLY_BYTES}; lower "
-                    "rollout.max_new_tokens"
+                    f"{_MOST_REPLY_BYTES}; lower rollout.max_new_tokens"
                 )
             return reply
         except Refused as refused:

@@ -35,8 +35,7 @@ def entries(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[E
     if replicas % ranks:
         raise ConfigError(
             f"rollout.replicas: found {replicas} for {ranks} ranks of the group, allowed: "
-            f"multiples of {ranks}; "
-            "change it, rollout.processes, or resources.nodes of the group"
+            f"multiples of {ranks}; change it, rollout.processes, or resources.nodes of the group"
         )
     each = replicas // ranks
     return [Entry(rank * each + k, local_rank * each + k) for k in range(each)]

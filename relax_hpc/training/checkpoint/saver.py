@@ -211,8 +211,7 @@ class Saver:
         if self._failed_anyway >= self.max_failures:
             raise NoProgressError(
                 f"{self._failed_anyway} checkpoints in a row were not saved, the last: "
-                f"{failure.why}; allowed "
-                f"checkpoint.max_failures={self.max_failures}"
+                f"{failure.why}; allowed checkpoint.max_failures={self.max_failures}"
             )
 
     def _gives_up(self, full: Patience, failure: Failure) -> bool:

@@ -33,8 +33,7 @@ def initialize(timeout: timedelta) -> None:
         names = ", ".join(wrong)
         raise ConfigError(
             f"torch {torch.__version__}: {names} of one rank give wrong values; install the "
-            "version of "
-            "env/requirements-*.txt"
+            "version of env/requirements-*.txt"
         )
 
 

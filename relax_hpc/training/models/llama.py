@@ -60,8 +60,7 @@ class Llama(ModelSpec):
             and hidden % (2 * heads)
         ):
             yield (
-                f"hidden_size is {hidden}, supported without head_dim is a multiple of twice "
-                "the "
+                f"hidden_size is {hidden}, supported without head_dim is a multiple of twice the "
                 f"{heads} heads"
             )
 

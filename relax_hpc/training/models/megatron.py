@@ -87,8 +87,7 @@ def transformer_config(
         settings = ", ".join(f"{name}={family[name]!r}" for name in names)
         raise ConfigError(
             f"model family {type(spec).__module__}.{type(spec).__qualname__}: megatron-core "
-            "refuses "
-            f"what its method transformer() sets ({settings}): {refusal}; correct it there"
+            f"refuses what its method transformer() sets ({settings}): {refusal}; correct it there"
         ) from error
 
 

@@ -101,8 +101,7 @@ class Qwen3Moe(ModelSpec):
         if parallel.tensor > 1 and not parallel.sequence_parallel:
             yield (
                 f"sequence_parallel: found false with tensor {parallel.tensor}, allowed: true; "
-                "each tensor rank would "
-                "send every token to the experts once more"
+                "each tensor rank would send every token to the experts once more"
             )
 
     def mlp_multiplied(self) -> int:

@@ -150,8 +150,7 @@ class ModelSpec:
             )
         if all(known.get(name) for name in ROPE) and known[ROPE[0]] != known[ROPE[1]]:
             yield (
-                f"{ROPE[1]} is {known[ROPE[1]]!r:.60} beside another {ROPE[0]}, supported is "
-                "one "
+                f"{ROPE[1]} is {known[ROPE[1]]!r:.60} beside another {ROPE[0]}, supported is one "
                 "of them"
             )
         bases = [
@@ -161,8 +160,7 @@ class ModelSpec:
         ]
         if len({*bases}) > 1:
             yield (
-                f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary "
-                "embedding; "
+                f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary embedding; "
                 "keep one"
             )
 
@@ -200,9 +198,8 @@ class ModelSpec:
             yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
         elif self.groups * self.group_rows % parallel.tensor:
             allowed = (
-                f"a divisor of the {self.groups * self.group_rows} rows of its queries, "
-                "keys "
-                "and values"
+                f"a divisor of the {self.groups * self.group_rows} rows of its queries, keys and "
+                "values"
             )
             yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
         stages = list(stage_misfits(self.layers, parallel))

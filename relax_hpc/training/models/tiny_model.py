@@ -101,8 +101,7 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise ConfigError(
             f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed "
-            "multiples of "
-            f"num_key_value_heads ({shape.num_key_value_heads})"
+            f"multiples of num_key_value_heads ({shape.num_key_value_heads})"
         )
     if shape.head_dim % 2:
         raise ConfigError(
@@ -136,8 +135,7 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
     if shape.num_experts_per_tok > shape.num_experts:
         raise ConfigError(
             f"model.tiny.num_experts_per_tok: found {shape.num_experts_per_tok}, allowed at most "
-            "num_experts "
-            f"({shape.num_experts})"
+            f"num_experts ({shape.num_experts})"
         )
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -187,8 +185,7 @@ def _check_same(directory: Path, config: dict[str, Any]) -> None:
         key = differing[0]
         raise ConfigError(
             f"{directory}: holds a model with {key} {found.get(key)}, model.tiny asks for "
-            f"{config[key]}; "
-            "use another run directory"
+            f"{config[key]}; use another run directory"
         )
 
 

@@ -116,8 +116,7 @@ def check(config: Config) -> Iterator[str]:
     ):
         yield (
             f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, "
-            "for which engines "
-            "have to give their routes; leave out the flag"
+            "for which engines have to give their routes; leave out the flag"
         )
     yield from _cut(config)
     yield from _ports(config.rollout.engine.port, config.rollout.replicas)
@@ -131,8 +130,7 @@ def _other_draws(flags: Mapping[str, object]) -> Iterator[str]:
         if value != harmless and value is not None:
             yield (
                 f"rollout.engine.flags.{flag}: found {value!r}, allowed: {harmless!r}; tokens "
-                "would be drawn otherwise "
-                f"than their log-probabilities say; {instead}"
+                f"would be drawn otherwise than their log-probabilities say; {instead}"
             )
 
 
@@ -158,8 +156,7 @@ def _cut(config: Config) -> Iterator[str]:
     if flags.get("speculative_algorithm"):
         yield (
             "rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k, top_p or "
-            "min_p, allowed: one "
-            "of both; SGLang then does not tell what it has left"
+            "min_p, allowed: one of both; SGLang then does not tell what it has left"
         )
 
 
@@ -220,8 +217,7 @@ def _ports(first: int, replicas: int) -> Iterator[str]:
     for port in range(first, last + 1):
         if reason := _cannot_bind(port):
             yield (
-                f"rollout.engine.port: found {first}, but {port} is {reason}; name another, "
-                "or 0 "
+                f"rollout.engine.port: found {first}, but {port} is {reason}; name another, or 0 "
                 "for free ones"
             )
 

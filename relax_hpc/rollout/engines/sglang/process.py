@@ -241,8 +241,7 @@ def _allocator_for_memory_saver(environment: dict[str, str], server: str) -> dic
     for name in changed:
         print(
             f"{server}: {name}={environment[name]}: without expandable_segments, which SGLang's "
-            "memory saver does not "
-            "support (enable_memory_saver); other processes keep it",
+            "memory saver does not support (enable_memory_saver); other processes keep it",
             flush=True,
         )
     return changed

@@ -66,8 +66,7 @@ def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
     elif toolkit == wheel_toolkit():
         missing += [
             f"engines: found no {toolkit / name}, with which SGLang links kernels; call "
-            "env/setup.sh gpu again (it "
-            "needs gcc)"
+            "env/setup.sh gpu again (it needs gcc)"
             for name in LINKS
             if not (toolkit / name).exists()
         ]
@@ -76,7 +75,6 @@ def compilers(environment: Mapping[str, str]) -> tuple[Path, list[str]]:
         if shutil.which(name.split()[0], path=environment.get("PATH")) is None:
             missing.append(
                 f"engines: found no compiler {name!r} ({variable}, or {default} on PATH), which "
-                "nvcc and Triton use; "
-                "install gcc and g++, or load a module in site.modules"
+                "nvcc and Triton use; install gcc and g++, or load a module in site.modules"
             )
     return toolkit / "bin/nvcc", missing
