@@ -114,6 +114,15 @@ RENAMED = {
     "supervise.unsaved": "cluster.supervise.unsaved_work",
     "terminal_text": "base.terminal_text",
     "training.agreement": "training.route_agreement",
+    "tasks.avi": "examples.tasks.avi",
+    "tasks.arithmetic": "examples.tasks.arithmetic",
+    "tasks.beeps": "examples.tasks.beeps",
+    "tasks.coloured_shapes": "examples.tasks.coloured_shapes",
+    "tasks.fine_stripes": "examples.tasks.fine_stripes",
+    "tasks.mixed_media": "examples.tasks.mixed_media",
+    "tasks.moving_squares": "examples.tasks.moving_squares",
+    "tasks.one_medium": "examples.tasks.one_medium",
+    "tasks.sort_digits": "examples.tasks.sort_digits",
     "training.alone": "training.cpu.single_process",
     "training.away": "training.device_offload",
     "training.gathered": "training.gather_text",
@@ -144,6 +153,8 @@ def present_name(name: str) -> str:
     >>> present_name("relax_hpc.multimodal.image"), present_name("relax_hpc.config.load")
     ('relax_hpc.data.multimodal.image', '')
     """
+    if not name.startswith(_PACKAGE):
+        return ""
     parts = name.removeprefix(_PACKAGE).split(".")
     for count in range(len(parts), 0, -1):
         if present := RENAMED.get(".".join(parts[:count])):
@@ -173,7 +184,7 @@ class RenamedModules(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.startswith(_PACKAGE) and (present := present_name(name)):
+        if present := present_name(name):
             return ModuleSpec(name, _Redirect(present), is_package=True)
         return None
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.base.errors import EXIT_RETRY, ConfigError, RelaxError
-from relax_hpc.base.plugins import RENAMED, RENAMED_MODULES, no_imports
+from relax_hpc.base.plugins import RENAMED, no_imports
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.commands.run_setup import check_resumable
 from relax_hpc.config import Config, dump, load, load_resolved
@@ -22,6 +22,7 @@ from relax_hpc.data.prompts import PromptRules
 from relax_hpc.data.tokenizer import Tokenizer, load_tokenizer
 from relax_hpc.examples.tasks.sort_digits import sets_of, sort_answer
 from relax_hpc.ops.checks.settings import check
+from relax_hpc.renamed_modules import RENAMED as RENAMED_PATHS
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.episodes.play import Repeat, play
@@ -170,8 +171,8 @@ def test_old_names_of_example_tasks_are_accepted_with_one_warning(
 
 
 def test_every_example_task_has_a_class_under_its_old_name() -> None:
-    modules = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "avi"}
-    assert modules == {old.rpartition(".")[2] for old in RENAMED_MODULES}
+    modules = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
+    assert modules == {name[len("tasks.") :] for name in RENAMED_PATHS if name.startswith("tasks.")}
     with (
         no_imports(),
         pytest.raises(ConfigError, match="imports no module that a configuration names"),

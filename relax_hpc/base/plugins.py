@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import ConfigError
+from relax_hpc.renamed_modules import present_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 _imports = True
@@ -33,20 +34,6 @@ RENAMED: dict[str, dict[str, str]] = {
 }
 """Kind of the name -> old short name -> import path. Release 0.2 accepts old names with a
 warning."""
-RENAMED_MODULES: dict[str, str] = {
-    f"relax_hpc.tasks.{module}": f"{_TOYS}.{module}"
-    for module in (
-        "arithmetic",
-        "beeps",
-        "coloured_shapes",
-        "fine_stripes",
-        "mixed_media",
-        "moving_squares",
-        "one_medium",
-        "sort_digits",
-    )
-}
-"""Old module -> new module, in any import path of a setting. Release 0.2 accepts both."""
 _OURS = frozenset(RENAMED["task"].values())
 """Import paths of this package, which `no_imports` does not refuse: no file of the user is
 imported."""
@@ -109,8 +96,8 @@ def current_name(kind: str, name: str) -> str:
     module, colon, attribute = name.partition(":")
     if name in RENAMED.get(kind, {}):
         current = RENAMED[kind][name]
-    elif colon and module in RENAMED_MODULES:
-        current = f"{RENAMED_MODULES[module]}:{attribute}"
+    elif colon and (present := present_name(module)):
+        current = f"{present}:{attribute}"
     else:
         return name
     if name not in _warned:

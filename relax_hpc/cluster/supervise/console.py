@@ -98,7 +98,7 @@ class Terminal:
 
     def show_unsaved(self, found: Mapping[str, Any]) -> None:
         """Say once of each checkpoint that it could not be written, and what is at risk. ``found``:
-        see `unsaved`."""
+        see `unsaved_work`."""
         failed = found.get("failed", 0)
         if failed > self._unsaved:
             self.say(f"checkpoint: {unsaved_in_words(found)}")

@@ -188,7 +188,7 @@ def critic(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpr
 
 
 def _inner_copies(config: Config) -> int:
-    """Copies of the weights that forward roles inside of the actor keep; see `roles.inner`."""
+    """Copies of the weights that forward roles in the actor keep; see `roles.inner_forward`."""
     roles, algorithm = config.actor.forward, config.algorithm
     keeps_old = "actor_fwd" in roles and algorithm.uses_old and algorithm.mini_batches > 1
     return ("reference" in roles) + keeps_old
