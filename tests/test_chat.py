@@ -201,7 +201,7 @@ def test_a_template_that_never_renders_stops_the_run(monkeypatch, tmp_path) -> N
 def test_a_template_process_that_was_killed_is_started_again() -> None:
     with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
-        os.kill(template._worker.pid, signal.SIGKILL)
+        os.kill(template._child.pid, signal.SIGKILL)
         assert template.render([{"role": "user", "content": "again"}]) == "again"
 
 
@@ -232,7 +232,7 @@ def test_a_suspended_template_process_is_ended_and_replaced(
 ) -> None:
     with closing(ChatTemplate("{{ messages[0].content }}", {})) as template:
         assert template.render([{"role": "user", "content": "hi"}]) == "hi"
-        process = template._worker._process
+        process = template._child._process
         os.kill(process.pid, signal.SIGSTOP)
         monkeypatch.setattr(chat, "ANSWER_S", 0.5)
         # More than a pipe holds, in both directions.
@@ -250,9 +250,9 @@ def test_a_template_process_outlives_the_thread_that_started_it(
         thread = threading.Thread(target=template.render, args=(text,))
         thread.start()
         thread.join()
-        worker = template._worker
+        worker = template._child
         assert "SLURM_JOB_ID" not in Path(f"/proc/{worker.pid}/environ").read_text()
-        assert template.render(text) == "hi" and template._worker is worker
+        assert template.render(text) == "hi" and template._child is worker
 
 
 def _limit_cpu_time(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

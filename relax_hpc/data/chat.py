@@ -68,7 +68,7 @@ class ChatTemplate:
             "day": day or str(date.today()),
         }
         self._system = system
-        self._worker: BlockingWorker | None = None
+        self._child: BlockingWorker | None = None
         self._lock = threading.Lock()
         self._has_rendered = False
         self._failed_texts = 0
@@ -125,17 +125,17 @@ class ChatTemplate:
     def close(self) -> None:
         """End the child process; the next text starts another."""
         with self._lock:
-            if self._worker:
-                self._worker.end()
+            if self._child:
+                self._child.end()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer of the child. TemplateError: this text exceeds its limits, or the child was killed
         each time. ConfigError: the first texts of all exceed them."""
         for _ in range(ATTEMPTS):
             try:
-                if self._worker is None or self._worker.has_ended:
-                    self._worker = _start_worker(self._setup)
-                answer = self._worker.ask(question, ANSWER_S)
+                if self._child is None or self._child.has_ended:
+                    self._child = _start_worker(self._setup)
+                answer = self._child.ask(question, ANSWER_S)
                 self._has_rendered = True
                 return answer
             except (TypeError, ValueError, RecursionError) as error:

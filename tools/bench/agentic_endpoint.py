@@ -145,8 +145,8 @@ async def costs(folder: Path, talk: Talk, chats: int) -> list[float]:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        assert client.stdin and client.stdout and template._worker
-        parts = (pid, template._worker.pid)
+        assert client.stdin and client.stdout and template._child
+        parts = (pid, template._child.pid)
         for number in range(chats):
             name = str(number)
             sessions[name] = session_of(tokenizer, template, talk)
