@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from relax_hpc.base.errors import EXIT_NO_PROGRESS
+from relax_hpc.cluster.sandbox.processes import alive, until_gone
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
@@ -84,11 +85,8 @@ def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
     or write."""
     live.finish(START_S)
     assert not open_to_others(live.run.root)
-    assert not [
-        process
-        for process in family
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
+    until_gone(family, START_S)
+    assert not [process for process in family if alive(process)]
     assert not staging_root(live.run).exists()
 
 

@@ -18,6 +18,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.base.metrics.tags import PARTS, declared, in_tensorboard
+from relax_hpc.cluster.sandbox.processes import alive, until_gone
 from relax_hpc.ops.observe.sample_view import Wanted, find
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit
@@ -55,7 +56,8 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
         }
     assert incarnations == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1}
     psutil.wait_procs(family, timeout=10.0)
-    assert not [process for process in family if process.is_running()]
+    until_gone(family, 60.0)
+    assert not [process for process in family if alive(process)]
     assert not staging_root(live.run).exists()
     assert_learned(live)
     assert_metrics_are_whole(live)

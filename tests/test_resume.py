@@ -20,6 +20,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.sandbox.processes import alive, until_gone
 from relax_hpc.cluster.supervise.launch_records import all_ended, is_done
 from relax_hpc.commands.run_setup import check_resumable, keep_date
 from relax_hpc.config import dump, load, load_resolved
@@ -65,10 +66,6 @@ def everything(live: Running) -> list[psutil.Process]:
     """The supervisor and all that it started."""
     supervisor = psutil.Process(live.process.pid)
     return [supervisor, *supervisor.children(recursive=True)]
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def command(directory: Path, *words: str) -> subprocess.CompletedProcess:
@@ -134,8 +131,8 @@ def close_its_terminal(directory: Path) -> int:
     family = [supervisor, *supervisor.children(recursive=True)]
     os.close(terminal)
     shell.wait(WAIT_S)
-    psutil.wait_procs(family, timeout=60.0)
-    assert not alive(family) and not staging_root(live.run).exists()
+    until_gone(family, 60.0)
+    assert not any(map(alive, family)) and not staging_root(live.run).exists()
     progress = queue_state(live.run).progress
     step = progress.whole[-1]
     assert step == progress.trained_steps > EVERY, "saved at the edge of the step it was at"
@@ -168,7 +165,8 @@ def kill_everything(live: Running) -> tuple[dict, dict]:
             process.send_signal(signal.SIGKILL)
     assert live.wait(30.0) == -signal.SIGKILL
     psutil.wait_procs(family, timeout=30.0)
-    assert not alive(family) and not staging_root(live.run).exists()
+    until_gone(family, 60.0)
+    assert not any(map(alive, family)) and not staging_root(live.run).exists()
     older, newest = queue_state(live.run).progress.parts("actor")[-2:]
     return older, newest
 
