@@ -28,6 +28,7 @@ from relax_hpc.base.metrics.read import read_metrics
 from relax_hpc.base.processes import all_processes
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.sandbox import Sandbox, processes
+from relax_hpc.cluster.sandbox.processes import command_line
 from relax_hpc.cluster.slurm.job_lookup import job_of
 from relax_hpc.cluster.supervise.launch_records import read_mark
 from relax_hpc.cluster.supervise.requests import asked_to_stop
@@ -244,8 +245,8 @@ class SlurmRun:
 
     def supervisors(self) -> list[psutil.Process]:
         """Heads that do the work, not those that watch them."""
-        heads = [p for p in self.processes() if "relax_hpc.commands.head" in command(p)]
-        return [p for p in heads if p.parent() and command(p.parent()) == command(p)]
+        heads = [p for p in self.processes() if "relax_hpc.commands.head" in command_line(p)]
+        return [p for p in heads if p.parent() and command_line(p.parent()) == command_line(p)]
 
     def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
@@ -499,17 +500,10 @@ def described(process: psutil.Process) -> str:
         used, age = sum(process.cpu_times()[:2]), time.time() - process.create_time()
         return (
             f"{process.pid} {process.status()}, {used:.1f} of {age:.1f} s, "
-            f"{' '.join(process.cmdline())[:200]}"
+            f"{' '.join(command_line(process))[:200]}"
         )
     except psutil.Error as error:
         return str(error)
-
-
-def command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 def _call(sandbox: Sandbox, *words: str) -> str:

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 
 from relax_hpc.base.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.cluster.sandbox.processes import command_line  # noqa: E402
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
 from relax_hpc.data.tokenizer import load_tokenizer  # noqa: E402
 from relax_hpc.rewards import RewardError, RewardInput, Scores, get_reward  # noqa: E402
@@ -680,7 +681,7 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     assert len(members) >= 3 and memory and scratch.exists()
     if ends == "detokenizer":
         [part] = [
-            member for member in members if "sglang::detokenizer" in " ".join(member.cmdline())
+            member for member in members if "sglang::detokenizer" in " ".join(command_line(member))
         ]
         part.kill()
         said = served.runner.run(in_time(served.engine.wait_dead()))

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.reward_settings import JudgeSettings, RewardSettings
+from relax_hpc.cluster.sandbox.processes import command_line
 from relax_hpc.cluster.slurm.layout import components
 from relax_hpc.cluster.slurm.render import render
 from relax_hpc.config import load
@@ -503,7 +504,7 @@ def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Pat
         live.wait_for_step(1, WAIT_S)
         others = [process.pid for role in OTHERS for process in live.processes(role)]
         (endpoint,) = endpoints_of(live.run.rendezvous("genrm"))
-        words = [word for process in psutil.process_iter() for word in command_of(process)]
+        words = [word for process in psutil.process_iter() for word in command_line(process)]
         assert not [word for word in words if endpoint.key in word]
         live.kill("genrm")
         live.wait_for_step(3, WAIT_S)
@@ -531,12 +532,6 @@ def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Pat
         for path in live.run.rendezvous("genrm").glob("*-servers-*.json")
     }
     assert modes == {0o600}
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline()
-    return []
 
 
 def test_a_judge_whose_job_is_in_a_queue_is_waited_for_as_any_group() -> None:

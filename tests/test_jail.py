@@ -23,6 +23,7 @@ import pytest
 
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.reward_settings import CodeSettings, RewardSettings
+from relax_hpc.cluster.sandbox.processes import command_line
 from relax_hpc.rewards import RewardInput, jail, jail_cgroup, jail_entry
 from relax_hpc.rewards.code import Code
 from relax_hpc.rewards.jail import Jail
@@ -281,7 +282,7 @@ class Killer:
                     jails = [
                         child
                         for child in psutil.Process().children()
-                        if jail_entry.__file__ in child.cmdline()
+                        if jail_entry.__file__ in command_line(child)
                     ]
                     victims = [child for child in jails if child.pid != started._process.pid]
                 for _ in range(depth):

@@ -18,7 +18,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.base.metrics.tags import PARTS, declared, in_tensorboard
-from relax_hpc.cluster.sandbox.processes import alive, until_gone
+from relax_hpc.cluster.sandbox.processes import alive, command_line, until_gone
 from relax_hpc.ops.observe.sample_view import Wanted, find
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.audit import audit
@@ -81,11 +81,7 @@ def kill_scheduler(live: Running) -> psutil.Process:
 
 
 def is_scheduler(process: psutil.Process) -> bool:
-    try:
-        return "scheduler" in " ".join(process.cmdline())
-    except psutil.Error:
-        # One that has just ended.
-        return False
+    return "scheduler" in " ".join(command_line(process))
 
 
 def exact_match(row: dict[str, Any]) -> float:

@@ -20,7 +20,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.cluster.sandbox.processes import alive, until_gone
+from relax_hpc.cluster.sandbox.processes import alive, command_line, until_gone
 from relax_hpc.cluster.supervise.launch_records import all_ended, is_done
 from relax_hpc.commands.run_setup import check_resumable, keep_date
 from relax_hpc.config import dump, load, load_resolved
@@ -158,7 +158,8 @@ def kill_everything(live: Running) -> tuple[dict, dict]:
     """SIGKILL to all processes of a run at once; its last two checkpoints. The guard, in a session
     of its own, removes what they had in memory."""
     family = everything(live)
-    (guard,) = [process for process in family[1:] if process.cmdline() == family[0].cmdline()]
+    supervisor = command_line(family[0])
+    (guard,) = [process for process in family[1:] if command_line(process) == supervisor]
     assert staging_root(live.run).exists()
     for process in family:
         if process != guard:

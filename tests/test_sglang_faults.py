@@ -25,6 +25,7 @@ import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.base.errors import ConfigError, RelaxError, start_error_of  # noqa: E402
 from relax_hpc.base.last_error import find_last_error  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
+from relax_hpc.cluster.sandbox.processes import command_line  # noqa: E402
 from relax_hpc.rollout.engines.engine import EngineFault  # noqa: E402
 from relax_hpc.rollout.engines.sglang import process as sglang_process  # noqa: E402
 from relax_hpc.rollout.engines.sglang import server as sglang_server  # noqa: E402
@@ -166,8 +167,9 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
         engine = make_engine(place)
         await engine.start()
         parts = {
-            process.cmdline()[0]: process
+            words[0]: process
             for process in session_of(engine.server.session.leader.pid)
+            if (words := command_line(process))
         }
         helper = os.pidfd_open(parts["helper"].pid)
         parts["helper"].kill()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.cluster.sandbox import Sandbox
+from relax_hpc.cluster.sandbox.processes import command_line
 from tests.containers import PYTHON, install, make_image
 from tests.effort import effort
 from tests.requirements import requires
@@ -47,7 +48,7 @@ def test_a_run_inside_of_containers_survives_a_kill(
         # A start in a container takes longer than one outside.
         live.patience_s = 2 * START_S
         live.wait_for_step(3)
-        assert all(PYTHON in process.cmdline() for process in live.processes("actor"))
+        assert all(PYTHON in command_line(process) for process in live.processes("actor"))
         live.kill("actor")
         live.finish()
         live.assert_nothing_left()

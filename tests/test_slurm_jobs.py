@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from relax_hpc.cluster.sandbox import Sandbox, processes
+from relax_hpc.cluster.sandbox.processes import command_line
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, with_engine
 from tests.slurm_runs import (
@@ -27,7 +28,6 @@ from tests.slurm_runs import (
     LEASE_S,
     START_S,
     SlurmRun,
-    command,
     killing,
     submitted,
 )
@@ -204,7 +204,7 @@ def test_all_processes_are_killed(live: SlurmRun) -> None:
 def heads_of(live: SlurmRun, group: str) -> list[psutil.Process]:
     """Processes of the batch script of a group's job, and of its standby."""
     command_words = {"relax_hpc.commands.head", "--group", group}
-    return [process for process in live.processes() if command_words <= set(command(process))]
+    return [process for process in live.processes() if command_words <= set(command_line(process))]
 
 
 def kill(live: SlurmRun, victims: list[psutil.Process]) -> None:

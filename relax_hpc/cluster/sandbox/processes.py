@@ -116,11 +116,19 @@ def until_gone(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process runs, and is no zombie that somebody has yet to collect."""
+    """Whether a process runs, and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Arguments of a process; empty if it has ended, as processes of a live run do at any time."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _all() -> Iterator[psutil.Process]:
