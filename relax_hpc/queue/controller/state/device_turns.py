@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from relax_hpc.queue.controller.registry import applies
+from relax_hpc.queue.controller.topics import TURN
+
+if TYPE_CHECKING:
+    from relax_hpc.queue.controller.state.queue_state import QueueState
+
 
 Side = Literal["actor", "engines"]
 
@@ -33,3 +40,15 @@ class DeviceTurns:
 
     def load(self, values: Any) -> None:
         self.side, self.rested = values
+
+
+@applies("turn")
+def take_turn(state: QueueState, side: Side) -> None:
+    state.device_turns.side = side
+    state.woken.add(TURN)
+
+
+@applies("rest")
+def rest(state: QueueState, reader: str, step: int) -> None:
+    state.device_turns.rested[reader] = step
+    state.woken.add(TURN)

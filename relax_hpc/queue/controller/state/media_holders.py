@@ -1,12 +1,18 @@
-"""Holders of media: media are named before they are stored, so one that nobody names can be removed
-at once."""
+"""Holders of media, and the record that adds media to a holder.
+
+A holder is registered before its media are stored, so media without a holder can be deleted."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.queue.controller.registry import applies
+
+if TYPE_CHECKING:
+    from relax_hpc.queue.controller.state.queue_state import QueueState
 
 
 @dataclass(slots=True)
@@ -55,3 +61,8 @@ class MediaHolders:
     def load(self, values: Any) -> None:
         self.holders = {holder: tuple(ids) for holder, ids in values.items()}
         self.counts = Counter(media_id for ids in self.holders.values() for media_id in ids)
+
+
+@applies("media")
+def hold_media(state: QueueState, ticket: int, ids: list[str]) -> None:
+    state.media.hold(ticket, ids)

@@ -1,11 +1,19 @@
-"""Incarnations of groups that may speak."""
+"""Incarnations of groups, and the records that start and end them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from relax_hpc.queue.controller.registry import applies
+from relax_hpc.queue.controller.state.leases import release
+from relax_hpc.queue.controller.state.rows import lose
+from relax_hpc.queue.controller.state.tickets import take_back
+from relax_hpc.queue.controller.topics import ALL
 from relax_hpc.queue.records import Owner
+
+if TYPE_CHECKING:
+    from relax_hpc.queue.controller.state.queue_state import QueueState
 
 
 @dataclass(slots=True)
@@ -28,3 +36,38 @@ class Members:
 
     def load(self, values: Any) -> None:
         self.incarnations, self.ended = values
+
+
+@applies("register")
+def register(state: QueueState, group: str, incarnation: int) -> None:
+    if incarnation > state.members.incarnations.get(group, 0):
+        state.members.incarnations[group] = incarnation
+        _end_incarnations(state, group, incarnation)
+
+
+@applies("down")
+def end(state: QueueState, group: str, incarnation: int) -> None:
+    state.members.ended[group] = max(incarnation, state.members.ended.get(group, 0))
+    _end_incarnations(state, group, incarnation + 1)
+
+
+def _end_incarnations(state: QueueState, group: str, below: int) -> None:
+    """Release what incarnations of ``group`` before incarnation ``below`` hold."""
+    for lease in state.leases.of_group(group, below):
+        release(state, lease)
+    take_back(state, group, below)
+    for number in state.shards.unsaved_of(group, below):
+        lose(state, number)
+    state.weights.end_readers(group, below)
+    state.device_turns.keep_engines(state.weights.readers)
+    if group == state.plan.colocated:
+        state.device_turns.side = "actor"
+    state.admissions.forget(group, below)
+    state.puts.forget(group, below)
+    state.woken.add(ALL)
+
+
+@applies("note")
+def note(state: QueueState, what: str, name: str, reason: str) -> None:
+    state.counts.noted[f"{what}/{reason}"] += 1
+    state.events.tell_of(name, what, state.progress.trained_steps, reason)

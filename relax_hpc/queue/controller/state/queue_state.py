@@ -1,10 +1,11 @@
 """The controller's memory: a deterministic state machine over journal records.
 
-Every change goes through `apply(record)`, in a live controller and in a replay alike, which calls
-the applier that is registered for the record (`controller.changes`); what may be done next is
-planned by functions that only read it (`controller.planning`). Bookkeeping is by prompt group,
-whose number is its ticket. Symbols: t = step of a ticket, S = max_staleness, V = version that an
-engine serves: a ticket is admitted only if V.number >= t - S (and V is not rolled back).
+Every change goes through `apply(record)`, in a live controller and in a replay alike. It calls the
+applier that is registered for the record's `op` (`@applies`, in the file of its part). Functions in
+`controller.planning` decide what may be done next; they only read the state. Bookkeeping is by
+prompt group, whose number is its ticket. Symbols: t = step of a ticket, S = max_staleness, V =
+version that an engine serves: a ticket is admitted only if V.number >= t - S (and V is not rolled
+back).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from relax_hpc.queue.controller import changes
+from relax_hpc.queue.controller.registry import APPLIERS
 from relax_hpc.queue.controller.state.counts import Counts
 from relax_hpc.queue.controller.state.device_turns import DeviceTurns
 from relax_hpc.queue.controller.state.events import Events
@@ -89,7 +90,7 @@ class QueueState:
         if "owner" in about:
             # A list, as it comes from the journal.
             about["owner"] = tuple(about["owner"])
-        changes.APPLIERS[about.pop("op")](self, **about)
+        APPLIERS[about.pop("op")](self, **about)
 
     # -- what follows from several parts -----------------------------------------------------------
 

@@ -1,14 +1,19 @@
-"""Versions of the weights that are published, which of them are on disk, and who reads them."""
+"""Published versions of the weights, those of them on disk, and their readers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.versions import Version
+from relax_hpc.queue.controller.registry import applies
 from relax_hpc.queue.controller.state.lineage import Lineage
+from relax_hpc.queue.controller.topics import ADMISSION, NEWS
 from relax_hpc.queue.records import Owner
+
+if TYPE_CHECKING:
+    from relax_hpc.queue.controller.state.queue_state import QueueState
 
 
 @dataclass(slots=True)
@@ -87,3 +92,34 @@ class Weights:
         self.readers = {
             name: ((who[0], who[1]), Version.parse(v)) for name, (who, v) in readers.items()
         }
+
+
+@applies("publish")
+def publish(state: QueueState, version: str, digest: str) -> None:
+    state.weights.newest = Version.parse(version)
+    state.weights.published[state.weights.newest] = digest
+    state.woken.add(NEWS)
+
+
+@applies("filed")
+def file(state: QueueState, version: str, digest: str) -> None:
+    state.weights.filed[Version.parse(version)] = digest
+
+
+@applies("retire")
+def retire(state: QueueState, versions: list[str]) -> None:
+    for version in versions:
+        state.weights.retire(Version.parse(version))
+
+
+@applies("evaluate")
+def evaluate(state: QueueState, reader: str) -> None:
+    """Note who evaluates: nobody else is told to, not by a hub that begins anew either."""
+    state.weights.evaluator = reader
+
+
+@applies("serve")
+def serve(state: QueueState, reader: str, owner: Owner, version: str) -> None:
+    state.weights.readers[reader] = (owner, Version.parse(version))
+    # Who serves nothing any more evaluates nothing either: another reader may have to.
+    state.woken |= {ADMISSION, NEWS}

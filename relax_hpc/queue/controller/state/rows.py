@@ -1,5 +1,4 @@
-"""Changes of rows: they are put, come to be on disk, get more fields, are gathered into files of a
-step, and are lost."""
+"""Records that put rows, save them, gather them into one file per step, and drop them."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.controller.changes.leases import consume
-from relax_hpc.queue.controller.changes.prompt_groups import drop, withdraw
-from relax_hpc.queue.controller.changes.segments import use_logs
 from relax_hpc.queue.controller.registry import applies
-from relax_hpc.queue.controller.state.prompt_groups import same_bytes, shared
+from relax_hpc.queue.controller.state.leases import consume
+from relax_hpc.queue.controller.state.prompt_groups import drop, same_bytes, shared, withdraw
+from relax_hpc.queue.controller.state.segments import use_logs
 from relax_hpc.queue.controller.topics import DISK, rows_for
 from relax_hpc.queue.records import Owner, Part, Shard
 
