@@ -29,8 +29,8 @@ from relax_hpc.rollout.engines.engine import Sampling
 from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
 from relax_hpc.tasks import files, train_reward
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, collate, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer

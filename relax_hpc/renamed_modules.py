@@ -125,6 +125,7 @@ RENAMED = {
     "tasks.sort_digits": "examples.tasks.sort_digits",
     "training.alone": "training.cpu.single_process",
     "training.away": "training.device_offload",
+    "training.batches": "training.models.batches",
     "training.gathered": "training.gather_text",
     "training.meeting": "training.authenticated_store",
     "training.swapped": "training.swap_weights",

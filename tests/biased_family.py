@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_hpc.training.models.hf_mapping import Entry
+from relax_hpc.training.models.pieces import Entry
 from relax_hpc.training.models.spec import ModelSpec
 from tests.convert_helpers import DENSE
 

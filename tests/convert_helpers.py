@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from relax_hpc.convert.conversion import Request, convert
 from relax_hpc.training.models.families import spec_of
-from relax_hpc.training.models.hf_mapping import StoredForm, all_pieces, stored_forms
+from relax_hpc.training.models.hf_mapping import all_pieces, stored_forms
+from relax_hpc.training.models.pieces import StoredForm
 
 M_MMAP_THRESHOLD = -3
 VOCAB = 61

@@ -18,8 +18,8 @@ from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
 from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import collate
 from relax_hpc.training.checkpoint.strategy import StateWriter
+from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.families import FAMILIES, spec_of
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.qwen3 import Qwen3

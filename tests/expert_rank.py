@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import Batch, idle
+from relax_hpc.training.models.batches import Batch, idle
 from relax_hpc.training.trainer import Trainer
 from tests import training_helpers as helpers
 

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from relax_hpc.config.load import dump  # noqa: E402
 from relax_hpc.queue.inspect.export import KeptRows, export  # noqa: E402
 from relax_hpc.queue.storage.record_file import read  # noqa: E402
-from relax_hpc.training.batches import collate  # noqa: E402
+from relax_hpc.training.models.batches import collate  # noqa: E402
 from relax_hpc.training.trainer import token_batch  # noqa: E402
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small  # noqa: E402
 

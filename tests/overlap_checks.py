@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from relax_hpc.net.rendezvous.channel import Channel
-from relax_hpc.training.batches import Batch, idle
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.device_offload import StateAway
+from relax_hpc.training.models.batches import Batch, idle
 from relax_hpc.training.reduction import OverlappedReduction
 from relax_hpc.training.trainer import Trainer
 from tests import training_helpers as helpers

@@ -45,8 +45,8 @@ from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.samples import reward_input
 from relax_hpc.tasks import train_reward
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer

@@ -16,8 +16,8 @@ from relax_hpc.base.fields import FIELDS, ROUTES, declare
 from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.config.schema import ActorConfig, ModelConfig, RoutingReplay
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.training.batches import Batch, collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch, collate
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
 from tests.engine_helpers import reference_model

@@ -170,7 +170,7 @@ def losses(
     requires("torch")
     import torch
 
-    from relax_hpc.training.batches import collate, episode_tokens
+    from relax_hpc.training.models.batches import collate, episode_tokens
     from relax_hpc.training.trainer import token_batch
 
     made = advantages_of(rows, algorithm, seed=0)

@@ -33,8 +33,8 @@ from relax_hpc.roles.data import rows_of
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks.files import open_train
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import PAD, collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, collate
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.optimizer import learning_rate

@@ -37,7 +37,7 @@ from tests.training_helpers import (  # noqa: F401
 
 requires("triton", "megatron")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
-from relax_hpc.training.models.layer_spec import RMSNorm  # noqa: E402
+from relax_hpc.training.models.norm import RMSNorm  # noqa: E402
 
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -256,13 +256,13 @@ def wrong_fixture(
     """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers
     have its name."""
     from relax_hpc.training import triton_logprobs
-    from relax_hpc.training.models import hf_mapping, kernels, megatron, triton_layers
+    from relax_hpc.training.models import kernels, pieces, stage_model, triton_layers
 
     if request.param == "te norm":
         monkeypatch.setattr(kernels, "prepare", lambda *_: None)
-        monkeypatch.setitem(hf_mapping.NAMES, "te", hf_mapping.NAMES["local"])
+        monkeypatch.setitem(pieces.NAMES, "te", pieces.NAMES["local"])
         monkeypatch.setattr(
-            megatron, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels)
+            stage_model, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels)
         )
         return "te", "log-probabilities and entropies 0."
     if request.param == "fused norm":

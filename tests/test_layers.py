@@ -37,6 +37,8 @@ ELSEWHERE = ("examples",)
 """Packages that lie in another folder."""
 KNOWN: set[tuple[str, str]] = set()
 """What is still wrong."""
+WITH_CIRCLES = {"algorithms", "config", "queue", "rewards", "rollout"}
+"""Packages with modules that import each other in a circle."""
 
 
 def level(name: str) -> int:
@@ -83,6 +85,62 @@ def test_imports_run_downward(package: str) -> None:
         if (package, name) not in KNOWN
     ]
     assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for types only and imports inside functions count too."""
+    graph = module_graph()
+    circles = [
+        circle
+        for circle in import_circles(graph)
+        if not {name.split(".")[1] for name in circle} <= WITH_CIRCLES
+    ]
+    assert not circles
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Modules of the package -> the modules that each imports anywhere in its file."""
+    paths = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        paths[".".join(part for part in parts if part != "__init__")] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    imported.add(inner if inner in paths else node.module)
+        graph[name] = (imported & paths.keys()) - {name}
+    return graph
+
+
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of two or more modules that each reach the others by imports.
+
+    >>> import_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    [['b', 'c']]
+    """
+    reached = {name: _reachable(graph, name) for name in graph}
+    circles = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in graph
+        if name in reached[name]
+    }
+    return sorted(list(circle) for circle in circles)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    reached: set[str] = set()
+    pending = [start]
+    while pending:
+        for name in graph[pending.pop()] - reached:
+            reached.add(name)
+            pending.append(name)
+    return reached
 
 
 def test_a_class_name_means_one_thing_in_a_package() -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.models.attention import CausalAttention
+from relax_hpc.training.models.batches import collate, split_rows
 from relax_hpc.training.models.packs import PackSplit, Places
 from tests.requirements import DEVICE
 from tests.training_helpers import one_rank_fixture, policy, tiny_fixture  # noqa: F401

@@ -37,7 +37,7 @@ requires("torch", "megatron")
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from relax_hpc.training.model import PolicyModel  # noqa: E402
-from relax_hpc.training.models.layer_spec import RMSNorm  # noqa: E402
+from relax_hpc.training.models.norm import RMSNorm  # noqa: E402
 
 TOKENS, ROW = 512, 128
 SHAPE = {

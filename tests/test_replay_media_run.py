@@ -24,7 +24,7 @@ from relax_hpc.data.multimodal.medium import Medium  # noqa: E402
 from relax_hpc.data.multimodal.rules import Rules  # noqa: E402
 from relax_hpc.queue.row_schema import Row  # noqa: E402
 from relax_hpc.queue.storage.media import MediaStore, media_ids  # noqa: E402
-from relax_hpc.training.batches import collate  # noqa: E402
+from relax_hpc.training.models.batches import collate  # noqa: E402
 from relax_hpc.training.models.towers.media import RowMedia  # noqa: E402
 from tests.audit import audit  # noqa: E402
 from tests.media_engine import SEEING_EXPERTS, strong  # noqa: E402

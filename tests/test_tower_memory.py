@@ -16,7 +16,7 @@ from relax_hpc.config.schema import GroupConfig
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.ops.plan import roles, tower_memory
 from relax_hpc.training.models.families import spec_of
-from relax_hpc.training.models.towers.media import TowerMedia
+from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.tower import Tower
 from tests.media_helpers import QWEN3_OMNI_THINKER
 from tests.test_tower_families import QWEN3_VL_2B

@@ -22,11 +22,12 @@ from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.multimodal.features import patches, raw_features
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import collate, idle
 from relax_hpc.training.models.families import spec_of
 from relax_hpc.training.models.hf_files import read_config
-from relax_hpc.training.models.towers.media import RowMedia, TowerInput, TowerMedia
+from relax_hpc.training.models.towers.encoder_input import TowerMedia
+from relax_hpc.training.models.towers.media import RowMedia, TowerInput
 from relax_hpc.training.models.towers.vision import normalised
 from relax_hpc.training.trainer import Trainer
 from tests.convert_helpers import model, to

@@ -9,7 +9,7 @@ import torch
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.training.batches import collate
+from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.hf_mapping import (
     all_pieces,
     check_names,

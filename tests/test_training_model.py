@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
-from relax_hpc.training.batches import collate
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.families import spec_of
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.megatron import transformer_config

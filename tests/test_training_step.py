@@ -25,7 +25,7 @@ from relax_hpc.config.schema import OptimizerConfig, ParallelConfig
 from relax_hpc.ops.plan.model_memory import CHUNKS, kept_elements
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import logprobs
-from relax_hpc.training.batches import collate_parts
+from relax_hpc.training.models.batches import collate_parts
 from relax_hpc.training.models.families import spec_of
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.hf_mapping import stored_forms

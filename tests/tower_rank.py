@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import Batch, collate, idle
+from relax_hpc.training.models.batches import Batch, collate, idle
 from relax_hpc.training.trainer import Trainer
 from tests import training_helpers as helpers
 from tests.media_helpers import OMNI_MEDIA, OMNI_ROWS, ROW_MEDIA, ROWS

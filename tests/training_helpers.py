@@ -37,11 +37,11 @@ from relax_hpc.queue.plan import GENERATED, Plan
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import WHOLE, Batch, collate, idle
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import WHOLE, Batch, collate, idle
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.tiny_model import make_tiny_model

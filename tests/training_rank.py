@@ -31,12 +31,12 @@ from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.roles.inner_forward import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import logprobs, parallel, parity
-from relax_hpc.training.batches import Batch, idle
 from relax_hpc.training.checkpoint import saver, store
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.checkpoint.strategy import StagedState
 from relax_hpc.training.critic import CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch, idle
 from relax_hpc.training.models.hf_files import SafetensorFiles
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.training.weights.tensors import Part, uncovered

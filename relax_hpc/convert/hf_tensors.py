@@ -24,14 +24,8 @@ from relax_hpc.base.weight_files import (
     stored_tensors,
     weight_files,
 )
-from relax_hpc.training.models.hf_mapping import (
-    Forms,
-    Piece,
-    StoredForm,
-    all_pieces,
-    form_of,
-    stored_forms,
-)
+from relax_hpc.training.models.hf_mapping import all_pieces, stored_forms
+from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, form_of
 from relax_hpc.training.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

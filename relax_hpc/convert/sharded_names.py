@@ -1,7 +1,7 @@
 """Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along
 leading axes.
 
-The names and shapes of single parameters come from `relax_hpc.training.models.hf_mapping.Entry`.
+The names and shapes of single parameters come from `relax_hpc.training.models.pieces.Entry`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from relax_hpc.training.models.hf_mapping import Entry, stage_entries
+from relax_hpc.training.models.hf_mapping import stage_entries
+from relax_hpc.training.models.pieces import Entry
 from relax_hpc.training.models.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

@@ -23,17 +23,8 @@ from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
-from relax_hpc.training.models.hf_mapping import (
-    Forms,
-    Piece,
-    StoredForm,
-    all_pieces,
-    alone,
-    form_of,
-    published_forms,
-    split,
-    stored_forms,
-)
+from relax_hpc.training.models.hf_mapping import all_pieces, published_forms, split, stored_forms
+from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, alone, form_of
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.weights.tensors import header_text
 from relax_hpc.training.weights.version_files import file_name

@@ -18,7 +18,7 @@ from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.hf_tensors import bytes_of
 from relax_hpc.data.tokenizer import TokenizerError, load_backend, without_panics
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import collate
+from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.families import FAMILIES
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.hf_mapping import all_pieces

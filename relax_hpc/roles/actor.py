@@ -17,9 +17,9 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.device_offload import StateAway
 from relax_hpc.training.model import PUBLISHED_TYPES, PolicyModel
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.flops import peak_flops
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.published_form import published_form

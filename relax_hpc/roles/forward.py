@@ -27,8 +27,8 @@ from relax_hpc.queue.process_context import END, HUB, NEWS, Context
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import Batch, collate_parts
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch, collate_parts
 from relax_hpc.training.models.families import routes_of, spec_of
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.media import RowMedia

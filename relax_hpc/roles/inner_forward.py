@@ -10,8 +10,8 @@ from typing import Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, ModelConfig
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.families import spec_of
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.swap_weights import SwappedWeights

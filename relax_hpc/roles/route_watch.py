@@ -12,8 +12,8 @@ from relax_hpc.queue.row_ids import ticket_of
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import Tally
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.route_agreement import Agreement
 
 Computed = Sequence[tuple[Window, Sequence[Batch]]]

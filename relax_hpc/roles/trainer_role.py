@@ -26,7 +26,7 @@ from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_clock import AtEdge, StepClock
 from relax_hpc.roles.step_report import StepResult, Tally
 from relax_hpc.roles.window_stream import DISK, Aside, WindowStream
-from relax_hpc.training.batches import Batch, collate_parts, episode_tokens
+from relax_hpc.training.models.batches import Batch, collate_parts, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.config.schema import ModelConfig
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.hf_mapping import Entry
+from relax_hpc.training.models.batches import Batch
+from relax_hpc.training.models.pieces import Entry
 from relax_hpc.training.trainer import Trainer
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from relax_hpc.base.fields import ROUTES
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.training import parallel as ranks
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.gather_text import gathered_texts
 from relax_hpc.training.logprobs import (
     PLAIN,
@@ -28,11 +27,10 @@ from relax_hpc.training.logprobs import (
     token_logprobs,
 )
 from relax_hpc.training.lost_ranks import names_lost_ranks
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.families import spec_of
 from relax_hpc.training.models.hf_files import SafetensorFiles, passengers_of, write_directory
 from relax_hpc.training.models.hf_mapping import (
-    Entry,
-    Piece,
     all_pieces,
     check_names,
     cut,
@@ -42,10 +40,11 @@ from relax_hpc.training.models.hf_mapping import (
     unique_pieces,
 )
 from relax_hpc.training.models.packs import PackSplit
+from relax_hpc.training.models.pieces import Entry, Piece
 from relax_hpc.training.models.replay import Routes
 from relax_hpc.training.models.stages import stage_layers
 from relax_hpc.training.models.stored_pieces import as_published, by_piece
-from relax_hpc.training.models.towers.media import MediaPass
+from relax_hpc.training.models.towers.encoder_input import MediaPass
 from relax_hpc.training.weights.ring import Slice
 from relax_hpc.training.weights.tensors import Tensor as WholeTensor
 from relax_hpc.training.weights.transfers import Transfers

@@ -19,9 +19,9 @@ from torch import Tensor
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig
 from relax_hpc.training import parallel as ranks
-from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
 from relax_hpc.training.models import megatron
+from relax_hpc.training.models.batches import PAD, Batch, collate
 from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
 from relax_hpc.training.models.kernels import interprets, transformer_settings
 from relax_hpc.training.models.packs import PackSplit

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from relax_hpc.training.batches import Batch
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.packs import PackSplit, Places
 
 STRETCH = 16

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from relax_hpc.config.schema import Config
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.trainer import Trainer
 
 

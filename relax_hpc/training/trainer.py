@@ -17,13 +17,13 @@ from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.config.schema import OptimizerConfig, TrainerConfig
-from relax_hpc.training.batches import Batch
 from relax_hpc.training.expert_load import ExpertLoad
 from relax_hpc.training.gather_text import gathered_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
 from relax_hpc.training.lost_ranks import names_lost_ranks
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models import megatron_settings
+from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.optimizer import build_optimizer, set_rates
 from relax_hpc.training.ratio_tail import RatioTail
 from relax_hpc.training.reduction import reduction_of

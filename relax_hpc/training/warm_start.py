@@ -95,8 +95,8 @@ class _Shown:
 def _train(
     config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path
 ) -> float:
-    from relax_hpc.training.batches import collate, split_rows
     from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.models.batches import collate, split_rows
     from relax_hpc.training.models.hf_files import read_config
     from relax_hpc.training.trainer import Trainer
 

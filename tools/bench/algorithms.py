@@ -32,9 +32,9 @@ from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.training import logprobs, parallel
-from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer, token_batch

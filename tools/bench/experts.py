@@ -27,8 +27,8 @@ from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, Ti
 from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import PAD, Batch, collate, idle, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, Batch, collate, idle, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer

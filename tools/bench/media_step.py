@@ -31,8 +31,8 @@ from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import collate, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.media import RowMedia
 from relax_hpc.training.trainer import Trainer

@@ -29,8 +29,8 @@ from relax_hpc.examples.one_process import Loop
 from relax_hpc.net.rendezvous.process import die_with_parent
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, collate, split_rows
 from relax_hpc.training.models.hf_files import read_config
 
 WARM_UP_STEPS = 4

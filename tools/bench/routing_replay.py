@@ -172,7 +172,7 @@ def row_of(prompt: tuple[int, ...], answer: Generation) -> dict[str, Any]:
 def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple[np.ndarray, float]:
     """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the
     same."""
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
     from relax_hpc.training.route_agreement import Agreement
 
     policy, found = policy_of(model, ActorConfig()), []
@@ -270,7 +270,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     from relax_hpc.queue.storage.shard import pack, unpack
     from relax_hpc.rollout.engines.sglang.stream import Response
     from relax_hpc.rollout.samples import bad_routes, rows_of
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
     from relax_hpc.training.route_agreement import Agreement
     from relax_hpc.training.trainer import Trainer
 

@@ -50,7 +50,7 @@ def raw_copy(size: int, device: str, to_device: bool) -> Callable[[], object]:
 def slab(
     device: str, shape: str, actor: dict[str, Any], count: int, length: int, rounds: int
 ) -> dict[str, float]:
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
 
     ours = trainer(shape, actor, device)
     model = ours.model
@@ -122,8 +122,8 @@ def checkpoint(
     """As in a run: memory for copies is made at start, then a step is trained, then the first one
     is saved."""
     from relax_hpc.net.rendezvous.channel import Channel
-    from relax_hpc.training.batches import collate
     from relax_hpc.training.checkpoint.saver import Saver
+    from relax_hpc.training.models.batches import collate
 
     ours = trainer(shape, actor, device)
     saver = Saver(ours, Channel(PATIENCE_S), PATIENCE_S)

@@ -42,7 +42,7 @@ def measure(
     parallel.initialize(
         split, rank, ranks, rank, dist.FileStore(meeting, ranks), device, 0, PATIENCE_S
     )
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
 
     samples = rows(count * ranks, length, spec_of(hf_config(shape)).vocab)[rank::ranks]
     each = max(1, micro // length)

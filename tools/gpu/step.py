@@ -34,7 +34,7 @@ Parts = list[list[dict[str, Any]]]
 
 
 def ours(trained: Trainer, parts: Parts, device: str) -> Acts:
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
 
     batches = [collate(part, 0, device) for part in parts]
     return lambda: trained.accumulate(batches), lambda: trained.step(1e-6)
@@ -43,7 +43,7 @@ def ours(trained: Trainer, parts: Parts, device: str) -> Acts:
 def alone(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
     """Our model without an optimizer and its float32 buffers: gradients in bfloat16, which are
     thrown away."""
-    from relax_hpc.training.batches import collate
+    from relax_hpc.training.models.batches import collate
 
     model = policy(shape, settings_of(actor, device), device)
     batches = [collate(part, 0, device) for part in parts]

@@ -11,7 +11,8 @@ import math
 from typing import NamedTuple
 
 from relax_hpc.config.schema import Kernels, ParallelConfig
-from relax_hpc.training.models.hf_mapping import Entry, Piece, of_experts, stage_entries
+from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
+from relax_hpc.training.models.pieces import Entry, Piece
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.stages import stage_layers
 

@@ -4,10 +4,7 @@ Engine's."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -17,11 +14,11 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from relax_hpc.config.schema import Kernels
 from relax_hpc.training.models.attention import CausalAttention
 from relax_hpc.training.models.expert_layer import put_experts
+from relax_hpc.training.models.norm import RMSNorm
 
 
 def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
@@ -65,20 +62,3 @@ def _norm(kernels: Kernels) -> type[RMSNorm]:
     from relax_hpc.training.models.triton_layers import FusedRMSNorm
 
     return FusedRMSNorm
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient
-    reduction."""
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -1,4 +1,4 @@
-"""Construction of megatron-core's transformer configuration and model from a `ModelSpec`."""
+"""Construction of megatron-core's transformer configuration from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
+from relax_hpc.config.schema import ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.training.models import megatron_settings
-from relax_hpc.training.models.layer_spec import layer_spec
-from relax_hpc.training.models.packs import PackedRows
-from relax_hpc.training.models.rotary import PackRotary
 from relax_hpc.training.models.spec import ModelSpec
-from relax_hpc.training.models.towers.front import Towers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -156,66 +150,3 @@ def _standard_settings(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-
-
-class HiddenStateModel(GPTModel):
-    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this
-    rank's share of s under sequence parallelism): logits of all tokens are more than fits, and are
-    needed of few.
-    """
-
-    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
-
-    @property
-    def output_weight(self) -> Tensor:
-        """[v, h]: this rank's rows of the output layer, on the last stage."""
-        own = self.output_layer.weight
-        return self.shared_embedding_or_output_weight() if own is None else own
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[b, s, v] of this rank's columns, of what the last stage gave; for looking at them."""
-        return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
-
-
-class MediaModel(HiddenStateModel):
-    """A first stage with towers before it, whose embeddings stand in the places of media."""
-
-    def take(self, towers: Towers) -> None:
-        """Have these ``towers``, before all other modules: buckets of gradients go by the order of
-        parameters."""
-        others = dict(self._modules)
-        self._modules.clear()
-        self.towers = towers
-        self._modules.update(others)
-        towers.feed(self.decoder.layers)
-
-    def _preprocess(self, *args: Any, packed_seq_params: PackedRows, **named: Any) -> Any:
-        embedded, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
-        return (self.towers(embedded, packed_seq_params.media), *rest)
-
-
-def build(
-    spec: ModelSpec,
-    config: TransformerConfig,
-    device: str,
-    first: bool,
-    last: bool,
-    kernels: Kernels = "plain",
-) -> HiddenStateModel:
-    """A pipeline stage with random weights, holding the embedding if `first` and the output layer
-    if `last`."""
-    model = (MediaModel if first and spec.towers else HiddenStateModel)(
-        config=config,
-        transformer_layer_spec=layer_spec(config, kernels),
-        vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
-        max_sequence_length=spec.positions,
-        pre_process=first,
-        post_process=last,
-        share_embeddings_and_output_weights=spec.tied,
-        **spec.rotary(),
-    )
-    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, spec.rotary_sections)
-    if isinstance(model, MediaModel):
-        model.take(Towers(spec.towers, config))
-    return model.to(device)

@@ -26,7 +26,7 @@ from relax_hpc.training.models.upload import upload
 
 if TYPE_CHECKING:
     from relax_hpc.training.models.replay import Routes
-    from relax_hpc.training.models.towers.media import MediaPass
+    from relax_hpc.training.models.towers.encoder_input import MediaPass
 
 
 @dataclass(frozen=True, slots=True)

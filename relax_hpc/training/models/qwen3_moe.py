@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.base.routes import RouteShape
-from relax_hpc.training.models.hf_mapping import NAMES, Entry, Forms, Piece, StoredForm
+from relax_hpc.training.models.pieces import NAMES, Entry, Forms, Piece, StoredForm
 from relax_hpc.training.models.rules import EXPERTS, FLAG, MAX_LAYER_EXPERTS, SIZE, Rule, one_of
 from relax_hpc.training.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ParallelConfig
-    from relax_hpc.training.batches import Batch
+    from relax_hpc.training.models.batches import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from relax_hpc.base.routes import RouteShape
-from relax_hpc.training.models.hf_mapping import Blocks, Entry, Forms, Piece
+from relax_hpc.training.models.pieces import Blocks, Entry, Forms, Piece
 from relax_hpc.training.models.rules import (
     DECODER,
     NUMBER,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from relax_hpc.config.schema import Kernels, ParallelConfig
-    from relax_hpc.training.batches import Batch
-    from relax_hpc.training.models.megatron import HiddenStateModel
+    from relax_hpc.training.models.batches import Batch
+    from relax_hpc.training.models.stage_model import HiddenStateModel
 
 Use = Literal["train", "convert"]
 
@@ -356,9 +356,21 @@ class ModelSpec:
     ) -> HiddenStateModel:
         """A pipeline stage with random weights, holding the embedding if `first` and the output
         layer if `last`."""
-        from relax_hpc.training.models.megatron import build
+        from relax_hpc.training.models.stage_model import build_stage
 
-        return build(self, config, device, first, last, kernels)
+        return build_stage(
+            config,
+            device,
+            kernels,
+            first=first,
+            last=last,
+            vocabulary=self.padded_vocab(config.tensor_model_parallel_size),
+            positions=self.positions,
+            tied=self.tied,
+            rotary=self.rotary(),
+            rotary_sections=self.rotary_sections,
+            towers=self.towers,
+        )
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Arguments of the forward pass for a micro-batch, by name."""

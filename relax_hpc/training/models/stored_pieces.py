@@ -1,5 +1,5 @@
 """Pieces of a model out of tensors that hold several of them, as some files do; see
-`hf_mapping.StoredForm`."""
+`pieces.StoredForm`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.training.models.hf_mapping import (
-    Piece,
-    StoredForm,
-    all_pieces,
-    form_of,
-    published_forms,
-)
+from relax_hpc.training.models.hf_mapping import all_pieces, published_forms
+from relax_hpc.training.models.pieces import Piece, StoredForm, form_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from megatron.core.transformer import mlp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from relax_hpc.training.models.layer_spec import RMSNorm
+from relax_hpc.training.models.norm import RMSNorm
 
 _BLOCK = 4096
 """Elements that a program works on at once."""

@@ -15,8 +15,8 @@ from typing import Any
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.weight_files import TYPE_BYTES, Stored, read_header, read_pieces, weight_files
 from relax_hpc.training.weights.manifest import FileSums, WeightsError
+from relax_hpc.training.weights.summed_files import write_summed
 from relax_hpc.training.weights.tensors import Tensor, header_of
-from relax_hpc.training.weights.version_files import write_summed
 
 FILE = "untrained.safetensors"
 """Name of the file in a run's folder of weights."""

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -27,10 +26,9 @@ from relax_hpc.training.weights.manifest import (
     read_journaled,
 )
 from relax_hpc.training.weights.pull import Puller
+from relax_hpc.training.weights.summed_files import PIECE_BYTES, copy_summed, write_summed
 from relax_hpc.training.weights.tensors import SafetensorsFile, Tensor
-
-if TYPE_CHECKING:
-    from relax_hpc.training.weights.untrained_tensors import Untrained
+from relax_hpc.training.weights.untrained_tensors import Untrained
 
 FOLDER = "model"
 """Name of the model's folder in the directory of a version."""
@@ -46,7 +44,6 @@ _WEIGHTS = (
     ".pth",
     ".gguf",
 )
-_PIECE_BYTES = 4 << 20
 _MEANING = (
     "config.json",
     "generation_config.json",
@@ -120,7 +117,7 @@ def write_share(
         ]
         puller.pull(manifest, chunks, file)
         target = folder / division.file(number)
-        return {target.name: write_summed(file.pieces(_PIECE_BYTES), target, sync)}
+        return {target.name: write_summed(file.pieces(PIECE_BYTES), target, sync)}
 
 
 def file_name(number: int, files: int) -> str:
@@ -130,25 +127,6 @@ def file_name(number: int, files: int) -> str:
     ('model.safetensors', 'model-00002-of-00004.safetensors')
     """
     return TENSORS if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-
-
-def copy_summed(source: Path, target: Path) -> dict[str, Any]:
-    """Copy a file; {bytes, xxh3_128} of what was copied."""
-    with source.open("rb") as file:
-        return write_summed(iter(partial(file.read, _PIECE_BYTES), b""), target, sync=False)
-
-
-def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool) -> dict[str, Any]:
-    """Write ``pieces`` to a new file; its {bytes, xxh3_128}."""
-    found, size = xxhash.xxh3_128(), 0
-    with target.open("wb") as file:
-        for piece in pieces:
-            found.update(piece)
-            size += file.write(piece)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    return {"bytes": size, "xxh3_128": found.hexdigest()}
 
 
 def finish(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from relax_hpc.training.models.towers.media import TowerMedia
+    from relax_hpc.training.models.towers.encoder_input import TowerMedia
 
 _SIZES = {
     "num_mel_bins": "bins",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from relax_hpc.training.models.towers.media import MediaPass, TowerMedia
+from relax_hpc.training.models.towers.encoder_input import MediaPass, TowerMedia
 from relax_hpc.training.models.towers.tower import Tower
 
 if TYPE_CHECKING:

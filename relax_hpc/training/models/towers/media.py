@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.features import raw_features
@@ -17,6 +16,7 @@ from relax_hpc.data.multimodal.positions import positions
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.training.models.packs import PackSplit, Places
 from relax_hpc.training.models.towers.audio import AudioTower
+from relax_hpc.training.models.towers.encoder_input import MediaInputs, TowerMedia
 from relax_hpc.training.models.towers.vision import VisionTower
 from relax_hpc.training.models.upload import upload
 
@@ -63,39 +63,6 @@ class RowMedia:
         return cls(
             {name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row, rules
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TowerMedia:
-    """Media of one tower."""
-
-    values: Tensor
-    """Values of all media, one after the other; see `TowerInput`."""
-    grids: Tensor
-    """Grids of the media, [media, 3] int64, on the host."""
-    places: Tensor
-    """Tokens of this rank that get an embedding, [p] int64: their numbers among those that it has
-    of the pack."""
-    sources: Tensor
-    """Number of the embedding that each gets, [p] int64, among those of all ``values``."""
-    rules: Rules
-
-
-MediaInputs = Mapping[str, TowerMedia]
-"""Media of a rank's part of a pack, by the names of towers; a tower that has none there is left
-out."""
-
-
-@dataclass(slots=True, eq=False)
-class MediaPass:
-    """One forward pass of the media of a micro-batch."""
-
-    inputs: MediaInputs
-    levels: Tensor | None = None
-    """Values to add to the results of the first layers, [layers, n, hidden], once the towers have
-    made them."""
-    added: TowerMedia | None = None
-    """Media whose tower has made the ``levels``."""
 
 
 def media_inputs(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.data.multimodal.medium import Grid, Kind
-from relax_hpc.training.models.hf_mapping import Entry, Piece
+from relax_hpc.training.models.pieces import Entry, Piece
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from relax_hpc.training.models.towers.media import TowerMedia
+    from relax_hpc.training.models.towers.encoder_input import TowerMedia
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 """Names of parameters and their shapes."""

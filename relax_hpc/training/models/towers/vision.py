@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_hpc.data.multimodal.rules import Rules
-    from relax_hpc.training.models.towers.media import TowerMedia
+    from relax_hpc.training.models.towers.encoder_input import TowerMedia
 
 _LEVELS = Rule(
     "a list of numbers of the tower's layers",

@@ -17,7 +17,8 @@ from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.samplers import micro_batches
 from relax_hpc.training.models.packs import PackedRows, PackSplit, Places
 from relax_hpc.training.models.replay import Routes
-from relax_hpc.training.models.towers.media import MediaInputs, RowMedia, media_inputs
+from relax_hpc.training.models.towers.encoder_input import MediaInputs
+from relax_hpc.training.models.towers.media import RowMedia, media_inputs
 from relax_hpc.training.models.upload import upload
 
 PAD = 0

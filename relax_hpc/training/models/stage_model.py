@@ -1,0 +1,90 @@
+"""Models of pipeline stages: megatron-core's GPT without logits, with towers before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relax_hpc.config.schema import Kernels
+from relax_hpc.training.models.layer_spec import layer_spec
+from relax_hpc.training.models.packs import PackedRows
+from relax_hpc.training.models.rotary import PackRotary
+from relax_hpc.training.models.towers.front import Towers
+from relax_hpc.training.models.towers.tower import Tower
+
+
+class HiddenStateModel(GPTModel):
+    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this
+    rank's share of s under sequence parallelism): logits of all tokens are more than fits, and are
+    needed of few.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[v, h]: this rank's rows of the output layer, on the last stage."""
+        own = self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if own is None else own
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, s, v] of this rank's columns, of what the last stage gave; for looking at them."""
+        return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
+
+
+class MediaModel(HiddenStateModel):
+    """A first stage with towers before it, whose embeddings stand in the places of media."""
+
+    def take(self, towers: Towers) -> None:
+        """Have these ``towers``, before all other modules: buckets of gradients go by the order of
+        parameters."""
+        others = dict(self._modules)
+        self._modules.clear()
+        self.towers = towers
+        self._modules.update(others)
+        towers.feed(self.decoder.layers)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedRows, **named: Any) -> Any:
+        embedded, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        return (self.towers(embedded, packed_seq_params.media), *rest)
+
+
+def build_stage(
+    config: TransformerConfig,
+    device: str,
+    kernels: Kernels,
+    *,
+    first: bool,
+    last: bool,
+    vocabulary: int,
+    positions: int,
+    tied: bool,
+    rotary: Mapping[str, Any],
+    rotary_sections: Sequence[int],
+    towers: Sequence[Tower],
+) -> HiddenStateModel:
+    """A pipeline stage with random weights.
+
+    The ``first`` stage holds the embedding and the ``towers``, the ``last`` one the output layer.
+    ``vocabulary``: rows of the embedding. ``rotary``: settings by which megatron-core's model
+    rotates positions. For the others see `ModelSpec`.
+    """
+    model = (MediaModel if first and towers else HiddenStateModel)(
+        config=config,
+        transformer_layer_spec=layer_spec(config, kernels),
+        vocab_size=vocabulary,
+        max_sequence_length=positions,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=tied,
+        **rotary,
+    )
+    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, rotary_sections)
+    if isinstance(model, MediaModel):
+        model.take(Towers(towers, config))
+    return model.to(device)
