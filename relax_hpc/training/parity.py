@@ -26,6 +26,7 @@ from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
 from relax_hpc.training.models.kernels import interprets, transformer_settings
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.spec import ModelSpec
+from relax_hpc.training.models.stage_model import HiddenStateModel
 
 LENGTHS = (61, 33, 2, 31)
 """Tokens of the rows of a pack."""
@@ -65,7 +66,7 @@ class Slice:
         undivided = replace(parallel, pipeline=1, first_stage_layers=0, last_stage_layers=0)
         return cls(cut, model, undivided, further)
 
-    def build(self, kernels: Kernels, dtype: str) -> megatron.HiddenStateModel:
+    def build(self, kernels: Kernels, dtype: str) -> HiddenStateModel:
         """Build it with random weights. Plain layers compute expert after expert, whatever the
         others do."""
         settings = {**self.further, **transformer_settings(kernels, bool(self.spec.experts))}
@@ -149,7 +150,7 @@ def _release(kernels: Kernels) -> str:
 
 
 @torch.no_grad()
-def _exact(of: Slice) -> megatron.HiddenStateModel:
+def _exact(of: Slice) -> HiddenStateModel:
     """Build the slice in float32, with weights that the run's type can hold."""
     module = of.build("plain", "float32")
     for value in module.parameters():
