@@ -37,14 +37,14 @@ if [[ ${1:-} == --all ]]; then
     RELAX_FAULT_TABLE=$(mktemp)
     chmod a+w "$RELAX_FAULT_TABLE"
     export RELAX_FAULT_TABLE RELAX_REAL_ENGINES=1 RELAX_WHOLE=1
-    faults=(tests/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py tests/test_{full_disk,power_loss,rollout_killed,guardian}.py)
+    faults=(tests/cluster/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py tests/runs/test_{full_disk,power_loss,rollout_killed}.py tests/project/test_guardian.py)
     options=(-m pytest -p no:cacheprovider -q --timeout=3600 "$@" "${faults[@]}")
     failed=0
     "$VENV/bin/python" "${options[@]}" || failed=1
     if [[ $(id -u) == 0 ]]; then
         "$VENV/bin/python" -m tests.plain_user "${options[@]}" || failed=1
     fi
-    "$VENV/bin/python" -m pytest -p no:cacheprovider -q tests/test_packaging.py || failed=1
+    "$VENV/bin/python" -m pytest -p no:cacheprovider -q tests/project/test_packaging.py || failed=1
     "$VENV/bin/python" -m tests.fault_table "$RELAX_FAULT_TABLE"
     exit "$failed"
 fi

@@ -114,7 +114,8 @@ class Budgets:
 
     def expected(self, path: Path) -> float:
         """Seconds that a file took when it was recorded."""
-        return self.record["wall_s"].get(f"tests/{path.name}", 0.0)
+        name = os.path.relpath(path, self.config.rootpath)
+        return self.record["wall_s"].get(name, 0.0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(

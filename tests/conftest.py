@@ -18,8 +18,8 @@ from hypothesis import settings
 from tests.budgets import Budgets
 from tests.effort import effort
 from tests.guardian import MARK, RUNS, Session, new_mark, register, session_processes
+from tests.helpers.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 from tests.requirements import DEVICE
-from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
 # Until all is imported, as ranks do (relax_hpc.base.imports): two fifths of the time that
 # collecting takes.

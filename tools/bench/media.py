@@ -35,7 +35,7 @@ from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.source import Source
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.media_files import avi, clip, encoded, picture, sound, tone
+from tests.helpers.media_files import avi, clip, encoded, picture, sound, tone
 
 RULES = Rules(rate=16000)
 SECONDS, FPS = 30, 30

@@ -29,8 +29,8 @@ from figures import Figure, print_figures
 from relax_hpc.base.metrics.read import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.media_files import encoded, picture
-from tests.media_prompts import END, IMAGE, START, seeing_model
+from tests.helpers.media_files import encoded, picture
+from tests.helpers.media_prompts import END, IMAGE, START, seeing_model
 
 WARM_UP_STEPS = 3
 """First steps that are left out."""

@@ -38,8 +38,8 @@ from relax_hpc.training.models.towers.media import RowMedia
 from relax_hpc.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.media_files import avi, clip, encoded, picture, sound, tone
-from tests.media_prompts import hearing_model, placed, stored
+from tests.helpers.media_files import avi, clip, encoded, picture, sound, tone
+from tests.helpers.media_prompts import hearing_model, placed, stored
 
 ANSWER = 16
 """Tokens of a row that are learned."""

@@ -1,6 +1,6 @@
 """Pictures of docs/architecture.md, as SVG: the layers of the packages, and the way of a ticket.
 
-The layers come from LINES in tests/test_layers.py. Each record that the second picture names must
+The layers come from LINES in tests/project/test_layers.py. Each record that the second picture names must
 be a record of the queue's journal, `@applies("name")` in the code; a name that is not there ends
 the generator with an error.
 """
@@ -118,7 +118,7 @@ def pictures() -> dict[str, str]:
         raise SystemExit(
             f"tools/docs/pictures.py: TICKET: found records {missing}, allowed: {sorted(known)}"
         )
-    layers = _layers(ROOT / "tests" / "test_layers.py")
+    layers = _layers(ROOT / "tests" / "project" / "test_layers.py")
     return {"pictures/rooms.svg": rooms_svg(layers), "pictures/ticket.svg": ticket_svg()}
 
 

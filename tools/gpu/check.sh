@@ -42,8 +42,8 @@ tests() { # $1: device; the rest goes to pytest
 }
 if [[ " $only " == *" tests "* ]]; then
     if [[ ${#small[@]} -gt 0 ]]; then
-        tests "$device" -m gpu tests/test_causal_attention.py
-        tests cpu -m unit tests/test_deadline.py
+        tests "$device" -m gpu tests/training/test_causal_attention.py
+        tests cpu -m unit tests/rollout/test_deadline.py
     else
         tests "$device" -m gpu tests
         tests cpu -m unit tests

@@ -21,7 +21,7 @@ PACKAGES=(qemu-system-x86 qemu-system-common qemu-system-data seabios linux-imag
     libcapstone4 libfdt1 libslirp0 libspice-server1 libusbredirparser1 libvdeplug2 libbrlapi0.8 libcacard0 libexecs0
     libpmem1 liburing2 libfuse3-3 libaio1 libdaxctl1 libndctl6)
 MODULES=(virtio_pci 9pnet_virtio 9p overlay virtio_net ib_uverbs rdma_ucm crc32_generic rdma_rxe)
-TRIED=(tests/test_planes.py tests/test_plane_rdma.py
+TRIED=(tests/net/test_planes.py tests/net/test_plane_rdma.py
     -k "rdma and (bytes_come_as or many_threads or retired) or verbs and bytes_come")
 MEMORY_MIB=2048
 LIMIT_S=3600

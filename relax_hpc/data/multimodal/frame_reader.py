@@ -3,7 +3,7 @@ program decodes them.
 
 Packets are read first. They tell how many frames there are and when each is shown, with edit lists
 applied. Then one of three functions decodes the frames, see `Video.frames`.
-`tests/test_media_decoders.py` compares all of them with FFmpeg's program.
+`tests/data/test_media_decoders.py` compares all of them with FFmpeg's program.
 """
 
 from __future__ import annotations

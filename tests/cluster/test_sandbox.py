@@ -1,0 +1,352 @@
+"""The sandbox: a real Slurm that starts, loses nodes, restarts, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
+from relax_hpc.cluster.sandbox import Options, Sandbox, cluster, config_files, machine, processes
+from relax_hpc.cluster.sandbox.processes import until
+from relax_hpc.commands.program import main
+from relax_hpc.config.load import build, compose
+from relax_hpc.config.schema import Config
+from tests.guardian import session_folder
+from tests.helpers.slurm_sandbox import left_behind, private_sandbox, requires_sandbox
+from tests.plain_user import plain_user
+from tests.requirements import requires
+
+pytestmark = pytest.mark.slurm
+
+WAIT_S = 120.0
+BEATS = """\
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+deadline = time.monotonic() + 60
+(folder / "pid").write_text(f"{os.getpid()}\\n")
+while not (folder / "end").exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+(folder / "done").touch()
+"""
+RANKS = """\
+import os
+import numpy as np
+from mpi4py import MPI
+ranks = np.zeros(MPI.COMM_WORLD.Get_size(), "i4")
+MPI.COMM_WORLD.Allgather(np.array([MPI.COMM_WORLD.Get_rank()], "i4"), ranks)
+print(os.environ["SLURMD_NODENAME"], ranks.sum())
+"""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """pytest's own names are too long for the sockets of a sandbox."""
+    with tempfile.TemporaryDirectory(dir=session_folder()) as name:
+        yield Path(name)
+
+
+def batch(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
+    """Submit `script` and return the job's id."""
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    words = (
+        "sbatch",
+        "--parsable",
+        f"--output={folder}/%j.out",
+        f"--chdir={folder}",
+        *options,
+        str(path),
+    )
+    return int(sandbox.client(*words))
+
+
+def beats(sandbox: Sandbox, folder: Path, *options: str) -> tuple[int, psutil.Process]:
+    """A job that runs until `folder`/end exists; its id and its process."""
+    (folder / "beats.py").write_text(BEATS)
+    job = batch(sandbox, folder, f"exec {sys.executable} {folder}/beats.py {folder}", *options)
+    pid = folder / "pid"
+    until(
+        lambda: pid.exists() and pid.read_text().endswith("\n"), WAIT_S, f"job {job} does not start"
+    )
+    return job, psutil.Process(int(pid.read_text()))
+
+
+def state_of(sandbox: Sandbox, job: int) -> str:
+    return sandbox.client(
+        "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}"
+    ).split()[0]
+
+
+def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with private_sandbox() as own:
+        folder = str(own.folder)
+        assert own.is_up() and main(["sandbox", "status", str(folder)]) == EXIT_DONE
+        pids = own.daemons()
+        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and own.daemons() == pids, (
+            "what runs is left alone"
+        )
+        assert main(["sandbox", "up", str(folder), "--nodes", "3"]) == EXIT_CONFIG
+        assert "down first" in capsys.readouterr().err
+        beats(own, tmp_path)
+        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE
+        assert left_behind(own.folder) == [] and set(own.daemons().values()) == {0}
+        listening = {
+            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+        }
+        assert not listening & set(range(own.options.port, own.options.port + 64))
+        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE, "nothing to do is no error"
+        assert main(["sandbox", "status", str(folder)]) == EXIT_RETRY
+        assert "slurmctld        DOWN" in capsys.readouterr().out
+        assert cluster.load(folder).options == own.options, "the next up starts it as it was"
+
+
+def await_idle(sandbox: Sandbox) -> None:
+    """Wait until no node has a job; the test before may have left one that is completing."""
+    until(
+        lambda: set(sandbox.node_states().values()) == {"idle"}, WAIT_S, f"{sandbox.node_states()}"
+    )
+
+
+def test_srun_over_nodes(sandbox: Sandbox) -> None:
+    await_idle(sandbox)
+    words = (
+        "srun",
+        f"--nodes={len(sandbox.nodes)}",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "printenv",
+    )
+    seen = Counter(sandbox.client(*words, "SLURMD_NODENAME").split())
+    assert seen == dict.fromkeys(sandbox.nodes, 2)
+    assert sandbox.client(*words, "CUDA_VISIBLE_DEVICES").split() == ["0,1"] * 2 * len(
+        sandbox.nodes
+    )
+
+
+def test_heterogeneous_job_starts_within_seconds(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = (
+        "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH hetjob\n#SBATCH --nodes=1 "
+        "--ntasks-per-node=2\n"
+        "srun --het-group=0,1 printenv SLURM_PROCID > ranks && mv ranks done"
+    )
+    job = batch(sandbox, tmp_path, script)
+    until((tmp_path / "done").exists, 10.0, f"job {job}: {sandbox.client('squeue')}")
+    assert sorted((tmp_path / "done").read_text().split()) == ["0", "1", "2", "3"]
+    until(lambda: state_of(sandbox, job) == "COMPLETED", WAIT_S, f"job {job} does not end")
+
+
+def test_site_file_and_its_mpi(sandbox: Sandbox) -> None:
+    site = build(Config, compose([str(sandbox.site)], {}).tree).site
+    assert (site.name, site.partition, site.interface) == ("sandbox", "main", "lo")
+    requires("mpi")
+    library = {} if site.mpi.library == "wheel" else {"MPI4PY_LIBMPI": site.mpi.library}
+    step = [
+        "srun",
+        f"--mpi={site.mpi.launcher}",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        sys.executable,
+        "-c",
+        RANKS,
+    ]
+    await_idle(sandbox)
+    done = subprocess.run(
+        step,
+        env=sandbox.environment() | site.env | library,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert sorted(done.stdout.splitlines()) == ["node1 6", "node1 6", "node2 6", "node2 6"], (
+        done.stderr
+    )
+
+
+def test_killed_node_is_dead_and_comes_back(small_sandbox: Sandbox, tmp_path: Path) -> None:
+    own = small_sandbox
+    script = f"env -i setsid {sys.executable} {tmp_path}/beats.py {tmp_path} & wait"
+    (tmp_path / "beats.py").write_text(BEATS)
+    batch(own, tmp_path, script, "--nodelist=node2", "--no-requeue")
+    until((tmp_path / "pid").exists, WAIT_S, "the job does not start")
+    inner = psutil.Process(int((tmp_path / "pid").read_text()))
+    killed = own.kill_node("node2", down=True)
+    assert inner.pid in killed and own.daemons()["slurmd-node2"] == 0
+    assert not processes.alive(inner) and not processes.steps(own.folder, "node2")
+    assert own.node_states()["node2"].startswith("down") and own.node_states()["node1"] == "idle"
+    assert own.kill_node("node2") == [], "a dead node stays dead"
+    own.start_node("node2")
+    assert own.client("srun", "--nodelist=node2", "printenv", "SLURMD_NODENAME").strip() == "node2"
+
+
+def test_running_job_survives_a_restart_of_slurm(small_sandbox: Sandbox, tmp_path: Path) -> None:
+    own = small_sandbox
+    job, process = beats(own, tmp_path, "--job-name=survivor")
+    # slurmctld writes its state within 5 s; what it has not written, a kill -9 makes it forget.
+    saved = own.folder / "state/job_state"
+    started = process.create_time()
+
+    def knows_it() -> bool:
+        # A state that was put together before the job came may be written after that.
+        return (
+            saved.exists() and saved.stat().st_mtime > started and b"survivor" in saved.read_bytes()
+        )
+
+    until(knows_it, WAIT_S, "slurmctld does not save its state")
+    before = own.daemons()
+    own.restart()
+    after = own.daemons()
+    assert all(before[name] != after[name] for name in before if name != "munged") and own.is_up()
+    assert state_of(own, job) == "RUNNING" and processes.alive(process)
+    own.stop_controller()
+    assert own.node_states() == {} and processes.alive(process)
+    own.start_controller()
+    (tmp_path / "end").touch()
+    until(lambda: state_of(own, job) == "COMPLETED", WAIT_S, f"job {job} does not end")
+    assert (tmp_path / "done").exists()
+
+
+def test_two_side_by_side(sandbox: Sandbox, tmp_path: Path) -> None:
+    lines = (
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "PartitionName=urgent Nodes=ALL PriorityTier=9",
+    )
+    with private_sandbox(nodes=1, gpus=0, extra=lines) as other:
+        assert other.client("sinfo", "--noheader", "--format=%R").split() == ["main", "urgent"]
+        job, _ = beats(other, tmp_path, "--cpus-per-task=8")
+        assert state_of(other, job) == "RUNNING" and sandbox.client("squeue", "--noheader") == ""
+        assert (
+            other.client("srun", "--partition=urgent", "--cpus-per-task=8", "echo", "first")
+            == "first\n"
+        )
+        assert state_of(other, job) == "PENDING", "preempted"
+    assert sandbox.is_up()
+
+
+@pytest.mark.root
+def test_plain_user() -> None:
+    requires_sandbox()
+    with plain_user() as user:
+        folder, sandbox = user.home / "slurm", (user.python, "-m", "relax_hpc", "sandbox")
+        up = user.run(*sandbox, "up", folder, "--nodes", "2")
+        assert up.returncode == EXIT_DONE, up.stderr
+        own = cluster.load(folder)
+        try:
+            assert {
+                folder.owner(),
+                *(psutil.Process(pid).username() for pid in own.daemons().values()),
+            } == {user.name}
+            step = user.run("bash", "-c", f". {folder}/env.sh && srun --nodes=2 id -un")
+            assert step.stdout.split() == [user.name] * 2, step.stderr
+            if os.getuid() != user.entry.pw_uid:
+                with pytest.raises(ConfigError, match="another user's"):
+                    cluster.up(folder)
+            down = user.run(*sandbox, "down", folder)
+            assert down.returncode == EXIT_DONE and left_behind(folder) == [], down.stderr
+        finally:
+            cluster.down(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["up", "DIR/" + "x" * 80], "allowed 64: the kernel takes no unix socket"),
+        (["up", "DIR/a b"], "/a b', allowed letters"),
+        (
+            ["up", "DIR/x", "--nodes", "0"],
+            "nodes: found 0, allowed 1 to 60, or 0 beside declared ones",
+        ),
+        (
+            ["up", "DIR/x", "--declared", "big[1-2]; x"],
+            "found 'big[1-2]; x', allowed: names and sizes",
+        ),
+        (
+            ["up", "DIR/x", "--bind", "--cpus", "1024"],
+            "cpus: found 1024 with bind, allowed: up to the ",
+        ),
+        (["up", "DIR/x/y", "--port", "1"], "port: 1 of 127.0.0.1 is in use"),
+        (["up", "DIR/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
+        (["up", "DIR/x", "DIR/y"], "allowed one DIR"),
+        (["explode"], "explode: unknown verb, allowed: up, down"),
+        (["status", "DIR/no/sandbox/here"], "/no/sandbox/here, start one with up"),
+        (["kill-node"], "found no NODE"),
+        (["down", "DIR/x", "--nodes", "3"], "--nodes: unknown option"),
+        (["status", "DIR/x", "--down"], "--down: unknown option"),
+    ],
+)
+def test_wrong_use_teaches_and_leaves_nothing(
+    words: list[str],
+    says: str,
+    short_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "missing", list)
+    monkeypatch.setattr(machine, "_taken", lambda chosen: chosen.port if chosen.port == 1 else None)
+    assert (
+        main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)])
+        == EXIT_CONFIG
+    )
+    message = capsys.readouterr().err
+    assert says in message and message.count("\n") == 1
+    assert not list(short_folder.iterdir())
+
+
+def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = short_folder / "x"
+    monkeypatch.setattr(machine, "missing", lambda: ["munged", "slurmctld"])
+    with pytest.raises(
+        ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"
+    ):
+        cluster.up(folder)
+    monkeypatch.setattr(machine, "missing", list)
+    monkeypatch.setattr(config_files, "host", lambda: "nowhere.invalid")
+    with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve, add `127\.0\.0\.1"):
+        cluster.up(folder)
+    assert not folder.exists()
+
+
+def test_taken_port_and_unknown_node(sandbox: Sandbox) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1] - 1
+        # Another program may use the port before it.
+        message = f"port: ({port}|{port + 1}) of 127.0.0.1 is in use"
+        with pytest.raises(ConfigError, match=message), private_sandbox(port=port):
+            pass
+    with pytest.raises(ConfigError, match="found 'node13', allowed node1 to node12"):
+        sandbox.kill_node("node13")
+    with pytest.raises(RelaxError, match="invalid partition"):
+        sandbox.client("srun", "--partition=none", "true")
+
+
+def test_extra_lines_take_the_place_of_settings() -> None:
+    text = config_files.slurm_conf(
+        Path("/x"), Options(extra=("KillWait=7", "PartitionName=main Nodes=node1", "Licenses=a"))
+    )
+    assert text.count("KillWait=") == 1 and "KillWait=7\n" in text
+    assert text.count("PartitionName=main ") == 1 and text.endswith("Licenses=a\n")
+
+
+def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
+    def first(port: int) -> int:
+        text = config_files.slurm_conf(Path("/x"), Options(port=port))
+        return next(
+            int(line.partition("=")[2])
+            for line in text.splitlines()
+            if line.startswith("FirstJobId=")
+        )
+
+    assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, (
+        "Slurm's default MaxJobId"
+    )

@@ -1,0 +1,259 @@
+"""Work in a watched child: its end is told however it comes, signals reach it, and it never
+outlives its watcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.cluster.supervise.wakeups import Wakeups
+from relax_hpc.net.rendezvous.process import END_SIGNAL, STOP_SIGNALS
+
+PROGRAM = """
+import os, signal, sys, time
+from relax_hpc.net.rendezvous.process import STOP_SIGNALS, watched
+
+def say(*words):
+    print(*words, flush=True)
+
+def work():
+    say("works", os.getpid(), os.getppid())
+    if what == "signals":
+        # A handler does not run if its signal comes just before signal.pause().
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    elif what == "raises":
+        raise ValueError("a bug")
+    elif what.isdigit():
+        return int(what)
+    say("ready")
+    while what == "signals":
+        say("got", int(signal.sigwait(STOP_SIGNALS)))
+    signal.pause()
+
+lives = int(sys.argv[2])
+
+def ended(code):
+    global lives
+    lives -= 1
+    say("ended", code)
+    return None if lives else 7
+
+what = sys.argv[1]
+sys.exit(watched(work, ended))
+"""
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    processes: list[subprocess.Popen] = []
+
+    def start(what: str, lives: int = 1) -> subprocess.Popen:
+        words = [sys.executable, "-c", PROGRAM, what, str(lives)]
+        root = Path(__file__).resolve().parents[2]
+        processes.append(
+            subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def works(process: subprocess.Popen) -> int:
+    """The pid of the child, once it has begun."""
+    word, child, parent = process.stdout.readline().split()
+    assert word == "works" and int(parent) == process.pid
+    return int(child)
+
+
+@pytest.mark.parametrize(("what", "code"), [("0", 0), ("75", 75), ("raises", 1)])
+def test_a_child_that_ends_is_told_with_its_code(start: Start, what: str, code: int) -> None:
+    process = start(what)
+    works(process)
+    assert process.stdout.read() == f"ended {code}\n" and process.wait(60) == 7
+    assert ("ValueError: a bug" in process.stderr.read()) == (what == "raises")
+
+
+def test_a_child_that_is_killed_is_told_with_the_signal_and_works_again(start: Start) -> None:
+    process = start("waits", lives=3)
+    for _ in range(3):
+        child = works(process)
+        assert process.stdout.readline() == "ready\n"
+        os.kill(child, signal.SIGKILL)
+        assert process.stdout.readline() == "ended -9\n"
+    assert process.wait(60) == 7
+
+
+def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:
+    process = start("signals", lives=2)
+    for _ in range(2):
+        child = works(process)
+        assert process.stdout.readline() == "ready\n"
+        # So often that some come just before the watcher's wait.
+        for number in 20 * STOP_SIGNALS:
+            process.send_signal(number)
+            assert process.stdout.readline() == f"got {int(number)}\n"
+        os.kill(child, signal.SIGKILL)
+        assert process.stdout.readline() == "ended -9\n"
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored(start: Start) -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("waits")
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    child = works(process)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    os.kill(child, signal.SIGHUP)
+    process.terminate()
+    assert process.stdout.readline() == "ended -15\n"
+
+
+@pytest.mark.parametrize(
+    ("signals", "requests"),
+    [
+        ([signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGTERM], 1),
+        ([signal.SIGTERM, signal.SIGHUP], 1),
+        ([signal.SIGHUP, signal.SIGTERM, signal.SIGINT], 2),
+        ([signal.SIGINT, signal.SIGTERM], 2),
+    ],
+)
+def test_a_hangup_is_one_request_to_stop(signals: list[signal.Signals], requests: int) -> None:
+    """Its shell and the kernel both send SIGHUP, and a login manager SIGTERM too."""
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    calls: list[int] = []
+    try:
+        with Wakeups(lambda: calls.append(1)):
+            for number in signals:
+                os.kill(os.getpid(), number)
+        if signal.SIGHUP in signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    assert len(calls) == requests
+
+
+def test_a_signal_that_the_child_does_not_take_ends_it(start: Start) -> None:
+    process = start("waits")
+    works(process)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.stdout.readline() == "ended -15\n"
+
+
+def test_the_child_dies_with_its_watcher(start: Start) -> None:
+    process = start("signals")
+    child = psutil.Process(works(process))
+    process.kill()
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+STORM = """
+import sys
+from relax_hpc.net.rendezvous.process import on_terminate
+
+stop = on_terminate(at_once=False, led="led" in sys.argv)
+for line in sys.stdin:
+    print("asked to stop" if stop.is_set() else "goes on", flush=True)
+"""
+
+
+def test_a_storm_of_signals_stops_no_process_from_working() -> None:
+    """Slurm signals every process of a step, and who watches one passes it on: handlers interrupt
+    each other."""
+    words = [sys.executable, "-c", STORM]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def says() -> str:
+            process.stdin.write("how is it?\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        try:
+            assert says() == "goes on"
+            for _ in range(10_000):
+                process.send_signal(signal.SIGUSR2)
+                process.send_signal(signal.SIGTERM)
+            assert says() == "asked to stop"
+        finally:
+            process.kill()
+
+
+def test_who_is_led_ends_by_its_parents_word_alone() -> None:
+    """Slurm signals the processes below a batch script too, whose head knows what is to be saved
+    before they end."""
+    words = [sys.executable, "-c", STORM, "led"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def says(*signals: signal.Signals) -> str:
+            for number in signals:
+                process.send_signal(number)
+            process.stdin.write("how is it?\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        try:
+            assert says() == "goes on"
+            assert says(signal.SIGTERM, signal.SIGINT, signal.SIGTERM) == "goes on"
+            assert says(END_SIGNAL) == "asked to stop"
+        finally:
+            process.kill()
+
+
+CUT_SHORT = """
+import os, signal, sys, threading
+from relax_hpc.config.schema import Config
+from relax_hpc.roles import __main__ as roles
+
+def serve(args, config, run, stop):
+    condition = threading.Condition()
+    with condition:
+        condition.release()  # As a wait has done until its end.
+        os.kill(os.getpid(), signal.SIGUSR2)
+        if "bug" in sys.argv:
+            raise KeyError("unasked")
+
+roles.serve, roles.load_resolved = serve, lambda *_: Config()
+if "bug" in sys.argv:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+words = ["--run_dir", sys.argv[1], "--group", "reference", "--role", "reference", "--incarnation", "1"]
+sys.exit(roles.work(roles.parse(words)))
+"""
+
+
+@pytest.mark.parametrize(("more", "status"), [([], "stopped"), (["bug"], "failed")])
+def test_a_stop_at_the_end_of_a_wait_is_no_failure(
+    more: list[str], status: str, tmp_path: Path
+) -> None:
+    """The wait has no lock then, so that leaving it raises a RuntimeError."""
+    mark = RunDir(tmp_path).exit_mark("reference", 1, "reference")
+    mark.parent.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, str(tmp_path), *more], stderr=subprocess.PIPE, text=True
+    )
+    found = json.loads(mark.read_text())
+    assert done.returncode == 75 and found["status"] == status, done.stderr
+    assert (found["reason"] == "asked to stop") == (status == "stopped")

@@ -1,0 +1,241 @@
+"""Media between file and batch: stored once a prompt group, named by its rows, read as towers take
+them, shown."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relax_hpc.base.versions import Version
+from relax_hpc.config.schema import Config
+from relax_hpc.data.media import PromptMedium
+from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
+from relax_hpc.data.multimodal.features import raw_features
+from relax_hpc.data.multimodal.medium import Kind, Medium
+from relax_hpc.data.multimodal.rules import Rules
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.ops.observe.sample_page import page
+from relax_hpc.ops.observe.sample_reading import whole
+from relax_hpc.ops.observe.sample_text import lines
+from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media
+from relax_hpc.roles.media_reader import MediaReader
+from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, Generation
+from relax_hpc.rollout.media import PromptMedia
+from relax_hpc.rollout.sample_keeper import SampleKeeper
+from relax_hpc.rollout.samples import rows_of
+from relax_hpc.rollout.thumbnails import thumbnail
+from tests.helpers.media_prompts import END, IMAGE, START, png, seeing_model
+
+MEDIUM = PromptMedium(Kind.IMAGE, png(), ((2, 4),))
+PROMPT = Prompt("p", (1, START, *[IMAGE] * 4, END, 5), "<image>?", "a", media=(MEDIUM,))
+
+
+@dataclass
+class Stored:
+    """A rollout's media, and what it has told the queue."""
+
+    media: PromptMedia
+    store: MediaStore
+    named: list[tuple[int, list[str]]]
+    folder: Path
+    runner: asyncio.Runner
+
+    def of_ticket(self, prompt: Prompt, ticket: int = 7) -> Prompt:
+        return self.runner.run(self.media.of_ticket(prompt, ticket))
+
+    def of_evaluation(self, prompt: Prompt) -> Prompt:
+        return self.runner.run(self.media.of_evaluation(prompt))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture
+def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
+    named: list[tuple[int, list[str]]] = []
+
+    def name_media(ticket: int, ids: list[str]) -> Future[bool]:
+        named.append((ticket, ids))
+        answer: Future[bool] = Future()
+        answer.set_result(True)
+        return answer
+
+    store = MediaStore(tmp_path / "media", durable=False)
+    client: Any = SimpleNamespace(
+        config=Config(), media=store, tickets=SimpleNamespace(name_media=name_media)
+    )
+    with asyncio.Runner() as runner:
+        media = PromptMedia(client, model, tmp_path / "evaluations")
+        yield Stored(media, store, named, tmp_path, runner)
+        runner.run(media.close())
+
+
+def answer(*tokens: int) -> Generation:
+    versions = np.full(len(tokens), Version(1, 0).encode(), np.int32)
+    return Generation([*tokens], [-1.0] * len(tokens), versions, "stop")
+
+
+def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored) -> None:
+    prompt = stored.of_ticket(PROMPT)
+    (media_id,) = stored.store.sizes()
+    assert stored.named == [(7, [media_id])]
+    rows = rows_of(prompt, 7, {0: answer(9, 2), 1: answer(8, 2)})
+    for row in rows:
+        assert row["spans"] == [{"kind": "image", "start": 2, "length": 4, "media_id": media_id}]
+        assert row["media_tokens"] == {media_id: 4} and check_media(row, {"image": IMAGE}) == 4
+    twice = replace(PROMPT, media=(MEDIUM, replace(MEDIUM, spans=((8, 4),))))
+    assert len({medium.blob for medium in stored.of_ticket(twice, 8).media}) == 1
+
+
+def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(
+    stored: Stored, monkeypatch: Any
+) -> None:
+    refused: Future[bool] = Future()
+    refused.set_result(False)
+    monkeypatch.setattr(stored.media._client.tickets, "name_media", lambda *_: refused)
+    (medium,) = stored.of_ticket(PROMPT).media
+    assert medium.blob and medium.blob.exists()
+
+
+def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
+    prompt = stored.of_ticket(PROMPT)
+    made = Episode(
+        [EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))]
+    )
+    whole_one, compacted = rows_of(prompt, 7, {0: made})
+    assert len(whole_one["spans"]) == 1 and compacted["spans"] == []
+
+
+def test_evaluations_have_a_store_of_their_own(stored: Stored) -> None:
+    prompt = stored.of_evaluation(PROMPT)
+    assert not stored.named and not stored.store.sizes()
+    assert prompt.media[0].blob and prompt.media[0].blob.parent == stored.folder / "evaluations"
+    text = Prompt("t", (1, 5), "?", "a")
+    assert stored.of_evaluation(text) is text
+
+
+def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
+    def told(medium: PromptMedium) -> str:
+        with pytest.raises((BadMedium, BadMedia)) as raised:
+            stored.of_ticket(replace(PROMPT, media=(medium,)))
+        return raised.value.reason
+
+    assert told(replace(MEDIUM, source=png()[:200])) in ("truncated", "corrupted")
+    assert told(replace(MEDIUM, source=Path("/nowhere.png"))) == "missing_file"
+    # Another file by the time it is decoded.
+    assert told(replace(MEDIUM, source=png(96, 96))) == "media_mismatch"
+    gone = Prompt("p", (), "", "", fault=BadMedium(Reason.MISSING, "a.png"))
+    with pytest.raises(BadMedium, match="missing_file"):
+        stored.of_ticket(gone)
+    stored.media._client.config.queue.max_medium_bytes = 100
+    assert told(MEDIUM) == "media_too_large"
+    assert not stored.named and not stored.store.sizes()
+
+
+def test_media_that_are_expected_are_decoded_before_they_are_wanted(stored: Stored) -> None:
+    prompts = []
+    for number in range(3):
+        (stored.folder / f"{number}.png").write_bytes(png(seed=number))
+        prompts.append(
+            replace(PROMPT, media=(replace(MEDIUM, source=stored.folder / f"{number}.png"),))
+        )
+    ahead, size = stored.media._ahead, 64 * 64 * 3
+
+    async def expect(*numbers: int, most: int = 1_000_000) -> None:
+        ahead.most_bytes = most
+        stored.media.expect(prompts[number] for number in numbers)
+        async with asyncio.timeout(60):
+            while ahead.bytes < min(len(numbers) * size, most) or ahead._working:
+                await asyncio.wait(ahead._working)
+
+    stored.runner.run(expect(0, 1))
+    # Nobody has named them yet: they lie there for as long as a ticket may need to come.
+    assert len(stored.store.sizes()) == 2 and not stored.named
+    for path in stored.folder.glob("*.png"):
+        path.unlink()
+    assert stored.of_ticket(prompts[1]).media[0].blob
+    assert len(stored.named) == 1
+    # It is gone with who has taken it, and what is bad is so for who wants it.
+    for number in (1, 2):
+        stored.runner.run(expect(0, most=1))
+        stored.media.expect([prompts[number]])
+        with pytest.raises(BadMedium, match="missing_file"):
+            stored.of_ticket(prompts[number])
+    assert stored.of_ticket(prompts[0]).media[0].blob
+
+    async def give_up() -> None:
+        for expected in ([PROMPT, prompts[0]], [], []):
+            stored.media.expect(expected)
+
+    stored.runner.run(give_up())
+    assert not ahead.bytes and not ahead._begun
+
+
+def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
+    prompt = stored.of_ticket(PROMPT)
+    (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
+    reader = MediaReader(lambda: stored.store, model)
+    found = reader.of([row, row, {"token_ids": [1], "spans": []}])
+    assert found
+    ((media_id, one),) = found.inputs.items()
+    assert one.tokens == 4 and one.grid == (1, 4, 4)
+    medium = Medium.from_bytes(stored.store.read(media_id))
+    assert (one.values == raw_features(medium, Rules.of(model))).all()
+    heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
+    expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
+    assert found.positions(row).tolist() == expected
+    assert reader.of([{"token_ids": [1], "spans": []}]) is None
+
+
+def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:
+    prompt = stored.of_ticket(PROMPT)
+    kept: list[Any] = []
+    log: Any = SimpleNamespace(keep=lambda samples, step=None: kept.extend(samples))
+    config = Config()
+    keeper = SampleKeeper(log, config, load_tokenizer(model), stored.store.folder)
+    last = config.prompts_per_step - 1
+    keeper.put([row | {"reward": 1.0} for row in rows_of(prompt, last, {0: answer(9, 2)})], "shard")
+    (sample,) = whole(kept)
+    (medium,) = sample["media"]
+    assert medium["about"] == "64 x 64"
+    picture = Image.open(io.BytesIO(base64.b64decode(medium["picture"].partition(",")[2])))
+    assert picture.format == "JPEG" and picture.size == (64, 64)
+    assert "image    64 x 64" in list(lines(sample | {"fate": "trained"}, 80, lambda text, _: text))
+    text = page({"run": "r", "left_out": ""}, [sample])
+    assert medium["picture"] in text and "img-src data:" in text
+    # A run directory is its user's: what is no medium is left out.
+    assert "media" not in next(whole([sample | {"media": ["x", {"kind": 1}]}]))
+
+
+def test_a_long_video_and_a_sound_have_a_line_too() -> None:
+    video = Medium(Kind.VIDEO, np.zeros((5, 32, 400, 3), np.uint8), (3, 2, 25), (0.0, 1.0, 2.0))
+    shown = thumbnail(video)
+    picture = Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2])))
+    assert shown["about"] == "400 x 32, 5 frames" and max(picture.size) <= 96
+    beep = np.zeros(9600, np.int16)
+    beep[:4800:2] = 16384
+    shown = thumbnail(Medium(Kind.AUDIO, beep, (1, 1, 60)))
+    picture = np.asarray(
+        Image.open(io.BytesIO(base64.b64decode(shown["picture"].partition(",")[2]))).convert("L")
+    )
+    dark = (picture < 128).mean(0)
+    # Half as loud as can be, and silence.
+    assert (
+        shown["about"] == "9600 samples"
+        and dark[:44] == pytest.approx(0.5, abs=0.1)
+        and (dark[52:] < 0.1).all()
+    )

@@ -1,0 +1,129 @@
+"""Pages for people: their links lead somewhere, and the first one stays short."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config.options import options
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "env" / "README.md"])
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINES = 130
+_RIDDLE = re.compile(
+    r"(after|as|at|before|beside|between|by|for|from|how|if|in|it|its|of|on|once|see(?! "
+    r"`)|since|that|their|these|they|"
+    r"this|those|to|under|until|what|where|which|who|why|with|within|without)\b(?!-)",
+    re.IGNORECASE,
+)
+"""Beginning of a docstring that does not say what it is about to somebody whom an editor shows it
+alone."""
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(page.read_text()):
+        if not link.startswith(("https://", "http://")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{link}: no such file"
+            assert not anchor or anchor in anchors(target), (
+                f"{link}: allowed {sorted(anchors(target))}"
+            )
+
+
+def test_the_readme_is_short() -> None:
+    """The navigation of the site leads to every page: tests/project/test_docs_site.py."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= _LINES
+
+
+def test_what_follows_from_the_code_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/docs", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def words(heading: str) -> list[tuple[str, str]]:
+    """The rows of the glossary's table under a heading."""
+    section = (
+        (ROOT / "docs" / "glossary.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    )
+    return re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
+
+
+def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
+    own = [word for cell, _ in words("# Glossary") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
+    assert len(own) == len(set(own)) <= 20
+    text = (
+        " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py")))
+        .replace("_", " ")
+        .lower()
+    )
+    assert not [word for word in own if not re.search(rf"\b{word}", text)]
+
+
+def test_names_that_are_not_used_do_not_come_back() -> None:
+    gone = {
+        name
+        for cell, _ in words("## Names that are not used")
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    found = []
+    for path in sorted((ROOT / "relax_hpc").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        names = [
+            path.stem,
+            *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)),
+        ]
+        found += [
+            f"{path.name}: {name}" for name in names if gone.intersection(parts_of_name(name))
+        ]
+    schema = {option.key.rpartition(".")[2] for option in options()}
+    assert not found and not gone & schema
+
+
+def parts_of_name(name: str) -> set[str]:
+    """
+    >>> sorted(parts_of_name("TurnsDesk") | parts_of_name("turns_desk"))
+    ['desk', 'turns']
+    """
+    return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of everything that documents a module, class, function, constant or field."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_docstrings_say_what_they_are_about() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "relax_hpc").rglob("*.py"))
+        for line, text in docstrings(path.read_text())
+        if _RIDDLE.match(text)
+    ]
+    assert not found, "begin with a noun, a unit or a verb:\n" + "\n".join(found)

@@ -1,0 +1,359 @@
+"""env/setup.sh: which Python it takes, which builds, what it shows meanwhile, and what a second
+call changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.requirements import requires
+
+pytestmark = pytest.mark.run
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKEND = """
+import os, shutil
+
+def build_editable(directory, *_):
+    open(os.environ.get("GATE", os.devnull)).read()
+    return os.path.basename(shutil.copy(os.environ["PACKAGE"], directory))
+"""
+"""Builds the scratch checkout's package, when somebody has opened the gate."""
+
+
+def environment(**env: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        **env,
+    }
+
+
+def setup(*arguments: str, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "env/setup.sh"), *arguments]
+    return subprocess.run(
+        command, env=environment(**env), capture_output=True, text=True, timeout=120
+    )
+
+
+def wheel(folder: Path, name: str, version: str, needs: str = "", shared: str = "") -> str:
+    """A package of one module; ``shared``: text of its file `build_backend.py`. Returns the pin of
+    a lock."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    about = (
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        + f"Requires-Dist: {needs}\n" * bool(needs)
+    )
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", about)
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        record = f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        if shared:
+            file.writestr("build_backend.py", shared)
+            record += f"build_backend.py,,{len(shared)}\n"
+        file.writestr(f"{info}/RECORD", record)
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+class Checkout:
+    """A checkout whose locks have one small package each, in a folder of wheels in place of an
+    index."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.wheels = root / "checkout", root / "wheels"
+        (self.root / "env").mkdir(parents=True)
+        self.wheels.mkdir()
+        for name in ("setup.sh", "verify.py"):
+            shutil.copy(ROOT / "env" / name, self.root / "env")
+        (self.root / "backend.py").write_text(BACKEND)
+        system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        (self.root / "pyproject.toml").write_text(system)
+        (self.root / "setup.py").touch()
+        self.first = ""  # what the first call said
+        wheel(root, "relax_hpc", "1")
+        self.lock("cpu", wheel(self.wheels, "torch", "1"))
+        self.lock("cuda", wheel(self.wheels, "cuda_toolkit", "1"))
+        package = root / "relax_hpc-1-py3-none-any.whl"
+        self.env = {
+            "PIP_FIND_LINKS": str(self.wheels),
+            "PACKAGE": str(package),
+            "PATH": f"{root}:{os.environ['PATH']}",
+        }
+        # What a version manager puts first: it would do, and is not the system's own.
+        (root / "python3.11").symlink_to(sys.executable)
+
+    def lock(self, name: str, pins: str) -> None:
+        (self.root / f"env/requirements-{name}.txt").write_text(pins)
+
+    def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
+        return setup(root=self.root, **self.env, **env)
+
+    def installed(self) -> dict[str, str]:
+        """Name -> version."""
+        site = next((self.root / ".venv/lib").glob("python3*/site-packages"))
+        found = metadata.distributions(path=[str(site)])
+        return {one.metadata["Name"].replace("_", "-"): one.version for one in found}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """Installed already."""
+    made = Checkout(tmp_path_factory.mktemp("setup"))
+    done = made.setup()
+    assert done.returncode == 0, done.stderr
+    made.first = done.stderr
+    return made
+
+
+def test_it_prefers_the_systems_python_and_says_which_it_took(checkout: Checkout) -> None:
+    system = next(
+        (
+            path
+            for path in map(Path, ("/usr/bin/python3.11", "/usr/bin/python3.12"))
+            if path.exists()
+        ),
+        None,
+    )
+    if (
+        system is None
+        or subprocess.run([system, "-c", "import ensurepip, venv"], check=False).returncode
+    ):
+        pytest.skip("the system has no Python 3.11 or 3.12 that makes environments")
+    assert f"with {system}, Python 3.1" in checkout.first
+    assert f"executable = {system}" in (checkout.root / ".venv/pyvenv.cfg").read_text()
+    assert checkout.installed().items() >= {"torch": "1", "relax-hpc": "1"}.items()
+
+
+def test_a_build_that_the_lock_does_not_list_is_refused_unless_asked_for(
+    checkout: Checkout,
+) -> None:
+    listed = wheel(checkout.wheels, "torch", "2")
+    other = wheel(checkout.wheels, "torch", "2", needs="cuda-toolkit; python_version > '2'")
+    checkout.lock("cpu", listed)
+    done = checkout.setup()
+    assert done.returncode == 1 and "DO NOT MATCH THE HASHES" in done.stderr
+    assert (
+        "setup: a build that the lock does not list was refused" in done.stderr
+        and "RELAX_UNHASHED=1" in done.stderr
+    )
+    assert checkout.installed()["torch"] == "1"
+    done = checkout.setup(RELAX_UNHASHED="1")
+    assert (
+        done.returncode == 0
+        and "RELAX_UNHASHED=1: builds are not compared with the lock" in done.stderr
+    )
+    assert checkout.installed()["torch"] == "2" and checkout.installed()["cuda-toolkit"] == "1"
+    # What is there stays: a lock's hashes are for what is still to be installed.
+    checkout.lock("cpu", other)
+    assert checkout.setup().returncode == 0
+    assert checkout.setup().stderr == ""
+
+
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_a_cpu_build_of_torch_is_preferred_if_it_is_listed(
+    checkout: Checkout, tmp_path: Path, version: str
+) -> None:
+    """An index tells the hashes of its files, a folder does not, and pip prefers what it knows to
+    be listed."""
+    (tmp_path / "torch").mkdir()
+    public, own = (
+        wheel(tmp_path, "torch", version),
+        wheel(checkout.wheels, "torch", f"{version}+cpu"),
+    )
+    sha256 = public.split("sha256:")[1].strip()
+    page = f'<a href="../torch-{version}-py3-none-any.whl#sha256={sha256}">torch</a>'
+    (tmp_path / "torch/index.html").write_text(page)
+    checkout.lock("cpu", public if version == "3" else f"{public.strip()} {own.split()[1]}\n")
+    done = checkout.setup(PIP_NO_INDEX="0", PIP_INDEX_URL=tmp_path.as_uri(), PIP_EXTRA_INDEX_URL="")
+    assert done.returncode == 0, done.stderr
+    assert ("does not list this site's CPU build of torch" in done.stderr) == (version == "3")
+    assert checkout.installed()["torch"] == {"3": "3", "4": "4+cpu"}[version]
+
+
+def test_packages_that_ship_one_file_with_other_contents_can_be_installed(
+    checkout: Checkout,
+) -> None:
+    """As torch-c-dlpack-ext and flashinfer-python of the GPU lock do. pip keeps the file of the
+    last one."""
+    texts = {"first": "x = 1\n", "second": "x = 1  # longer\n"}
+    pins = [wheel(checkout.wheels, name, "1", shared=text) for name, text in texts.items()]
+    checkout.lock("cpu", wheel(checkout.wheels, "torch", "5") + "".join(pins))
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert checkout.installed().items() >= {"first": "1", "second": "1"}.items()
+    shared = next((checkout.root / ".venv/lib").glob("python3*/site-packages")) / "build_backend.py"
+    assert shared.read_text() in texts.values()
+    assert checkout.setup().stderr == "", "a second call changes nothing"
+    (checkout.root / ".venv/.stamp-cpu").unlink()
+    shared.write_text("x")
+    assert "installing 2 packages" in checkout.setup().stderr, "a damaged file is repaired"
+    assert shared.read_text() in texts.values()
+
+
+def test_kernels_can_be_linked_with_the_cuda_toolkit_of_wheels(checkout: Checkout) -> None:
+    """The wheels have a libcudart.so.13, no libcudart.so, no lib64 and no libcuda.so, all of which
+    SGLang looks for."""
+    requires("gcc")
+    folder = "nvidia/cu13"
+    runtime = _compiled(
+        checkout.root / "libcudart.so.13", "int cudaFree(void *p) { return 0; }", "-shared"
+    )
+    path, info = checkout.wheels / "nvcc-1-py3-none-any.whl", "nvcc-1.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        program = zipfile.ZipInfo(f"{folder}/bin/nvcc")
+        program.external_attr = 0o100755 << 16
+        file.writestr(program, "#!/bin/sh\n")
+        file.write(runtime, f"{folder}/lib/libcudart.so.13")
+        file.writestr(f"{folder}/include/cuda.h", "CUresult CUDAAPI cuInit(unsigned int Flags);\n")
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: nvcc\nVersion: 1\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        parts = ("bin/nvcc", "lib/libcudart.so.13", "include/cuda.h")
+        names = (*(f"{folder}/{part}" for part in parts), f"{info}/METADATA", f"{info}/WHEEL")
+        file.writestr(
+            f"{info}/RECORD", "".join(f"{name},,\n" for name in (*names, f"{info}/RECORD"))
+        )
+    pin = f"nvcc==1 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    checkout.lock("cpu", wheel(checkout.wheels, "torch", "6") + pin)
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    home = next((checkout.root / ".venv/lib").glob("python3*/site-packages")) / folder
+    # As SGLang's toolchain.py and flashinfer link.
+    kernel = (
+        "int cudaFree(void *p); int cuInit(unsigned flags); int load() { return cudaFree(0) + "
+        "cuInit(0); }"
+    )
+    options = [
+        "-shared",
+        f"-L{home}/lib64",
+        f"-L{home}/lib64/stubs",
+        "-Wl,--as-needed",
+        "-lcudart",
+        "-lcuda",
+    ]
+    needed = subprocess.run(
+        ["readelf", "-d", _compiled(checkout.root / "kernel.so", kernel, *options)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert "[libcuda.so.1]" in needed.stdout, "the driver's library of the node"
+    assert checkout.setup().stderr == "", "a second call changes nothing"
+    (home / "lib/stubs/libcuda.so").unlink()
+    assert "setup: done" in checkout.setup().stderr and (home / "lib64/stubs/libcuda.so").exists()
+
+
+def _compiled(path: Path, source: str, *options: str) -> Path:
+    command = ["gcc", "-x", "c", "-fPIC", "-", "-o", str(path), *options]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    return path
+
+
+@pytest.mark.parametrize(("version", "complains"), [("2.28", True), ("2.34", False)])
+def test_a_glibc_older_than_the_wheels_need_is_named(
+    checkout: Checkout, version: str, complains: bool
+) -> None:
+    program = checkout.root.parent / "getconf"
+    program.write_text(f"#!/bin/sh\necho glibc {version}\n")
+    program.chmod(0o755)
+    (checkout.root / ".venv/.stamp-cpu").unlink()
+    done = checkout.setup()
+    program.unlink()
+    assert done.returncode == 0
+    assert (
+        f"found glibc {version}, needed: 2.34 or newer (wheel of sglang)" in done.stderr
+    ) == complains
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
+def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> None:
+    """The package's build waits until the step has been shown to go on."""
+    gate = checkout.root / "gate"
+    gate.unlink(missing_ok=True)
+    os.mkfifo(gate)
+    (checkout.root / ".venv/.stamp-package").unlink()
+    reading, writing = pty.openpty() if terminal else os.pipe()
+    env = environment(**checkout.env, GATE=str(gate), RELAX_SETUP_SAY_S="1")
+    started = subprocess.Popen(
+        ["bash", str(checkout.root / "env/setup.sh")], env=env, stderr=writing
+    )
+    os.close(writing)
+    step, seen = f"setup: installing relax_hpc from {checkout.root}", b""
+    while not re.search(rf"{step}: \d+ s".encode(), seen):
+        assert (
+            select.select([reading], [], [], 60)[0] and started.poll() is None and len(seen) < 1000
+        ), seen
+        seen += os.read(reading, 4096)
+    gate.write_text("go on")
+    assert started.wait(timeout=60) == 0
+    os.close(reading)
+    assert (b"\r\x1b[K" in seen) == terminal
+
+
+def test_it_names_the_python_it_wants(tmp_path: Path) -> None:
+    done = setup(RELAX_VENV=str(tmp_path / "venv"), RELAX_PYTHON="/bin/false")
+    assert (
+        done.returncode == 1
+        and "no Python 3.11 or 3.12" in done.stderr
+        and "/bin/false" in done.stderr
+    )
+    assert not (tmp_path / "venv.lock").is_symlink(), "a failed call must not leave its lock"
+
+
+def test_it_refuses_an_unknown_argument(tmp_path: Path) -> None:
+    done = setup("cuda", RELAX_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1 and "cuda" in done.stderr and "gpu" in done.stderr
+
+
+def test_it_waits_for_a_living_call_and_takes_over_from_a_dead_one(tmp_path: Path) -> None:
+    lock, host = tmp_path / "venv.lock", os.uname().nodename
+    env = {
+        "RELAX_VENV": str(tmp_path / "venv"),
+        "RELAX_PYTHON": "/bin/false",
+        "RELAX_SETUP_WAIT_S": "1",
+    }
+    lock.symlink_to(f"{host}:{os.getpid()}")
+    waited = setup(**env)
+    assert (
+        waited.returncode == 1
+        and f"{host}:{os.getpid()}" in waited.stderr
+        and "still holds" in waited.stderr
+    )
+    lock.unlink()
+    gone = subprocess.Popen(["/bin/true"])
+    gone.wait(timeout=60)
+    lock.symlink_to(f"{host}:{gone.pid}")
+    assert "no Python 3.11 or 3.12" in setup(**env).stderr
+
+
+def test_second_setup_changes_nothing_and_is_silent() -> None:
+    requires("sglang")
+    source = metadata.distribution("relax_hpc").read_text("direct_url.json") or "{}"
+    if (
+        not (Path(sys.prefix) / ".stamp-dev").exists()
+        or json.loads(source).get("url") != ROOT.as_uri()
+    ):
+        pytest.skip("this environment was not made by env/setup.sh dev of this checkout")
+    stamps = {path: path.stat().st_mtime_ns for path in Path(sys.prefix).glob(".stamp-*")}
+    done = setup("dev", RELAX_VENV=sys.prefix)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {path: path.stat().st_mtime_ns for path in Path(sys.prefix).glob(".stamp-*")} == stamps

@@ -1,0 +1,412 @@
+"""Media: stored once, found whole or not at all whoever dies, freed with the last row, counted
+against the tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.base.versions import Version
+from relax_hpc.queue.row_schema import BadRow
+from relax_hpc.queue.storage import media
+from relax_hpc.queue.storage.media import (
+    BadMedia,
+    MediaError,
+    MediaStore,
+    check_id,
+    check_media,
+    media_ids,
+    placeholders_of,
+)
+from tests.helpers.queue_helpers import rows_of
+
+PADS = {"image": 901, "video": 902, "audio": 903}
+ID = "0" * 64
+WRITER = """
+import signal, sys
+from pathlib import Path
+from relax_hpc.queue.storage.media import MediaStore
+where, what = sys.argv[1:]
+store = MediaStore(Path(where), grace_s=100)
+real = getattr(Path, what)
+def stop(path, *args):
+    if path.name.startswith(".now"):
+        return real(path, *args)
+    print("here", flush=True)
+    signal.pause()
+setattr(Path, what, stop)
+store.put(b"half") if what == "replace" else store.keep([])
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MediaStore:
+    return MediaStore(tmp_path / "media", durable=False, grace_s=100)
+
+
+def age(store: MediaStore) -> None:
+    """Let the grace of all files be over."""
+    for path in store.folder.iterdir():
+        os.utime(path, (1, 1))
+
+
+def kill_in(store: MediaStore, what: str) -> None:
+    """A process that is killed where it would call ``Path.what``: before its blob appears, or in
+    the middle of keep."""
+    words = [sys.executable, "-c", WRITER, str(store.folder), what]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout.readline() == b"here\n"
+        process.kill()
+        assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+def row_with(spans: Iterable[tuple[str, int, int]], length: int = 40) -> dict:
+    """A row whose tokens fit its spans; the last half is sampled."""
+    row = rows_of([1], Version(1, 0), samples=1, length=length)[0]
+    row["token_versions"][: length // 2] = 0
+    row["spans"] = [
+        {"kind": k, "start": s, "length": n, "media_id": ID, "grid": [1, 2, 2]} for k, s, n in spans
+    ]
+    for kind, start, size in spans:
+        row["token_ids"][start : start + size] = PADS[kind]
+    return row
+
+
+@given(blobs=st.lists(st.binary(min_size=1, max_size=200), max_size=6))
+def test_what_is_put_comes_back_and_is_stored_once(tmp_path_factory, blobs):
+    store = MediaStore(tmp_path_factory.mktemp("media"), durable=False)
+    ids = [store.put(blob) for blob in [*blobs, *blobs]]
+    assert [bytes(store.read(media_id)) for media_id in ids] == [*blobs, *blobs]
+    assert sorted(store.sizes().values()) == sorted(len(blob) for blob in set(blobs))
+    assert {path.name for path in store.folder.iterdir()} == set(ids)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_arrays_are_stored_by_their_bytes(tmp_path, durable):
+    store = MediaStore(tmp_path, durable)
+    pixels = np.arange(24, dtype=np.uint8).reshape(4, 6)
+    assert store.put(pixels) == store.put(pixels.tobytes()) == store.put(np.asfortranarray(pixels))
+    found = np.frombuffer(store.read(store.put(pixels)), np.uint8).reshape(4, 6)
+    np.testing.assert_array_equal(found, pixels)
+    with pytest.raises(ValueError, match="read-only"):
+        found[0, 0] = 1
+
+
+@pytest.mark.parametrize("size", [0, 11])
+def test_sizes_have_a_limit(tmp_path, size):
+    store = MediaStore(tmp_path, max_bytes=10)
+    with pytest.raises(MediaError, match=f"media of {size} bytes, allowed 1 to 10"):
+        store.put(bytes(size))
+    assert store.sizes() == {}
+
+
+@given(media_id=st.one_of(st.text(max_size=70), st.integers(), st.none()))
+def test_hostile_ids_are_refused(media_id):
+    with pytest.raises(MediaError, match="64 lower-case hex"):
+        check_id(media_id)
+
+
+@pytest.mark.parametrize(
+    "media_id", ["../token", "/etc/passwd", f"../media/{ID}", f".{ID[1:]}", ID + "\n", "A" * 64]
+)
+def test_no_id_leads_out_of_the_store(store, media_id):
+    for use in (store.read, lambda name: store.keep([name])):
+        with pytest.raises(MediaError, match="64 lower-case hex"):
+            use(media_id)
+    with pytest.raises(BadMedia, match="64 lower-case hex"):
+        check_media(
+            row_with([])
+            | {"spans": [{"kind": "image", "start": 0, "length": 1, "media_id": media_id}]}
+        )
+
+
+def test_missing_and_damaged_media_are_named(store):
+    with pytest.raises(MediaError, match=ID):
+        store.read(ID)
+    media_id = store.put(b"abc")
+    (store.folder / media_id).write_bytes(b"abd")
+    with pytest.raises(MediaError, match=f"{media_id}: damaged"):
+        store.read(media_id)
+    (store.folder / media_id).write_bytes(b"")
+    with pytest.raises(MediaError, match=media_id):
+        store.read(media_id)
+
+
+@pytest.mark.parametrize("left", [b"", b"ab", b"abd", b"abcd"])
+def test_damaged_media_are_written_again_by_the_next_put(store, left):
+    media_id = store.put(b"abc")
+    (store.folder / media_id).write_bytes(left)
+    assert store.put(b"abc") == media_id
+    assert bytes(store.read(media_id)) == b"abc"
+
+
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["put", "name", "unname", "age", "keep"]), st.integers(0, 4))
+    )
+)
+def test_only_what_nobody_names_is_removed(tmp_path_factory, script):
+    """Media that rows name, or that were put since the grace began, are there; `keep` leaves
+    nothing else."""
+    store = MediaStore(tmp_path_factory.mktemp("media"), durable=False, grace_s=100)
+    ids = [MediaStore(store.folder.parent / "other", False).put(bytes([n])) for n in range(5)]
+    named: set[str] = set()
+    fresh: set[str] = set()
+    for what, number in script:
+        media_id = ids[number]
+        if what == "put":
+            assert store.put(bytes([number])) == media_id
+            fresh.add(media_id)
+        elif what == "name" and media_id in fresh:
+            named.add(media_id)
+        elif what == "unname":
+            named.discard(media_id)
+        elif what == "age":
+            age(store)
+            fresh = set()
+        elif what == "keep":
+            before = set(store.sizes())
+            assert set(store.keep(named)) == before - named - fresh
+        assert named | fresh <= set(store.sizes())
+
+
+def test_a_writer_killed_in_the_middle_leaves_nothing_that_counts(store):
+    kill_in(store, "replace")
+    assert len(list(store.folder.iterdir())) == 1, "its temporary file"
+    assert store.sizes() == {}
+    assert store.keep([]) == [] and len(list(store.folder.iterdir())) == 1, (
+        "another writer may be at it"
+    )
+    age(store)
+    assert store.keep([]) == [] and not list(store.folder.iterdir())
+    assert bytes(store.read(store.put(b"half"))) == b"half"
+
+
+def test_a_controller_killed_in_the_middle_of_keep_loses_nothing(store):
+    media_id = store.put(b"abc")
+    age(store)
+    kill_in(store, "unlink")
+    with pytest.raises(MediaError, match=media_id):
+        store.read(media_id)
+    assert store.keep([media_id]) == []
+    assert bytes(store.read(media_id)) == b"abc"
+
+
+def test_media_put_while_they_are_removed_stay(store, monkeypatch):
+    """Somebody puts the same content again between the look at its age and its removal."""
+    media_id = store.put(b"abc")
+    age(store)
+    files = store._files()
+    monkeypatch.setattr(store, "_files", lambda: [*files, store.put(b"abc")][:1])
+    assert store.keep([]) == []
+    assert bytes(store.read(media_id)) == b"abc"
+
+
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from(sorted(PADS)), st.integers(1, 4), st.integers(0, 2)), max_size=3
+    ),
+    placeholders=st.sampled_from([None, PADS]),
+)
+def test_rows_whose_spans_fit_their_tokens_pass(lengths, placeholders):
+    spans, at = [], 1
+    for kind, size, gap in lengths:
+        spans.append((kind, at, size))
+        at += size + gap
+    row = row_with(spans)
+    row["token_ids"][-3:] = PADS["image"]
+    assert check_media(row, placeholders) == sum(size for _, _, size in spans), (
+        "sampled placeholders do not count"
+    )
+    assert media_ids([row]) == ({ID} if spans else set())
+
+
+@given(at=st.integers(0, 18), placeholders=st.sampled_from([None, PADS]))
+def test_a_placeholder_too_few_or_too_many_is_a_mismatch(at, placeholders):
+    row = row_with([("image", 2, 5), ("image", 9, 3)])
+    tokens = row["token_ids"]
+    tokens[at] = 5 if tokens[at] == PADS["image"] else PADS["image"]
+    with pytest.raises(BadRow, match=r"000000001\.00\.00: ") as caught:
+        check_media(row, placeholders)
+    assert caught.value.reason == "media_mismatch"
+
+
+def test_rows_that_lost_their_spans_are_found():
+    row = row_with([("audio", 2, 5)]) | {"spans": []}
+    with pytest.raises(BadMedia, match="spans cover 0 media tokens, its tokens say 5"):
+        check_media(row, PADS)
+
+
+def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
+    row = row_with([("audio", 2, 5), ("image", 9, 3)])
+    assert check_media(row | {"media_tokens": {ID: 8}}) == 8
+    for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
+        with pytest.raises(
+            BadMedia, match=r"spans cover . tokens of .*, its media_tokens say ."
+        ) as caught:
+            check_media(row | {"media_tokens": wrong})
+        assert caught.value.reason == "media_mismatch"
+    with pytest.raises(
+        BadMedia, match="media_tokens: found 8, expected a number for each media id"
+    ):
+        check_media(row | {"media_tokens": 8})
+
+
+def test_sampled_tokens_are_no_media():
+    with pytest.raises(
+        BadMedia, match="image span at 18 has 4 tokens, 2 of them are the placeholder 901"
+    ):
+        check_media(row_with([("image", 18, 4)]))
+
+
+def test_overlapping_spans_are_refused():
+    with pytest.raises(BadMedia, match="image span at 4 overlaps"):
+        check_media(row_with([("image", 2, 5), ("image", 4, 5)]))
+
+
+GOOD = {"kind": "image", "start": 2, "length": 3, "media_id": ID}
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        *({"kind": kind} for kind in ("smell", None, ["image"])),
+        *({"start": start} for start in (-1, 40, 10**30, 1.0, True, None)),
+        *({"length": length} for length in (0, 39, 10**30, "3")),
+        *({"media_id": media_id} for media_id in (None, 7, ID[:-1])),
+    ],
+)
+def test_malformed_spans_are_refused(span):
+    with pytest.raises(BadMedia) as caught:
+        check_media(row_with([("image", 2, 3)]) | {"spans": [GOOD | span]})
+    assert caught.value.reason == "bad_span"
+
+
+@pytest.mark.parametrize(
+    "spans", [None, 7, "", {}, *([span] for span in (None, 7, "span", [], {"kind": "image"}))]
+)
+def test_what_is_no_span_is_refused(spans):
+    with pytest.raises(BadMedia) as caught:
+        check_media(row_with([]) | {"spans": spans})
+    assert caught.value.reason == "bad_span"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"vocab_size": 9}, {}),
+        ([], {}),
+        ({"thinker_config": None}, {}),
+        (
+            {"image_token_id": 7, "video_token_id": 8, "audio_token_id": None},
+            {"image": 7, "video": 8},
+        ),
+        ({"audio_token_index": 5}, {"audio": 5}),
+        (
+            {
+                "image_token_id": 1,
+                "thinker_config": {"image_token_index": 2, "audio_token_index": 3},
+            },
+            {"image": 2, "audio": 3},
+        ),
+    ],
+)
+def test_placeholders_are_those_of_the_model(tmp_path, config, found):
+    assert placeholders_of(tmp_path) == {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert placeholders_of(tmp_path) == found
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> dict[str, int]:
+    """Bytes that were hashed since, by what for."""
+    found = {"name": 0, "damage": 0}
+    name, checksum = media.id_of, media.xxhash.xxh3_128_digest
+
+    def counted(what: str, real: Callable) -> Callable:
+        def count(blob: memoryview, **how: int) -> object:
+            found[what] += len(blob)
+            return real(blob, **how)
+
+        return count
+
+    monkeypatch.setattr(media, "id_of", counted("name", name))
+    monkeypatch.setattr(media.xxhash, "xxh3_128_digest", counted("damage", checksum))
+    return found
+
+
+def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, hashed):
+    media_id = store.put(bytes(1000))
+    assert hashed == {"name": 1000, "damage": 1000}
+    reader = MediaStore(store.folder)
+    for _ in range(3):
+        reader.check(media_id)
+        reader.read(media_id)
+    assert hashed == {"name": 1000, "damage": 2000}
+    assert store.put(bytes(1000), media_id) == media_id, "it is there, and named already"
+    reader.read(media_id, verify=False)
+    assert hashed == {"name": 1000, "damage": 2000}
+
+
+def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it_again(
+    store, hashed
+):
+    media_id = store.put(bytes(1000))
+    age(store)
+    reader = MediaStore(store.folder)
+    for one in (store, reader):
+        one.check(media_id)
+    age(store)
+    before = dict(hashed)
+    for _ in range(3):
+        assert store.put(bytes(1000), media_id) == media_id
+        reader.check(media_id)
+        reader.read(media_id)
+    assert hashed == before
+    assert store.keep([]) == [] and media_id in store.sizes()
+    age(store)
+    assert store.keep([]) == [media_id]
+
+
+@pytest.mark.parametrize("how", ["bytes", "tail", "shorter", "replaced", "gone"])
+def test_what_was_sound_and_has_changed_is_found(store, how):
+    media_id = store.put(bytes(1000))
+    store.check(media_id)
+    path = store.folder / media_id
+    os.utime(path, ns=(0, 0))
+    store.check(media_id)
+    whole = bytearray(path.read_bytes())
+    whole[{"bytes": 500, "tail": -1}.get(how, 0)] ^= 1
+    if how in ("bytes", "tail"):
+        path.write_bytes(whole)
+    elif how == "shorter":
+        os.truncate(path, 999)
+    elif how == "replaced":
+        path.with_name("other").write_bytes(whole)
+        path.with_name("other").replace(path)
+    else:
+        path.unlink()
+    for use in (store.check, store.read):
+        with pytest.raises(
+            MediaError,
+            match="No such file" if how == "gone" else "damaged, .* checksum behind them",
+        ):
+            use(media_id)
+
+
+def test_what_a_process_remembers_is_bounded(store, monkeypatch, hashed):
+    monkeypatch.setattr(media, "_MAX_KNOWN", 2)
+    ids, reader = [store.put(bytes([number])) for number in range(3)], MediaStore(store.folder)
+    for media_id in (*ids, ids[2], ids[0]):
+        reader.check(media_id)
+    assert hashed["damage"] == 3 + 4 and len(reader._known) == len(store._known) == 2

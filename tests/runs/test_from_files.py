@@ -1,0 +1,414 @@
+"""sft and dpo: losses against independent ones, what is refused, and whole runs whose rows are
+those of files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+
+from relax_hpc.algorithms import Dpo, Sft
+from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.algorithms.losses import mean_metrics
+from relax_hpc.base.metrics.read import read_metrics
+from relax_hpc.base.metrics.tags import declared
+from relax_hpc.base.rundir import RunDir
+from relax_hpc.base.versions import Version
+from relax_hpc.commands.program import main
+from relax_hpc.config import load
+from relax_hpc.config.schema import DataConfig, TinyModelConfig
+from relax_hpc.data.tokenizer import load_tokenizer
+from relax_hpc.examples.tasks.sort_digits import SortDigitPairs
+from relax_hpc.ops.checks.settings import check
+from relax_hpc.queue.plan import Plan
+from relax_hpc.roles.data import rows_of
+from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.tasks.files import open_train
+from relax_hpc.training import parallel
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.models.batches import PAD, collate
+from relax_hpc.training.models.hf_files import read_config
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.optimizer import learning_rate
+from relax_hpc.training.trainer import Trainer
+from tests.helpers.audit import audit
+from tests.helpers.run_helpers import SMALL, Running, queue_rows, running
+from tests.requirements import requires
+
+requires("torch", "megatron", "transformers")
+
+RUN_S = 240.0
+BETA = 0.3
+
+
+def token_batch(lengths: Sequence[int], seed: int = 0) -> TokenBatch:
+    """Rows of so many trained tokens after two of the prompt, in float64, their log-probabilities
+    with gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(lengths), max(lengths) + 2
+    logprobs, reference = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    place = torch.arange(shape[1])
+    mask = ((place >= 2) & (place < 2 + torch.tensor(lengths)[:, None])).double()
+    return TokenBatch(logprobs=logprobs.requires_grad_(), mask=mask, ref_logprobs=reference)
+
+
+def expected_dpo(batch: TokenBatch, smoothing: float = 0.0, ipo: bool = False) -> list[float]:
+    """Loss of each pair in numpy, of rows chosen, rejected, chosen, ...: the formulas of TRL 1.16's
+    DPOTrainer for `sigmoid` and `ipo`, and of the note on noisy labels."""
+    logprobs, reference, mask = (
+        np.array(x.detach()) for x in (batch.logprobs, batch.ref_logprobs, batch.mask)
+    )
+    found = []
+    for first in range(0, len(mask), 2):
+        scores = [
+            (mask[row] * (logprobs[row] - reference[row])).sum() for row in (first, first + 1)
+        ]
+        if ipo:
+            chosen, rejected = (score / mask[first + k].sum() for k, score in enumerate(scores))
+            found.append((chosen - rejected - 1 / (2 * BETA)) ** 2)
+        else:
+            right = 1 / (1 + np.exp(-BETA * (scores[0] - scores[1])))
+            found.append(-(1 - smoothing) * np.log(right) - smoothing * np.log(1 - right))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"preference": "ipo"}])
+def test_the_loss_of_pairs_and_its_gradient_are_those_of_the_formulas(
+    settings: dict[str, Any],
+) -> None:
+    batch, algorithm = token_batch([3, 5, 4, 1, 2, 2]), Dpo(beta=BETA, **settings)
+    loss, metrics = algorithm.loss(batch)
+    each = expected_dpo(batch, settings.get("label_smoothing", 0.0), "preference" in settings)
+    assert loss.item() == pytest.approx(sum(each)) and metrics["weight"] == 3
+    loss.backward()
+    slope, step = batch.logprobs.grad.clone(), 1e-6
+    for row, column in ((0, 2), (0, 4), (1, 3), (3, 2), (3, 4), (5, 0)):
+        moved = [batch.logprobs.detach().clone() for _ in range(2)]
+        for values, sign in zip(moved, (1, -1), strict=True):
+            values[row, column] += sign * step
+        up, down = (float(algorithm.loss(batch.replace(logprobs=values))[0]) for values in moved)
+        assert slope[row, column].item() == pytest.approx((up - down) / (2 * step), abs=1e-8)
+    means = mean_metrics({name: float(value) for name, value in metrics.items()})
+    assert means["loss/policy"] == pytest.approx(np.mean(each))
+    assert means["preference/margin"] == pytest.approx(
+        means["preference/chosen"] - means["preference/rejected"]
+    )
+    lines = zip(np.array(batch.mask), np.array(batch.ref_logprobs), strict=True)
+    rows = [{"loss_mask": mask, "ref_logprobs": reference} for mask, reference in lines]
+    held_out = algorithm.held_out(rows, [*np.array(batch.logprobs.detach())])
+    assert held_out["loss"] == pytest.approx(np.mean(each))
+    assert held_out["accuracy"] == pytest.approx(means["preference/accuracy"])
+
+
+def test_a_rank_without_a_pair_adds_nothing() -> None:
+    pairs, idle = token_batch([3, 5]), token_batch([1])
+    idle = idle.replace(mask=torch.zeros_like(idle.mask))
+    loss, metrics = Dpo().loss(idle)
+    loss.backward()
+    assert loss == 0 == metrics["weight"] and not idle.logprobs.grad.any()
+    assert metrics.keys() == Dpo().loss(pairs)[1].keys()
+    with pytest.raises(ValueError, match="no ref_logprobs"):
+        Dpo().loss(pairs.replace(ref_logprobs=None))
+
+
+def test_the_loss_of_demonstrations_is_torchs_cross_entropy() -> None:
+    logits = torch.randn(2, 6, 11, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(11, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]).double()
+    logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    batch = TokenBatch(logprobs=logprobs, mask=mask)
+    theirs = tokens.masked_fill(mask == 0, -100)
+    by_token = cross_entropy(logits.flatten(0, 1), theirs.flatten())
+    by_row = torch.stack([cross_entropy(*pair) for pair in zip(logits, theirs, strict=True)]).mean()
+    for algorithm, expected in ((Sft(), by_token), (Sft(reduction="sequence_mean"), by_row)):
+        loss, metrics = algorithm.loss(batch)
+        mean = loss / metrics["weight"]
+        found, wanted = (
+            torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (mean, expected)
+        )
+        assert mean.item() == pytest.approx(expected.item()) and torch.allclose(found, wanted)
+    rows, known = [{"loss_mask": np.array(line)} for line in mask], np.array(logprobs.detach())
+    assert Sft().held_out(rows, [*known])["loss"] == pytest.approx(by_token.item())
+
+
+def settings(algorithm: str, **more: Any) -> dict[str, Any]:
+    task = "relax_hpc.examples.tasks.sort_digits:SortDigit" + (
+        "Pairs" if algorithm == "dpo" else "s"
+    )
+    return {"data.task": task, "data.max_row_tokens": 64, "algorithm.name": algorithm, **more}
+
+
+def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_path: Path) -> None:
+    cluster = Path("configs/clusters/2-nodes.yaml")
+    sft, dpo = (load([cluster], settings(name, layout="local")) for name in ("sft", "dpo"))
+    assert {name: group.roles for name, group in sft.groups.items()} == {
+        "hub": ["data"],
+        "actor": ["actor"],
+    }
+    assert sft.actor.forward == dpo.actor.forward == [], "there are no old log-probabilities"
+    assert dpo.groups["reference"].roles == ["reference"] and dpo.groups.keys() == {
+        "hub",
+        "actor",
+        "reference",
+    }
+    assert (sft.samples_per_prompt, dpo.samples_per_prompt, sft.weights.file_every) == (1, 2, 0)
+    inside = load([], settings("dpo") | {"actor.forward": ["reference"]})
+    assert inside.groups.keys() == {"hub", "actor"} and not check(inside)
+    plans = [Plan.of(config) for config in (sft, dpo)]
+    assert [plan.tasks["actor"].needs for plan in plans] == [
+        ("token_ids", "reward"),
+        ("token_ids", "reward", "ref_logprobs"),
+    ]
+    assert [plan.compares for plan in plans] == [False, True] and all(
+        plan.tasks["actor"].in_order for plan in plans
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "over", "says"),
+    [
+        ("sft", {"rollout.reward": "math"}, "rollout.reward: found 'math', allowed with sft: ''"),
+        ("sft", {"max_staleness": 1}, "max_staleness: found 1, allowed with sft: 0"),
+        (
+            "sft",
+            {"algorithm.kl.coefficient": 0.1},
+            "algorithm.kl.coefficient: found 0.1, allowed with sft: 0.0",
+        ),
+        ("sft", {"samples_per_prompt": 4}, "samples_per_prompt: found 4, allowed with sft: 1"),
+        (
+            "sft",
+            {"groups.critic.roles": ["critic"]},
+            "groups: found role critic with algorithm sft",
+        ),
+        (
+            "sft",
+            {"data.max_row_tokens": 512},
+            "data.max_row_tokens: found 512, allowed: max_position_embeddings",
+        ),
+        (
+            "dpo",
+            {"algorithm.reduction": "sequence_mean"},
+            "algorithm.reduction: found sequence_mean, allowed with dpo",
+        ),
+        (
+            "dpo",
+            {"groups.reference": None},
+            "algorithm.name: found dpo, but role reference is in no group",
+        ),
+        (
+            "dpo",
+            {"prompts_per_step": 2, "actor.parallel.data": 4},
+            "actor.parallel.data: found 4, allowed: at most 2",
+        ),
+        (
+            "grpo",
+            {"samples_per_prompt": 1},
+            "samples_per_prompt: found 1, allowed with grpo: at least 2",
+        ),
+        (
+            "grpo",
+            {"groups.hub.roles": ["advantages", "data"]},
+            "groups: found role data with algorithm grpo",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    algorithm: str, over: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    small = {
+        "run_dir": str(tmp_path / "run"),
+        "data.max_prompt_tokens": 32,
+        "rollout.max_new_tokens": 8,
+    }
+    found = check(load([], settings(algorithm) | small | over))
+    assert any(finding.startswith(says) for finding in found), found
+
+
+def test_the_commands_name_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dpo", "--algorithm.name", "sft"]) == 78
+    assert "algorithm.name: found 'sft' with relax-hpc dpo" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "sft",
+                "--data.task",
+                "relax_hpc.examples.tasks.sort_digits:SortDigits",
+                "--print_config",
+            ]
+        )
+        == 0
+    )
+    assert "name: sft" in capsys.readouterr().out
+
+
+BASE = {name: SMALL[name] for name in ("seed", "model", "actor", "queue", "liveness")} | {
+    "steps": 12,
+    "prompts_per_step": 8,
+    "checkpoint": {"every": 4},
+    "eval": {"every": 4, "samples": 40},
+    "actor": {"optimizer": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 1.0}},
+}
+
+
+def evaluations(run: RunDir, name: str) -> dict[int, float]:
+    tag = f"eval/heldout_prompts/{name}"
+    return {row["step"]: row[tag] for row in read_metrics(run.root) if tag in row}
+
+
+@pytest.mark.run
+def test_a_run_that_is_killed_learns_the_same_as_a_plain_loop_over_the_file(tmp_path: Path) -> None:
+    """Bit for bit: its losses, and its last weights."""
+    over = BASE | {
+        "algorithm": {"name": "sft"},
+        "data": {
+            "task": "relax_hpc.examples.tasks.sort_digits:SortDigits",
+            "digits": 3,
+            "max_row_tokens": 16,
+        },
+    }
+    with running(tmp_path, over, {}) as live:
+        live.wait_until(
+            lambda: evaluations(live.run, "loss").keys() >= {4}, "step 4 evaluated", RUN_S
+        )
+        live.kill("actor")
+        live.wait_until(
+            lambda: live.incarnations("actor") == 2, "the actor is started again", RUN_S
+        )
+        live.kill("data")
+        live.finish(RUN_S)
+    held_out = evaluations(live.run, "loss")
+    assert held_out.keys() == {0, 4, 8, 12} and held_out[12] < 0.7 * held_out[0]
+    found = audit(live.run)
+    assert not found.problems, found.problems
+    losses, weights = plain_loop(live)
+    assert [
+        row["loss/policy"] for row in read_metrics(live.run.root) if "loss/policy" in row
+    ] == losses
+    from safetensors.torch import load_file
+
+    (last,) = live.run.weights.glob("*-v000012")
+    kept = load_file(last / "model" / "model.safetensors")
+    assert kept.keys() == weights.keys() and all(
+        torch.equal(value, weights[name]) for name, value in kept.items()
+    )
+
+
+def plain_loop(live: Running) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of all steps and last weights of the run's configuration, in this process without
+    queue or roles."""
+    config, run = load([live.run.config]), live.run
+    source = PromptSource(open_train(run, config, load_tokenizer(run.model)), config)
+    torch.set_num_threads(config.threads)
+    parallel.initialize_alone("cpu", config.seed, 60.0)
+    try:
+        model = PolicyModel(
+            read_config(run.model), config.model, config.actor.parallel, config.actor
+        )
+        model.load_hf(run.model)
+        trainer, losses, size = (
+            Trainer.of(model, config.algorithm, config.actor, 1.0),
+            [],
+            config.prompts_per_step,
+        )
+        for step in range(config.steps):
+            tickets = range(step * size, (step + 1) * size)
+            rows = [
+                row
+                for ticket in tickets
+                for row in rows_of(source.prompt(ticket, 0), ticket, Version(1, 0))
+            ]
+            trainer.accumulate([collate(rows, PAD, "cpu")], last=True)
+            metrics = trainer.step(learning_rate(config.actor.optimizer, step, config.steps))
+            losses.append(metrics["loss/policy"])
+        return losses, model.export_hf()
+    finally:
+        parallel.destroy()
+
+
+@pytest.mark.run
+def test_a_run_of_pairs_comes_to_prefer_what_is_chosen(tmp_path: Path) -> None:
+    """Of files of one's own, a line of which is of no use."""
+    make_tiny_model(tmp_path / "model", TinyModelConfig(**SMALL["model"]["tiny"]), seed=3)
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "heldout_prompts")}
+    for split, path in files.items():
+        rows = [
+            *SortDigitPairs().rows(split, DataConfig(digits=3)),
+            {"id": "none", "prompt": "1?", "chosen": "1"},
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluated = {"heldout_prompts": str(files["heldout_prompts"])}
+    over = BASE | {
+        "algorithm": {"name": "dpo", "beta": 0.5},
+        "model": {"path": str(tmp_path / "model")},
+    }
+    over["data"] = {"train": str(files["train"]), "eval": evaluated, "max_row_tokens": 16}
+    with running(tmp_path, over, {}) as live:
+        live.finish(RUN_S)
+    accuracy, rows = evaluations(live.run, "accuracy"), read_metrics(live.run.root)
+    assert accuracy[0] == 0.0 and accuracy[12] > 0.65, "every margin is 0 before the first step"
+    assert rows[0]["loss/policy"] == pytest.approx(np.log(2)) and rows[11]["loss/policy"] < 0.6
+    assert rows[11]["queue/bad_prompt_missing_field"] == 1
+    assert not audit(live.run).problems
+    tags = {tag for row in rows for tag in row if "/" in tag}
+    assert not any(tag.startswith(("reward/", "staleness/")) or not declared(tag) for tag in tags)
+
+
+COLOURS = {"r": (250, 20, 20), "g": (20, 250, 20)}
+
+
+def picture(folder: Path, number: int, colour: str) -> str:
+    """Name of a picture of one colour, its shade by ``number``."""
+    shade = tuple(max(0, value - 3 * number) for value in COLOURS[colour])
+    Image.new("RGB", (64, 64), shade).save(folder / f"{colour}{number}.png")
+    return f"{colour}{number}.png"
+
+
+def picture_rows(folder: Path, numbers: range) -> list[dict[str, Any]]:
+    """Rows that ask for the colour of a picture, in the two ways in which rows name one."""
+    rows: list[dict[str, Any]] = []
+    for number, colour in itertools.product(numbers, COLOURS):
+        name = picture(folder, number, colour)
+        parts = [{"type": "image", "image": name}, {"type": "text", "text": "colour?"}]
+        rows.append({"messages": [{"role": "user", "content": parts}], "answer": colour})
+        rows.append({"prompt": "<image>colour?", "image": name, "answer": colour})
+    return rows
+
+
+@pytest.mark.run
+def test_demonstrations_with_pictures_are_learned_from_what_the_pictures_show(
+    tmp_path: Path,
+) -> None:
+    """Without them the loss of an answer, one of two colours and its end, cannot fall below ln(2) /
+    2."""
+    make_tiny_model(tmp_path / "model", TinyModelConfig(vision_layers=2, chat=True), seed=3)
+    sets = {"train": range(8), "heldout_prompts": range(8, 11)}
+    for split, numbers in sets.items():
+        lines = [json.dumps(row) + "\n" for row in picture_rows(tmp_path, numbers)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    held_out = {"heldout_prompts": str(tmp_path / "heldout_prompts.jsonl")}
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": held_out}
+    over = BASE | {
+        "algorithm": {"name": "sft"},
+        "model": {"path": str(tmp_path / "model")},
+        "data": data | {"chat_template": "model", "max_row_tokens": 64},
+        "steps": 24,
+        "eval": {"every": 12, "samples": 40},
+        "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2, "clip_grad": 1.0}},
+    }
+    with running(tmp_path, over, {}) as live:
+        live.finish(RUN_S)
+    losses = evaluations(live.run, "loss")
+    assert losses[24] < 0.6 * np.log(2) / 2, losses
+    assert not audit(live.run).problems
+    rows = list(queue_rows(live.run).values())
+    assert rows and all(row["spans"] and row["media_tokens"] for row in rows)

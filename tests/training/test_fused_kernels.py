@@ -1,0 +1,320 @@
+"""Triton kernels, on a CPU under Triton's interpreter, against the plain layers: values and
+gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from relax_hpc.algorithms import Sft
+from relax_hpc.base.errors import ConfigError
+from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
+from relax_hpc.queue.row_schema import Row
+from relax_hpc.training.models.tiny_model import make_tiny_model
+from relax_hpc.training.trainer import Trainer
+from tests.helpers.training_helpers import (  # noqa: F401
+    ALGORITHM,
+    EPS,
+    LR,
+    batch,
+    load,
+    one_rank_fixture,
+    policy,
+    rows,
+    save,
+    tiny_fixture,
+    trainer,
+)
+from tests.requirements import DEVICE, requires
+from tests.training.test_training_logprobs import OneRank, inputs
+
+requires("triton", "megatron")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+from relax_hpc.training.models.norm import RMSNorm  # noqa: E402
+
+NEAR = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def agree(ours: Callable[..., Any], theirs: Callable[..., Any], *given: torch.Tensor) -> None:
+    """In value and in the gradient of every one of ``given``."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [value.detach().clone().to(DEVICE).requires_grad_() for value in given]
+        result = function(*leaves)
+        direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        (result * direction).sum().backward()
+        results.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **NEAR)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (7, 48), (600, 16), (3, 5000)])
+def test_norm(rows: int, columns: int):
+    from relax_hpc.training.models import triton_layers
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return triton_layers._RMSNorm.apply(x, weight, 1e-6)
+
+    def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+    agree(ours, theirs, random(rows, columns), random(columns))
+    # A head's slice of a wider tensor, as keys are.
+    agree(lambda x, w: ours(x[:, :, :columns], w), lambda x, w: theirs(x[:, :, :columns], w),
+          random(rows, 2, columns + 8), random(columns))  # fmt: skip
+
+
+@pytest.mark.parametrize(("s", "b", "heads", "dim"), [(5, 1, 1, 4), (6, 3, 5, 24), (9, 2, 4, 16)])
+def test_rotary(s: int, b: int, heads: int, dim: int):
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from relax_hpc.training.models import triton_layers
+
+    # The last of them far on, where a sine of low precision would be of no use.
+    angles = torch.cat([torch.arange(s - 1), torch.tensor([131071])])[
+        :, None
+    ] * 10000.0 ** -torch.linspace(0, 1, dim // 2)
+    angles = torch.cat([angles, angles], 1)[:, None, None].to(DEVICE)
+    for cut in (slice(None), slice(0, heads)):
+        given = random(s, b, 2 * heads, dim) if cut.stop else random(s, b, heads, dim)
+        agree(
+            lambda t, cut=cut: triton_layers.rotary(t[:, :, cut], angles),
+            lambda t, cut=cut: _apply_rotary_pos_emb_bshd(t[:, :, cut], angles),
+            given,
+        )
+    with pytest.raises(ValueError, match="angles of shape"):
+        triton_layers.rotary(given[:, :, :heads].to(DEVICE), angles[..., : dim // 2])
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 3, 34), (70, 2, 128)])
+def test_gated_activation(shape: tuple[int, ...]):
+    from relax_hpc.training.models import triton_layers
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    agree(triton_layers.swiglu, plain, random(*shape) * 3)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "entropy", "more"),
+    [(37, 0.7, True, 0), (5000, 1.0, True, 2), (37, 1.3, False, 3)],
+)
+def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more: int):
+    from relax_hpc.training.logprobs import PLAIN, token_logprobs
+    from relax_hpc.training.triton_logprobs import TritonKernels
+
+    states, weight, targets = inputs(9, 8, columns=vocab + 3, vocab=vocab, dtype=torch.float32)
+    # Beside the token the next ones, and it again.
+    targets = torch.stack([targets, *((targets + n) % vocab for n in range(more))], 1).to(DEVICE)
+
+    def by(kernels: Any) -> Callable[..., torch.Tensor]:
+        def values(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            logprobs, entropies = token_logprobs(
+                states, weight, targets, vocab, temperature, OneRank(), entropy, kernels
+            )
+            return torch.cat([logprobs, entropies[:, None]], 1) if entropy else logprobs
+
+        return values
+
+    agree(by(TritonKernels()), by(PLAIN), states, weight)
+
+
+def test_a_step_is_that_of_plain_layers(tiny: Path):
+    """Log-probs, metrics and weights after it, whose optimizer is one kernel too."""
+    steps = []
+    for kernels in ("plain", "fused"):
+        ours = trainer(tiny, kernels=kernels)
+        logprobs = ours.model.forward_logprobs([batch(rows(1))], 0.9)
+        ours.accumulate([batch(rows(2))])
+        steps.append((np.concatenate(logprobs), ours.step(LR), ours.model.export_hf()))
+    adam = ours.optimizer.chained_optimizers[0].optimizer
+    assert all(group["fused"] for group in adam.param_groups)
+    np.testing.assert_allclose(steps[1][0], steps[0][0], atol=1e-5)
+    assert steps[1][1] == pytest.approx(steps[0][1], rel=1e-4, abs=1e-6)
+    for name, value in steps[0][2].items():
+        torch.testing.assert_close(steps[1][2][name], value, atol=2e-5, rtol=0)
+
+
+def gradients(
+    directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]
+) -> dict[str, torch.Tensor]:
+    """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound
+    for a rounding."""
+    model = policy(directory, dtype=dtype, actor=ActorConfig(kernels=kernels))
+    ours = Trainer(model, Sft(), OptimizerConfig(), 1.0)
+    ours.accumulate([batch(pack) for pack in packs])
+    return {
+        name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()
+    }
+
+
+def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Path):
+    """In bfloat16, the whole and of each parameter: what decides whether fused kernels may be a
+    default."""
+    large = DEVICE != "cpu"
+    sizes = (
+        {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 4, "head_dim": 64}
+        if large
+        else {}
+    )
+    heads = {
+        "num_attention_heads": 8 if large else 4,
+        "num_key_value_heads": 4 if large else 2,
+        "head_dim": 16,
+    }
+    make_tiny_model(tmp_path / "hf", TinyModelConfig(**{**heads, **sizes}), seed=3)
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    # As bfloat16 has them: all three begin at the same weights.
+    rounded = {
+        name: (4 * value if value.dim() > 1 else value).bfloat16().float()
+        for name, value in stored.items()
+    }
+    save_file(rounded, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    generator, lengths = np.random.default_rng(0), range(2, 400) if large else (2, 5, 17, 30)
+    packs = [[{"token_ids": generator.integers(3, 64, n).astype(np.int32), "loss_mask": np.arange(n) > 0} for n in part]
+             for part in (lengths[::3], lengths[1::3])]  # fmt: skip
+    exact, plain, fused = (
+        gradients(tmp_path / "hf", dtype, kernels, packs)
+        for dtype, kernels in (("float32", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused"))
+    )
+
+    def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
+        of_each = {
+            name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact
+        }
+        flat = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
+        return of_each | {"all": float((flat[0] - flat[1]).norm() / flat[1].norm())}
+
+    ours, theirs = errors(fused), errors(plain)
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
+    most = 1.1 if large else 2.2
+    assert 0 < theirs["all"] < 0.1 and ours["all"] <= most * theirs["all"]
+    assert {
+        name: (error, theirs[name])
+        for name, error in ours.items()
+        if error > 1.5 * most * theirs[name]
+    } == {}
+
+
+def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:
+    """Of plain layers, which the interpreter does not slow down, with the Adam of `kernels`."""
+    model = policy(directory)
+    model.kernels = kernels
+    return Trainer(
+        model, ALGORITHM, OptimizerConfig(lr=LR, eps=EPS, distributed=distributed), temperature=0.9
+    )
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(
+    tiny: Path, tmp_path: Path, distributed: bool
+):
+    """As if it had not been interrupted, and again as one kernel or not, as it is set now."""
+    ends = []
+    for number, (before, after) in enumerate(
+        [("plain", "plain"), ("plain", "fused"), ("fused", "plain")]
+    ):
+        folder = tmp_path / f"i00000{number}-step-000001"
+        first = with_adam(tiny, before, distributed)
+        first.accumulate([batch(rows(4, seed=1))])
+        first.step(LR)
+        save(folder, first, {"step": 1})
+        ours = with_adam(tiny, after, distributed)
+        load(folder, ours)
+        adam = ours.optimizer.chained_optimizers[0].optimizer
+        # None, not False: on a GPU torch then takes all parameters at a time.
+        wanted = (True if after == "fused" else None, None)
+        assert all((group["fused"], group["foreach"]) == wanted for group in adam.param_groups)
+        ours.accumulate([batch(rows(4, seed=2))])
+        ours.step(LR)
+        ends.append(ours.model.export_hf())
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            torch.testing.assert_close(end[name], value, atol=2e-5, rtol=0)
+
+
+@pytest.fixture(
+    name="wrong",
+    params=["te norm", "fused norm", "log-probabilities", "entropies", "weight gradient"],
+)
+def wrong_fixture(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Kernels, str]:
+    """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers
+    have its name."""
+    from relax_hpc.training import triton_logprobs
+    from relax_hpc.training.models import kernels, pieces, stage_model, triton_layers
+
+    if request.param == "te norm":
+        monkeypatch.setattr(kernels, "prepare", lambda *_: None)
+        monkeypatch.setitem(pieces.NAMES, "te", pieces.NAMES["local"])
+        monkeypatch.setattr(
+            stage_model, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels)
+        )
+        return "te", "log-probabilities and entropies 0."
+    if request.param == "fused norm":
+        monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", WrongNorm.forward)
+        return "fused", "log-probabilities and entropies 0."
+    part = {"log-probabilities": 3, "entropies": 2}.get(request.param)
+    said = "log-probabilities and entropies 0." if part else "gradient of embedding."
+    real = triton_logprobs.TritonKernels.terms if part else triton_logprobs.TritonKernels.slopes
+
+    def faulty(self: Any, *given: Any) -> Any:
+        found = real(self, *given)
+        return (
+            tuple(1.1 * one if n == part else one for n, one in enumerate(found))
+            if part
+            else 1.1 * found
+        )
+
+    monkeypatch.setattr(triton_logprobs.TritonKernels, real.__name__, faulty)
+    return "fused", said
+
+
+class WrongNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.1 * F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def te_with(norm: type[RMSNorm], config: Any, kernels: Kernels) -> Any:
+    """Plain layers, of which those of ``te`` have another norm."""
+    from relax_hpc.training.models.layer_spec import layer_spec
+
+    block = layer_spec(config, "plain")
+    if kernels == "te":
+        block.layer_norm = block.layer_specs[0].submodules.input_layernorm = norm
+    return block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_that_compute_something_else_are_refused_at_start(
+    tiny: Path, dtype: str, wrong: tuple[Kernels, str], monkeypatch: pytest.MonkeyPatch
+):
+    from relax_hpc.training import parity
+
+    monkeypatch.setattr(parity, "LENGTHS", (9, 2, 14))
+    with pytest.raises(ConfigError) as told:
+        policy(tiny, dtype=dtype, actor=ActorConfig(kernels=wrong[0]))
+    assert told.value.exit_code == 78 and str(told.value).count("\n") == 0
+    assert (
+        f"actor.kernels: found {wrong[0]}, with which this model computes something else; "
+        in str(told.value)
+    )
+    assert f"times that of plain layers: {wrong[1]}" in str(told.value)
+    assert (
+        f"set plain, or install another release of {'triton' if wrong[0] == 'fused' else 'transf'}"
+        in str(told.value)
+    )
