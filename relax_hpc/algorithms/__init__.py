@@ -1,8 +1,8 @@
 """Algorithms, one file each: settings, the fields they need, advantages (numpy) and a loss (torch).
 
-`algorithm: {name: gspo}` names one of `ALGORITHMS`, or `package.module:Class` of a user's own.
-Nothing here imports torch, or `relax_hpc.config`, before a loss is asked for: the hub and the
-launcher have neither use.
+`algorithm: {name: gspo}` names an entry of `ALGORITHMS`; `package.module:Class` names a user's
+class. This package imports torch only when a loss is computed, and never imports
+`relax_hpc.config`: the hub and the launcher need neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from relax_hpc.algorithms.base import Algorithm
 from relax_hpc.algorithms.cispo import Cispo
@@ -54,8 +54,8 @@ _RECORDED: ContextVar[Mapping[str, Any]] = ContextVar("recorded", default=_NOTHI
 
 
 def record_of(algorithm: Algorithm) -> dict[str, Any]:
-    """Properties of ``algorithm`` that the queue reads, as JSON, for processes that do not import
-    its class."""
+    """Return the properties of ``algorithm`` that the queue reads, as JSON, for processes that do
+    not import its class."""
     return {
         "name": algorithm.name,
         "needs": list(algorithm.needs),
@@ -77,8 +77,7 @@ RECORD_KINDS: Mapping[str, type] = {
 
 @contextlib.contextmanager
 def recorded(record: Mapping[str, Any]) -> Iterator[None]:
-    """Give a class that is not imported within the block the properties in ``record``, see
-    `record_of`."""
+    """Within the block, give these properties, see `record_of`, to a class that is not imported."""
     token = _RECORDED.set(record)
     try:
         yield
@@ -87,8 +86,8 @@ def recorded(record: Mapping[str, Any]) -> Iterator[None]:
 
 
 @dataclass(kw_only=True)
-class Unavailable(Algorithm):
-    """Stands for a user's own class that this process does not import, as `status` does not."""
+class UnavailableAlgorithm(Algorithm):
+    """Placeholder for a user's class that this process does not import, for example in `status`."""
 
     why: ClassVar[str] = ""
     uses_old: ClassVar[bool] = False
@@ -105,25 +104,28 @@ class Unavailable(Algorithm):
         return self.record.get("whole_step", super().whole_step)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
-        """Empty: the fields are not known, and a run that exists has the groups that it needs."""
+        """Return no fields: they are unknown, and an existing run already has the groups that it
+        needs."""
         return ()
 
     def findings(self) -> Iterator[str]:
-        """Reason why the class cannot be imported, one line."""
+        """Reason why the class cannot be imported, in one line."""
         yield f"name: {self.why}"
 
-    def token_advantages(self, *_: object) -> list:
+    def token_advantages(self, prompts: object) -> NoReturn:
         """ConfigError: the class cannot be imported."""
         raise ConfigError(f"algorithm.name: {self.why}")
 
-    loss = token_advantages
+    def loss(self, batch: object) -> NoReturn:
+        """ConfigError: the class cannot be imported."""
+        raise ConfigError(f"algorithm.name: {self.why}")
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class called ``name``: built in, or imported from `package.module:Class`.
+    """Return the class named ``name``: built in, or imported from `package.module:Class`.
 
-    ConfigError: no built-in one has this name. What is not imported is an `Unavailable`, whose
-    findings say why.
+    If the import fails, an `UnavailableAlgorithm` is returned, whose findings name the reason.
+    ConfigError: there is no built-in algorithm with this name.
     """
     if ":" not in name:
         return named("algorithm", name, ALGORITHMS)
@@ -138,33 +140,31 @@ def algorithm_class(name: str) -> type[Algorithm]:
                 "gives": tuple(record["gives"]),
                 "sequences": record["sequences"],
             }
-        return type("Unavailable", (Unavailable,), attributes)
+        return type("UnavailableAlgorithm", (UnavailableAlgorithm,), attributes)
 
 
-_PARTS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")
-"""Methods of which an algorithm has to have one of each: what it makes of rewards, and what it
-learns by."""
+_REQUIRED_METHODS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")
+"""An algorithm must define at least one method of each of these tuples."""
 
 
-def _checked(name: str, found: object) -> type[Algorithm]:
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+def _checked(name: str, plugin: object) -> type[Algorithm]:
+    if not (isinstance(plugin, type) and issubclass(plugin, Algorithm)):
         raise ConfigError(
             f"algorithm: {name!r}: found no class derived from relax_hpc.algorithms.base.Algorithm"
         )
-    if "__annotations__" in vars(found) and "__dataclass_fields__" not in vars(found):
+    if "__annotations__" in vars(plugin) and "__dataclass_fields__" not in vars(plugin):
         raise ConfigError(
-            f"algorithm: {name!r}: a class with settings of its own, write "
+            f"algorithm: {name!r} is a class that adds settings; write "
             "@dataclass(kw_only=True) above it"
         )
-    if bare := [
-        each.name for each in fields(found) if each.default is MISSING is each.default_factory
-    ]:
-        raise ConfigError(
-            f"algorithm: {name!r}: found no default of its setting {bare[0]}; give it one"
-        )
-    for part in _PARTS:
-        if all(getattr(found, method) is getattr(Algorithm, method) for method in part):
+    for setting in fields(plugin):
+        if setting.default is MISSING and setting.default_factory is MISSING:
             raise ConfigError(
-                f"algorithm: {name!r}: found no {' or '.join(part)} of its own; define one of them"
+                f"algorithm: {name!r}: the setting {setting.name} has no default; give it one"
             )
-    return found
+    for methods in _REQUIRED_METHODS:
+        if all(getattr(plugin, method) is getattr(Algorithm, method) for method in methods):
+            raise ConfigError(
+                f"algorithm: {name!r} does not override {' or '.join(methods)}; define one of them"
+            )
+    return plugin

@@ -1,4 +1,4 @@
-"""Input of a loss: values of every token by the names of their fields."""
+"""Input of a loss: per-token values by the names of their fields."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class TokenBatch:
     """Aligned per-token values of b whole rows, [b, s] float32 (or float64): entry i belongs to
     token i.
 
-    Beside the three below, every field that `relax_hpc.base.fields` declares for the loss is an
-    attribute by its name, [b, s, *tail] of its declared type, or None where the rows lack it. Only
-    entries with mask 1 are looked at; the others may hold anything, inf and NaN included.
+    In addition to the attributes that `__init__` sets, every field that `relax_hpc.base.fields`
+    declares for the loss is an attribute, [b, s, *tail] of its declared type, or None if the rows
+    lack it. Only entries with mask 1 count; the others may contain anything, inf and NaN included.
 
     >>> import torch
     >>> batch = TokenBatch(logprobs=torch.zeros(1, 2), mask=torch.ones(1, 2),
@@ -26,6 +26,12 @@ class TokenBatch:
     """
 
     __slots__ = ("entropy", "episode_tokens", "fields", "likeliest", "logprobs", "mask")
+
+    if TYPE_CHECKING:
+        # Fields that losses of this package use. `__getattr__` looks them up in `fields`.
+        advantages: Tensor
+        old_logprobs: Tensor
+        rollout_logprobs: Tensor
 
     def __init__(
         self,
@@ -37,61 +43,63 @@ class TokenBatch:
         episode_tokens: Tensor | None = None,
         **fields: Tensor | None,
     ) -> None:
-        """TypeError: one of ``fields`` is none that the loss takes."""
-        if unknown := set(fields).difference(loss_fields()):
+        """TypeError: the loss does not take one of ``fields``."""
+        unknown = set(fields).difference(loss_fields())
+        if unknown:
             raise TypeError(
-                f"{min(unknown)}: no field that the loss takes; those are "
+                f"{min(unknown)} is not a field that the loss takes; allowed: "
                 f"{', '.join(loss_fields())}"
             )
         self.logprobs = logprobs
         """Log-probabilities of the tokens by the policy that is trained, with gradient; nats."""
         self.mask = mask
-        """1 where the policy chose the token and is trained on it, else 0."""
+        """1 where the policy sampled the token and is trained on it, otherwise 0."""
         self.entropy = entropy
-        """Entropy of the policy's distribution at each token, with gradient if it enters the loss;
-        nats."""
+        """Entropy of the policy's distribution at each token, in nats; with gradient if the loss
+        contains it."""
         self.likeliest = likeliest
         """Log-probabilities of `teacher_top_ids` by the policy, [b, s, k] with gradient; nats."""
         self.episode_tokens = episode_tokens
-        """[b, 1]: trained tokens of all rows of the row's episode, wherever those are; None: each
-        row is an episode."""
+        """Trained tokens of all rows of the row's episode, in this batch or not: [b, 1]. None: each
+        row is a whole episode."""
         self.fields = fields
         """Values of the other fields of the loss by name; see `relax_hpc.base.fields`."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name not in loss_fields():
             raise AttributeError(
-                f"{name}: no field that the loss takes; those are {', '.join(loss_fields())}"
+                f"{name} is not a field that the loss takes; allowed: {', '.join(loss_fields())}"
             )
         return self.fields.get(name)
 
     def replace(self, **changes: Tensor | None) -> TokenBatch:
-        """A batch with other values by name."""
-        own = {name: getattr(self, name) for name in self.__slots__ if name != "fields"}
-        return TokenBatch(**{**own, **self.fields, **changes})
+        """Return a batch in which some values, given by name, are different."""
+        slots = {name: getattr(self, name) for name in self.__slots__ if name != "fields"}
+        return TokenBatch(**{**slots, **self.fields, **changes})
 
     def row_tokens(self) -> Tensor:
-        """Trained tokens of each row, [b, 1] of the type of the log-probabilities."""
+        """Return the number of trained tokens of each row, [b, 1] of the log-probabilities'
+        type."""
         return (self.mask > 0).to(self.logprobs.dtype).sum(dim=1, keepdim=True)
 
-    def of_episode(self) -> Tensor:
-        """Trained tokens of each row's whole episode, at least 1: [b, 1] of the type of the
-        log-probabilities."""
-        known = (
-            self.row_tokens()
-            if self.episode_tokens is None
-            else self.episode_tokens.to(self.logprobs.dtype)
-        )
-        return known.clamp(min=1.0)
+    def episode_token_counts(self) -> Tensor:
+        """Return the number of trained tokens of each row's whole episode, at least 1: [b, 1] of
+        the log-probabilities' type."""
+        if self.episode_tokens is None:
+            return self.row_tokens().clamp(min=1.0)
+        return self.episode_tokens.to(self.logprobs.dtype).clamp(min=1.0)
+
+    of_episode = episode_token_counts  # Name in release 0.1.
 
     def clean(self) -> TokenBatch:
-        """Return a copy with zeros where the mask is 0. ValueError: a value is not of the mask's
-        shape."""
+        """Return a copy with zeros where the mask is 0. ValueError: the first two dimensions of a
+        value are not those of the mask."""
         import torch
 
-        keep, found = self.mask > 0, {}
-        own = {"logprobs": self.logprobs, "entropy": self.entropy, "likeliest": self.likeliest}
-        for name, value in (own | self.fields).items():
+        keep = self.mask > 0
+        values = {"logprobs": self.logprobs, "entropy": self.entropy, "likeliest": self.likeliest}
+        cleaned = {}
+        for name, value in (values | self.fields).items():
             if value is None:
                 continue
             if value.shape[:2] != keep.shape:
@@ -99,5 +107,5 @@ class TokenBatch:
                     f"{name} has shape {tuple(value.shape)}, the mask {tuple(keep.shape)}"
                 )
             inside = keep.reshape(*keep.shape, *(1,) * (value.dim() - 2))
-            found[name] = torch.where(inside, value, torch.zeros_like(value))
-        return TokenBatch(**found, mask=self.mask, episode_tokens=self.episode_tokens)
+            cleaned[name] = torch.where(inside, value, torch.zeros_like(value))
+        return TokenBatch(**cleaned, mask=self.mask, episode_tokens=self.episode_tokens)

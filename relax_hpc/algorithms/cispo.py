@@ -1,4 +1,4 @@
-"""CISPO: clipped importance weights, and a gradient from every token."""
+"""CISPO: clipped importance weights, so that every token keeps a gradient."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Cispo(Grpo):
     """MiniMax-M1, arXiv 2506.13585, section 3.1, with GRPO's advantages.
 
     A token's loss is -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log policy (equations 4 and 5):
-    REINFORCE with clipped weights. PPO's clip takes a token that has moved too far out of the
-    gradient, often the rare one that a line of thought turns on; here its weight is bounded, and it
-    stays.
+    REINFORCE with clipped weights. PPO's clip removes the gradient of a token whose probability has
+    changed too much; often that is a rare token that decides a chain of thought. CISPO bounds the
+    weight of such a token, and the token keeps its gradient.
     """
 
     name: str = "cispo"
     clip_low: float = bounded(1.0, 0.0, 1.0)
-    """Smallest weight is 1 - clip_low. 1: there is no lower edge, as in the paper."""
+    """The smallest weight is 1 - clip_low. With 1 there is no lower bound, as in the paper."""
     clip_high: float = bounded(4.0, 0.0)
-    """Largest weight is 1 + clip_high. The paper tunes it and says no number; 5 is that of arXiv
-    2510.13786."""
+    """The largest weight is 1 + clip_high. The paper gives no number; a largest weight of 5 is from
+    arXiv 2510.13786."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.losses import TokenLosses, ratio_to_old

@@ -1,8 +1,8 @@
-"""Divergences of two distributions over the same events: over a teacher's likeliest tokens, and all
-others as one.
+"""Divergences of two distributions over the same events: a teacher's most likely tokens, and all
+other tokens as one event.
 
-Distributions are log-probabilities [..., events], nats, that add up to 1; what is given is summed
-over the events.
+Distributions are log-probabilities [..., events], in nats, whose probabilities sum to 1. Results
+are sums over the events.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_REST = 1e-6
-"""Least probability of the other tokens together: below it float32 has nothing of 1 minus the
+MIN_OTHER = 1e-6
+"""Smallest probability of the other tokens together. Below it float32 cannot represent 1 minus the
 sum."""
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Log-probabilities [..., k + 1] of k tokens, [..., k], and of all others together.
+    """Return log-probabilities [..., k + 1] of k tokens, [..., k], and of all other tokens
+    together.
 
-    A coarser view of a distribution: a divergence between two of them is never more than that of
-    the whole ones, and 0 for equal ones. Renormalised over the k alone it would not see what a
-    policy gives to other tokens, and entropies grow by that: TA-OPD, arXiv 2608.14728; so it is in
-    SDPO too, arXiv 2601.20802.
+    This is a coarser view of a distribution: the divergence of two coarse views is at most the
+    divergence of the whole distributions, and 0 if they are equal. Probabilities that are
+    renormalized over the k tokens would ignore what a policy gives to other tokens, and entropies
+    grow by that: TA-OPD, arXiv 2608.14728; SDPO, arXiv 2601.20802, also uses the other tokens.
     """
     import torch
 
-    rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
-    return torch.cat([logprobs, rest.log()], -1)
+    other = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=MIN_OTHER)
+    return torch.cat([logprobs, other.log()], -1)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q)."""
+    """Return KL(p || q)."""
     return (p.exp() * (p - q)).sum(-1)
 
 
 def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(policy || m)
-    with m = beta teacher + (1 - beta) policy, 0 < ``beta`` < 1; GKD, arXiv 2306.13649, section 2.
+    """Return the generalized Jensen-Shannon divergence, with 0 < ``beta`` < 1: beta KL(teacher ||
+    m) + (1 - beta) KL(policy || m) with m = beta teacher + (1 - beta) policy; GKD, arXiv
+    2306.13649, section 2.
 
-    Divided by beta it is KL(teacher || policy) at a beta of 0; by 1 - beta, KL(policy || teacher)
-    at 1.
+    Divided by beta it tends to KL(teacher || policy) for beta -> 0. Divided by 1 - beta it tends to
+    KL(policy || teacher) for beta -> 1.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO without the division by the group's spread."""
+"""Dr. GRPO: GRPO without the division by the standard deviation of the group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from relax_hpc.algorithms.grpo import Grpo
 
 @dataclass(kw_only=True)
 class DrGrpo(Grpo):
-    """A = R - mean, without the division that favours too easy and too hard prompts. arXiv
-    2503.20783, section 3."""
+    """A = R - mean. GRPO's division by the standard deviation, which gives too easy and too hard
+    prompts more weight, is left out. arXiv 2503.20783, section 3."""
 
     name: str = "dr_grpo"
 

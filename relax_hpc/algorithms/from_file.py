@@ -1,5 +1,5 @@
-"""Base of algorithms that learn from the rows of a file: nothing is drawn, and nothing is
-rewarded."""
+"""Base of algorithms that learn from the rows of a file: nothing is sampled, and there are no
+rewards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Algorithm, Prompt, Row
+from relax_hpc.algorithms.base import Algorithm, Prompt, Row, rows_of
 
-_OF_DRAWN_ROWS = (
+_FOR_SAMPLED_ROWS = (
     "entropy_coefficient",
     "log_entropy",
     "kl",
@@ -23,18 +23,18 @@ _OF_DRAWN_ROWS = (
     "mask_truncated",
     "shuffle_rewards",
 )
-"""Settings that speak of rewards, or of who drew a token."""
+"""Settings that concern rewards or sampled tokens."""
 
 
 @dataclass(kw_only=True)
 class FromFile(Algorithm):
-    """Algorithm whose rows the role `data` reads from files. It gives no advantages: there are no
-    rewards."""
+    """Algorithm whose rows the role `data` reads from files. It gives no advantages, because there
+    are no rewards."""
 
     gives: ClassVar[tuple[str, ...]] = ()
     uses_old: ClassVar[bool] = False
-    leaves_out: ClassVar[tuple[str, ...]] = _OF_DRAWN_ROWS
-    """Settings of all algorithms that it has no use for."""
+    leaves_out: ClassVar[tuple[str, ...]] = _FOR_SAMPLED_ROWS
+    """Settings of all algorithms that have no effect here and must keep their defaults."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -42,31 +42,30 @@ class FromFile(Algorithm):
 
     def findings(self) -> Iterator[str]:
         yield from super().findings()
-        usual = Algorithm()
+        defaults = Algorithm()
         for name in self.leaves_out:
-            for key, found, allowed in _differing(name, getattr(self, name), getattr(usual, name)):
+            differences = _differences(name, getattr(self, name), getattr(defaults, name))
+            for key, value, default in differences:
                 yield (
-                    f"{key}: found {found}, allowed with {self.name}: {allowed}; it has no use "
-                    "for another"
+                    f"{key}: found {value}, allowed with {self.name}: {default}; the algorithm "
+                    "does not use this setting"
                 )
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
-        return [{} for prompt in prompts for episode in prompt for _ in episode]
+        return [{} for _ in rows_of(prompts)]
 
     def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-        """Metrics of held-out rows by the policy's ``logprobs`` of their trained tokens, [tokens]
+        """Return metrics of held-out rows from the policy's ``logprobs`` of their tokens, [tokens]
         each, in nats."""
-        raise NotImplementedError(f"{type(self).__name__} says nothing of held-out rows")
+        raise NotImplementedError(f"{type(self).__name__} does not define metrics of held-out rows")
 
 
-def _differing(name: str, found: Any, usual: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Settings that ``found`` has otherwise than ``usual``, with both values, by their keys below
-    ``name``."""
-    if not is_dataclass(found):
-        if found != usual:
-            yield name, found, usual
+def _differences(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value and default of each setting at or below ``name`` that is not the default."""
+    if not is_dataclass(value):
+        if value != default:
+            yield name, value, default
         return
-    for field in fields(found):
-        yield from _differing(
-            f"{name}.{field.name}", getattr(found, field.name), getattr(usual, field.name)
-        )
+    for field in fields(value):
+        key = f"{name}.{field.name}"
+        yield from _differences(key, getattr(value, field.name), getattr(default, field.name))

@@ -1,4 +1,4 @@
-"""GRPO: the reward against the mean and spread of its prompt's others, in PPO's clipped loss."""
+"""GRPO: rewards normalized over the episodes of a prompt, in PPO's clipped loss."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
     from relax_hpc.algorithms.batch import TokenBatch
     from relax_hpc.algorithms.losses import TokenLosses
 
-EPS = 1e-6
+STD_EPS = 1e-6
+"""Added to a standard deviation before the division by it."""
 
 
 @dataclass(kw_only=True)
 class Grpo(Algorithm):
-    """Group relative policy optimization, arXiv 2402.03300: A = (R - mean) / (std + 1e-6), std
-    unbiased, section 4.1.2.
+    """Group relative policy optimization, arXiv 2402.03300: A = (R - mean) / (std + 1e-6) with the
+    unbiased std, section 4.1.2.
 
     A token's loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = policy / old: PPO,
-    arXiv 1707.06347, equation 7; two edges ("clip-higher") from DAPO, arXiv 2503.14476, section
-    3.1, and the mean over tokens too.
+    arXiv 1707.06347, equation 7. The two different clip bounds ("clip-higher") and the mean over
+    tokens are from DAPO, arXiv 2503.14476, section 3.1.
     """
 
     name: str = "grpo"
     clip_low: float = bounded(0.2, 0.0, 1.0)
-    """Lower edge of the ratio is 1 - clip_low."""
+    """The lower clip bound of the ratio is 1 - clip_low."""
     clip_high: float = bounded(0.28, 0.0)
-    """Upper edge of the ratio is 1 + clip_high."""
+    """The upper clip bound of the ratio is 1 + clip_high."""
 
     def advantages(self, rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        found = centred(rewards)
-        return found / (found.std(axis=1, ddof=1, keepdims=True) + EPS)
+        differences = centred(rewards)
+        return differences / (differences.std(axis=1, ddof=1, keepdims=True) + STD_EPS)
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.losses import TokenLosses, clipped_surrogate, ratio_to_old

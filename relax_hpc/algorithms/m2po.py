@@ -1,5 +1,5 @@
-"""M2PO: a clip whose edges follow from how far a response is off its behaviour policy, for data
-that are very stale."""
+"""M2PO: a clip whose bounds depend on the distance of a row from its behaviour policy, for very
+stale data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 class M2po(Grpo):
     """Second-moment trust policy optimization, arXiv 2510.01161, with GRPO's advantages.
 
-    The ratio is policy / rollout, to whoever drew the token, so that there is no further correction
-    and no old policy. Of the tokens that a clip can hold (A > 0 and r > 1, or A < 0 and r < 1) the
-    mean of log(r)^2 has a budget: each is cut at t^2, such that the mean is what the budget allows,
-    and PPO's clip takes e^-t and e^t for edges, or 1 - clip_low and 1 + clip_high if those are
-    further out. What keeps within the budget is not clipped at all.
+    The ratio is policy / rollout, to the policy that sampled the token, so there is no further
+    correction and no old policy. The clip can affect tokens with A > 0 and r > 1, or A < 0 and r <
+    1. The mean of log(r)^2 over these tokens has a budget: each value is limited to t^2, such that
+    the mean equals the budget. PPO's clip uses the bounds e^-t and e^t, or 1 - clip_low and 1 +
+    clip_high if those are wider. A row within the budget is not clipped at all.
 
-    The paper takes the mean over a batch, which nobody has before its first gradient where rows are
-    trained as they come; here it is over a row, so that micro-batches and ranks make no difference.
-    Its algorithm 1 takes tokens out until the mean of the others is within the budget; that they
-    are cut, and count, is as in the authors' code.
+    The paper takes the mean over a batch. Here rows are trained as they arrive, so the batch is not
+    known before its first gradient. The mean is therefore over a row, and does not depend on
+    micro-batches and ranks. Algorithm 1 of the paper removes tokens until the mean of the remaining
+    tokens is within the budget. Here, as in the authors' code, such tokens are limited and still
+    count.
     """
 
     uses_old: ClassVar[bool] = False
@@ -39,19 +40,20 @@ class M2po(Grpo):
 
     name: str = "m2po"
     budget: float = bounded(0.04, 0.0)
-    """Largest mean of log(policy / rollout)^2, nats^2, over a row's tokens that a clip can hold."""
+    """Largest mean of log(policy / rollout)^2, in nats^2, over those tokens of a row that a clip
+    can affect."""
     clip_low: float = bounded(0.3, 0.0, 1.0)
-    """Lower edge of the ratio is at most 1 - clip_low."""
+    """The lower clip bound of the ratio is at most 1 - clip_low."""
     clip_high: float = bounded(0.5, 0.0)
-    """Upper edge of the ratio is at least 1 + clip_high."""
+    """The upper clip bound of the ratio is at least 1 + clip_high."""
     correction: CorrectionConfig = field(default_factory=lambda: CorrectionConfig(kind="off"))
 
     def findings(self) -> Iterator[str]:
         yield from super().findings()
         if self.correction.kind != "off":
             yield (
-                f"correction.kind: found {self.correction.kind} with m2po, allowed: off; its "
-                "ratio is to rollout's"
+                f"correction.kind: found {self.correction.kind} with m2po, allowed: off; m2po uses "
+                "the ratio to the rollout policy"
             )
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
@@ -59,31 +61,30 @@ class M2po(Grpo):
         from relax_hpc.algorithms.losses import TokenLosses, clipped_surrogate
 
         log_ratio = batch.logprobs - batch.rollout_logprobs
-        ratio, far = safe_exp(log_ratio), log_ratio.detach()
-        holds = (batch.mask > 0) & (far * batch.advantages > 0)
-        edge = _largest(far.square(), holds, self.budget).sqrt()
-        low, high = (
-            (1.0 - (-edge).exp()).clamp(min=self.clip_low),
-            (edge.exp() - 1.0).clamp(min=self.clip_high),
-        )
+        ratio = safe_exp(log_ratio)
+        distance = log_ratio.detach()
+        clippable = (batch.mask > 0) & (distance * batch.advantages > 0)
+        bound = _limit_for_mean(distance.square(), clippable, self.budget).sqrt()
+        low = (1.0 - (-bound).exp()).clamp(min=self.clip_low)
+        high = (bound.exp() - 1.0).clamp(min=self.clip_high)
         loss, clipped = clipped_surrogate(ratio, batch.advantages, low, high)
-        return TokenLosses(loss, ratio, clipped, {"second_moment": far.square() * holds})
+        return TokenLosses(loss, ratio, clipped, {"second_moment": distance.square() * clippable})
 
 
-def _largest(values: Tensor, chosen: Tensor, budget: float) -> Tensor:
-    """Edge [b, 1] at which the ``chosen`` of each row of ``values`` [b, s] are cut for their mean
-    to be ``budget``; infinite where it is no more anyway."""
+def _limit_for_mean(values: Tensor, chosen: Tensor, budget: float) -> Tensor:
+    """Return the limit [b, 1] for which the mean of the ``chosen`` of each row of ``values`` [b,
+    s], each at most the limit, is ``budget``; infinite if the mean is not above it without a
+    limit."""
     import torch
 
-    count, places = (
-        chosen.sum(dim=1, keepdim=True),
-        torch.arange(values.shape[1], device=values.device),
-    )
+    count = chosen.sum(dim=1, keepdim=True)
+    index = torch.arange(values.shape[1], device=values.device)
     rising = values.where(chosen, torch.inf).sort(dim=1).values
-    rising = rising.where(places < count, 0.0)
-    # With the k smallest as they are, the n - k others share what these leave of the whole.
-    before, left = rising.cumsum(dim=1) - rising, count - places
-    spent = (left > 0) & (rising * left + before > budget * count)
-    share = (budget * count - before) / left.clamp(min=1)
-    edge = share.where(spent, -torch.inf).amax(dim=1, keepdim=True)
-    return edge.where(spent.any(dim=1, keepdim=True), torch.inf)
+    rising = rising.where(index < count, 0.0)
+    # If the k smallest values keep their value, the n - k larger ones share the remaining budget.
+    smaller_sum = rising.cumsum(dim=1) - rising
+    larger_count = count - index
+    is_limited = (larger_count > 0) & (rising * larger_count + smaller_sum > budget * count)
+    limit = (budget * count - smaller_sum) / larger_count.clamp(min=1)
+    limit = limit.where(is_limited, -torch.inf).amax(dim=1, keepdim=True)
+    return limit.where(is_limited.any(dim=1, keepdim=True), torch.inf)

@@ -1,10 +1,11 @@
-"""PPO with a critic: each token against the value of what stood before it."""
+"""PPO with a critic: the advantage of each token is relative to the value of the state before
+it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -23,11 +24,11 @@ class Ppo(Grpo):
     """Proximal policy optimization, arXiv 1707.06347, with generalized advantage estimation, arXiv
     1506.02438.
 
-    The steps of an episode are its trained tokens, of all its rows one after the other: what others
-    put between them is no action, and no step. The last step gets the episode's reward. Each step
-    loses `kl_in_reward` times its divergence and that of the drawn tokens which follow it and are
-    not trained. The critic, another group, values the state before each token, and learns A + V
-    from its value_loss.
+    The steps of an episode are its trained tokens, over all its rows in order. Tokens that were not
+    sampled are neither actions nor steps. The last step gets the episode's reward. Each step has a
+    penalty of `kl_in_reward` times its divergence and the divergence of those sampled tokens that
+    follow it and are not trained. The critic, another group, estimates the value of the state
+    before each token. It learns A + V by `value_loss`.
     """
 
     gives: ClassVar[tuple[str, ...]] = ("advantages", "returns")
@@ -37,18 +38,19 @@ class Ppo(Grpo):
     gamma: float = bounded(1.0, 0.0, 1.0)
     """Discount factor of each token."""
     gae_lambda: float = bounded(1.0, 0.0, 1.0)
-    """Weight of later tokens in generalized advantage estimation. 1: an advantage is the return
-    less the value, unbiased; less: more of it is what the critic thinks, and it varies less."""
+    """Weight of later tokens in generalized advantage estimation. With 1 an advantage is the return
+    minus the value, which is unbiased. A smaller number relies more on the critic and has a lower
+    variance."""
     clip_high: float = bounded(0.2, 0.0)
-    """Upper edge of the ratio is 1 + clip_high."""
+    """The upper clip bound of the ratio is 1 + clip_high."""
     value_clip: float = bounded(0.2, 0.0)
-    """Distance that a value may move from the one that advantages were made with before its
-    gradient ends. 0: any."""
+    """Largest change of a value, relative to the value that advantages were computed from, before
+    its gradient becomes 0. With 0 there is no limit."""
     critic_warmup_steps: int = bounded(0, 0)
-    """First steps, in which the critic learns alone and the policy stays as it is."""
+    """Number of first steps in which only the critic learns and the policy does not change."""
     whiten: bool = True
-    """Give advantages mean 0 and variance 1 over the trained tokens of the step, on whichever rank
-    they are."""
+    """Normalize advantages to mean 0 and variance 1 over all trained tokens of the step, on all
+    ranks."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -66,35 +68,39 @@ class Ppo(Grpo):
         return [{"advantages": advantage, "returns": value} for advantage, value in pairs]
 
     def value_loss(
-        self, predicted: Tensor, known: Mapping[str, Tensor], mask: Tensor
+        self, predicted: Tensor, fields: Mapping[str, Tensor], mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         from relax_hpc.algorithms.values import clipped_value_loss
 
         return clipped_value_loss(
-            predicted, known["values"], known["returns"], mask, self.value_clip
+            predicted, fields["values"], fields["returns"], mask, self.value_clip
         )
 
     def _estimates(self, prompts: Sequence[Prompt]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Advantages and returns of all rows, [tokens] each, 0 where the mask is."""
-        episodes = [episode for prompt in prompts for episode in prompt]
-        known = [
+        """Return advantages and returns of all rows, [tokens] each, 0 where the mask is 0."""
+        episodes = list(chain.from_iterable(prompts))
+        episode_values = [
             np.concatenate([_trained(row, row["values"]) for row in episode])
             for episode in episodes
         ]
-        values, rewards = (np.zeros((max(map(len, known)), len(episodes))) for _ in range(2))
-        for column, (episode, found, reward) in enumerate(
-            zip(episodes, known, self.task_rewards(prompts).flat, strict=True)
+        shape = (max(map(len, episode_values)), len(episodes))
+        values = np.zeros(shape)
+        rewards = np.zeros(shape)
+        task_rewards = self.task_rewards(prompts).flat
+        for column, (episode, state_values, reward) in enumerate(
+            zip(episodes, episode_values, task_rewards, strict=True)
         ):
-            values[: len(found), column] = found
-            if len(found):
-                rewards[: len(found), column] = self._rewards_of(episode)
-                rewards[len(found) - 1, column] += reward
+            length = len(state_values)
+            values[:length, column] = state_values
+            if length:
+                rewards[:length, column] = self._kl_rewards(episode)
+                rewards[length - 1, column] += reward
         advantages = gae(rewards, values, self.gamma, self.gae_lambda)
         return _spread(episodes, advantages), _spread(episodes, advantages + values)
 
-    def _rewards_of(self, episode: Sequence[Row]) -> np.ndarray | float:
-        """Reward of each of its trained tokens for staying near the reference. A token that is
-        drawn and not trained is paid for by the trained one before it."""
+    def _kl_rewards(self, episode: Sequence[Row]) -> np.ndarray | float:
+        """Return the negative KL penalty of each trained token. The penalty of a token that is
+        sampled and not trained is added to the trained token before it."""
         if not self.kl_in_reward:
             return 0.0
         return self.kl_in_reward * np.diff(divergence_to_come(episode), append=0.0)
@@ -105,10 +111,12 @@ def _trained(row: Row, values: np.ndarray) -> np.ndarray:
 
 
 def _spread(episodes: Sequence[Sequence[Row]], table: np.ndarray) -> list[np.ndarray]:
-    """Columns of ``table`` [t, n], one an episode, on the trained tokens of its rows."""
-    made = []
+    """Return the columns of ``table`` [t, n], one per episode, on the trained tokens of its
+    rows."""
+    values = []
     for episode, column in zip(episodes, table.T, strict=True):
         ends = list(accumulate(np.count_nonzero(row["loss_mask"]) for row in episode))
-        pairs = zip([0, *ends], ends, episode, strict=False)
-        made += [spread(column[start:end], row["loss_mask"]) for start, end, row in pairs]
-    return made
+        starts = [0, *ends][:-1]
+        for start, end, row in zip(starts, ends, episode, strict=True):
+            values.append(spread(column[start:end], row["loss_mask"]))
+    return values

@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE against the mean of the prompt's other responses."""
+"""RLOO: REINFORCE with the mean reward of the prompt's other responses as the baseline."""
 
 from __future__ import annotations
 

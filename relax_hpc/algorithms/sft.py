@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the policy learns to say what demonstrations say."""
+"""Supervised fine-tuning: the policy learns to reproduce demonstrations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Sft(FromFile):
-    """Cross entropy of the tokens that the assistant says: the first step of InstructGPT, arXiv
-    2203.02155, section 3.5."""
+    """Cross entropy of the assistant's tokens: the first step of InstructGPT, arXiv 2203.02155,
+    section 3.5."""
 
     sequences: ClassVar[int] = 1
 
@@ -34,8 +34,8 @@ class Sft(FromFile):
         return loss, {**counts, "loss/policy": loss.detach()}
 
     def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
-        """Cross entropy `loss`, the mean over all trained tokens, in nats."""
-        known = np.concatenate(
-            [found[row["loss_mask"] > 0] for row, found in zip(rows, logprobs, strict=True)]
+        """Return the cross entropy `loss`, the mean over all trained tokens, in nats."""
+        trained = np.concatenate(
+            [values[row["loss_mask"] > 0] for row, values in zip(rows, logprobs, strict=True)]
         )
-        return {"loss": -float(known.mean(dtype=np.float64))}
+        return {"loss": -float(trained.mean(dtype=np.float64))}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from relax_hpc.algorithms import Unavailable
+from relax_hpc.algorithms import UnavailableAlgorithm
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.other_trainers import explain_section
 from relax_hpc.config.schema import Config
@@ -127,7 +127,7 @@ class Cleaner:
             dotted = f"{key}.{name}".lstrip(".")
             if name in fields:
                 found[name] = self.clean(hints[name], item, dotted, fields[name].metadata)
-            elif not issubclass(hint, Unavailable):
+            elif not issubclass(hint, UnavailableAlgorithm):
                 self._unknown(dotted, str(name), list(fields), family, item)
         return _kept(found)
 

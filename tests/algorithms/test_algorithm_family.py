@@ -465,15 +465,15 @@ def test_a_class_of_ones_own_has_settings_like_any_other(
         ("tests.algorithms.test_algorithm_family:Plain", "@data"),
         (
             "relax_hpc.algorithms:Algorithm",
-            "found no advantages or token_advantages or given of its own; define one",
+            "does not override advantages or token_advantages or given; define one",
         ),
         (
             "tests.algorithms.test_algorithm_family:Bare",
-            "found no default of its setting mine; give it one",
+            "the setting mine has no default; give it one",
         ),
         (
             "tests.algorithms.test_algorithm_family:Lossless",
-            "found no token_losses or loss of its own; define one",
+            "does not override token_losses or loss; define one",
         ),
     ):
         (finding,) = load([], {"algorithm.name": wrong}).algorithm.findings()

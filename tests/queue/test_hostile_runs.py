@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.algorithms import Unavailable, record_of
+from relax_hpc.algorithms import UnavailableAlgorithm, record_of
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.base.foreign_files import (
     ForeignFileError,
@@ -485,7 +485,7 @@ def test_the_queue_knows_an_algorithm_that_is_not_imported(
     write_json(run.algorithm, record_of(config.algorithm))
     with no_imports():
         looked_at = load_resolved(run.root)
-    assert isinstance(looked_at.algorithm, Unavailable)
+    assert isinstance(looked_at.algorithm, UnavailableAlgorithm)
     assert Plan.of(looked_at) == Plan.of(config)
     assert Plan.of(config).tasks["advantages"].whole_step
     run.algorithm.write_text(json.dumps({**record_of(config.algorithm), "gives": [3]}))

@@ -59,7 +59,7 @@ def test_long_episodes_lose_more_the_longer_they_are() -> None:
     assert first[-1] > 0 > last[-1]
     (finding,) = Grpo(overlong=OverlongConfig(max_tokens=4, buffer=5)).findings()
     assert finding == "overlong.buffer: found 5, allowed: at most overlong.max_tokens, 4"
-    assert OverlongConfig(max_tokens=4).of(np.array([3, 4])).tolist() == [0, 1], (
+    assert OverlongConfig(max_tokens=4).penalties(np.array([3, 4])).tolist() == [0, 1], (
         "without a buffer: at the limit alone"
     )
 
@@ -85,7 +85,7 @@ def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
     twice = Grpo(kl_in_reward=0.1, kl=KlConfig(coefficient=0.1))
     (finding,) = twice.findings()
     assert finding.startswith(
-        "kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both"
+        "kl_in_reward: found 0.1 together with kl.coefficient 0.1, allowed: only one"
     )
 
 

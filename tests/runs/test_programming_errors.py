@@ -185,7 +185,7 @@ CASES = {
         "algorithm",
         "MyAlgorithm",
         algorithm(1),
-        "AttributeError: advantage: no field that the loss takes",
+        "AttributeError: advantage is not a field that the loss takes",
         "batch.advantage.sum()",
         "actor",
     ),
