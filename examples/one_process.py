@@ -47,7 +47,9 @@ class Loop:
         self.reward_function = get_reward(train_reward(config))
         self.model = PolicyModel(read_config(run.model), config.model, config.actor.parallel)
         self.model.load_hf(run.model)
-        self.trainer = Trainer.of(self.model, config.algorithm, config.actor, shape.temperature)
+        self.trainer = Trainer.from_settings(
+            self.model, config.algorithm, config.actor, shape.temperature
+        )
         # The engine has a copy of the policy, in a form that generates fast.
         shutil.copytree(run.model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.engine = make_engine(config, 0, run.model, Version(1, 0), folder)

@@ -23,7 +23,7 @@ from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.convert.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, check_free
 from relax_hpc.training.checkpoint.store import MARKER
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.weights.version_files import check_listed, check_unchanged
@@ -107,7 +107,7 @@ def is_megatron(directory: Path) -> bool:
 
 def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     check_listed(request.source)
-    spec = spec_of(read_config(request.source), request.ignore_keys, "convert")
+    spec = spec_from_config(read_config(request.source), request.ignore_keys, "convert")
     source = HfTensors(request.source, spec)
     job = ToMegatron(source, spec, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.parts()
@@ -126,7 +126,7 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     _check_ended(request.source)
     model, headers = _model_of(request)
     hf_config = read_config(model)
-    spec = spec_of(hf_config, request.ignore_keys, "convert")
+    spec = spec_from_config(hf_config, request.ignore_keys, "convert")
     state = StoredState(request.source)
     _refuse_critic(state)
     source = MegatronTensors(state, spec)

@@ -32,14 +32,14 @@ class Passengers:
         broken."""
         # A converted checkpoint keeps the model's index, and of its files those of these tensors
         # alone.
-        paths = sorted(directory.glob("*.safetensors")) if spec.passengers else []
+        paths = sorted(directory.glob("*.safetensors")) if spec.untrained_prefixes else []
         found = ((path, read_header(path).tensors.items()) for path in paths)
         return cls(
             {
                 name: Place(path, one)
                 for path, tensors in found
                 for name, one in tensors
-                if spec.carries(name)
+                if spec.is_untrained(name)
             }
         )
 

@@ -25,7 +25,7 @@ from relax_hpc.base.weight_files import (
     weight_files,
 )
 from relax_hpc.training.models.hf_mapping import all_pieces, stored_forms
-from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, form_of
+from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, find_form
 from relax_hpc.training.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -74,7 +74,7 @@ class HfTensors:
         forms = stored_forms(spec)
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
-                if not spec.carries(name):
+                if not spec.is_untrained(name):
                     self._add(path, name, stored, forms.get(name, ()), spec)
         self._check_complete(spec)
         if spec.tied:
@@ -85,7 +85,7 @@ class HfTensors:
             raise ConfigError(
                 f"{path}: unknown tensor {name}; this is not the model that config.json describes"
             )
-        form = form_of(forms, stored.shape)
+        form = find_form(forms, stored.shape)
         if form is None:
             expected = " or ".join(str([*one.shape]) for one in forms)
             raise ConfigError(

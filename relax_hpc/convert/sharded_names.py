@@ -1,7 +1,7 @@
 """Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along
 leading axes.
 
-The names and shapes of single parameters come from `relax_hpc.training.models.pieces.Entry`.
+The names and shapes of single parameters come from `relax_hpc.training.models.pieces.FusedParameter`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from relax_hpc.training.models.hf_mapping import stage_entries
-from relax_hpc.training.models.pieces import Entry
+from relax_hpc.training.models.pieces import FusedParameter
 from relax_hpc.training.models.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -21,7 +21,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 class Parameter:
     """One parameter of one layer (and expert)."""
 
-    entry: Entry
+    entry: FusedParameter
     key: str
     """Name of the stacked tensor."""
     index: tuple[int, ...]
@@ -65,7 +65,7 @@ def parameters(spec: ModelSpec) -> list[Parameter]:
     return [_parameter(entry, spec) for entry in entries]
 
 
-def _parameter(entry: Entry, spec: ModelSpec) -> Parameter:
+def _parameter(entry: FusedParameter, spec: ModelSpec) -> Parameter:
     layer, expert = _LAYER.match(entry.name), _EXPERT.search(entry.name)
     index = tuple(int(found[1]) for found in (layer, expert) if found)
     key = _EXPERT.sub(".experts.", _LAYER.sub("decoder.layers.", entry.name))

@@ -24,7 +24,7 @@ from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.training.models.hf_mapping import all_pieces, published_forms, split, stored_forms
-from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, alone, form_of
+from relax_hpc.training.models.pieces import Forms, Piece, StoredForm, find_form, single_form
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.weights.tensors import header_text
 from relax_hpc.training.weights.version_files import file_name
@@ -149,7 +149,9 @@ class ToHf:
 
     def _alone(self) -> dict[str, StoredForm]:
         """Tensors that are not trained, by name."""
-        return {name: alone(Piece(name, self.passengers.shape(name))) for name in self.passengers}
+        return {
+            name: single_form(Piece(name, self.passengers.shape(name))) for name in self.passengers
+        }
 
     def files(self) -> list[FilePlan]:
         """Plans of the files: what goes into each."""
@@ -163,7 +165,7 @@ class ToHf:
         metadata = about.pop("__metadata__", None)
         order = sorted(about, key=lambda tensor: about[tensor]["data_offsets"])
         forms = {
-            tensor: form_of(known.get(tensor, ()), tuple(about[tensor]["shape"]))
+            tensor: find_form(known.get(tensor, ()), tuple(about[tensor]["shape"]))
             for tensor in order
         }
         if unknown := [tensor for tensor, form in forms.items() if form is None]:

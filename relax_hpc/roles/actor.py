@@ -17,7 +17,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
-from relax_hpc.training.device_offload import StateAway
+from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.model import PUBLISHED_TYPES, PolicyModel
 from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.models.flops import peak_flops
@@ -43,7 +43,7 @@ class Policy(Beside):
         self.held_out = HeldOut(context, ranks, model) if self.config.algorithm.from_file else None
         """Evaluation of a run in which no engine evaluates."""
         self.trainer = trainer_of(model, self.config)
-        self.away: StateAway | None = None
+        self.away: DeviceOffload | None = None
         """Host copy of weights and optimizer while engines have the devices; with `colocate`, from
         `resumed` on."""
         self.publisher = Publisher(
@@ -75,7 +75,7 @@ class Policy(Beside):
         """See `Beside`."""
         if self.config.colocate:
             # Not before a checkpoint is loaded, which brings other tensors.
-            self.away = StateAway(self.trainer)
+            self.away = DeviceOffload(self.trainer)
         self.publish(step, due=True)
         self.end_step(step)
 
@@ -89,7 +89,7 @@ class Policy(Beside):
         """See `Beside`."""
         if self.away:
             with self.context.spans("wait", cause=_MOVE):
-                self.away.come_back()
+                self.away.restore()
 
     def rate(self, step: int, lr: float) -> float:
         """See `Beside`; 0 while others learn first, which leaves the weights as they are, bit for
@@ -124,7 +124,7 @@ class Policy(Beside):
         if self.away:
             self.publisher.await_copy()
             with self.context.spans("wait", cause=_MOVE):
-                self.away.leave()
+                self.away.offload()
             self.ranks.ask(lambda client: client.training.end_turn())
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ def trainer_of(model: PolicyModel, config: Config) -> Trainer:
     """Trainer of ``model``, or one that only takes the time that training is said to take."""
     if config.actor.simulated_step_s:
         return SimulatedTrainer(model, config)
-    return Trainer.of(model, config.algorithm, config.actor, config.rollout.temperature)
+    return Trainer.from_settings(model, config.algorithm, config.actor, config.rollout.temperature)
 
 
 def run(context: Context) -> None:

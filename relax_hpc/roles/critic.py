@@ -100,5 +100,7 @@ def run(context: Context) -> None:
     model = CriticModel(read_config(directory), config.model, config.critic.parallel, config.critic)
     model.load_hf(directory)
     values = Values(context, ranks, model)
-    trainer = CriticTrainer.of(model, config.algorithm, config.critic, config.rollout.temperature)
+    trainer = CriticTrainer.from_settings(
+        model, config.algorithm, config.critic, config.rollout.temperature
+    )
     TrainerRole(context, ranks, config.critic, trainer, values, values.placeholders).run()

@@ -29,11 +29,11 @@ from relax_hpc.queue.storage.media import placeholders_of
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch, collate_parts
-from relax_hpc.training.models.families import routes_of, spec_of
+from relax_hpc.training.models.families import route_shape_of_model, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.media import RowMedia
-from relax_hpc.training.weights.node_cache import Staged
-from relax_hpc.training.weights.relay import pays
+from relax_hpc.training.weights.node_cache import StagedFolder
+from relax_hpc.training.weights.relay import relay_pays
 from relax_hpc.training.weights.slab import is_slab, open_slab
 from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, Subscriber
 
@@ -62,12 +62,12 @@ class Scorer:
             if context.role == "actor_fwd"
             else replace(config.model, routing_replay="off")
         )
-        self.routes = routes_of(directory, settings)
+        self.routes = route_shape_of_model(directory, settings)
         self.model = PolicyModel(
             read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels
         )
         self.model.load_hf(directory)
-        self._vocab = spec_of(read_config(context.model), config.model.ignore_keys).vocab
+        self._vocab = spec_from_config(read_config(context.model), config.model.ignore_keys).vocab
         """Tokens that the policy has."""
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -81,7 +81,7 @@ class Scorer:
             score, tail = partial(self.model.forward_likeliest, **about), (1 + 2 * self.top_k,)
         return score_rows(rows, self.ranks, self.model, self.forward, score, tail)
 
-    def load(self, staged: Staged) -> None:
+    def load(self, staged: StagedFolder) -> None:
         """Load the weights of a folder in memory, which is released."""
         try:
             if is_slab(staged.path):
@@ -137,7 +137,7 @@ def run(context: Context) -> None:
 
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
     relays: list[dict[str, Any]] = []
-    ask = (lambda *_: relays) if pays(context.config) else None
+    ask = (lambda *_: relays) if relay_pays(context.config) else None
     fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights, ask)
     while (command := _hear(context, ranks))["do"] != "end":
         if command["do"] == "load":
@@ -264,7 +264,7 @@ class _Weights:
         kept in any case."""
         planes, settings = ranks.reader.planes, context.config.weights
         # A reference would keep a version in memory, for those who read it, until its next one.
-        relays = self.holds and pays(context.config)
+        relays = self.holds and relay_pays(context.config)
         self.reader = Subscriber(
             context.run, context.client, context.group, planes, settings, every, relays=relays
         )

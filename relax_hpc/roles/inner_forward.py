@@ -12,7 +12,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config, ModelConfig
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.swap_weights import SwappedWeights
 
@@ -81,7 +81,7 @@ def check_same(
     reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()
 ) -> None:
     """ConfigError if config.json of the reference says another architecture than the policy's."""
-    if spec_of(reference, ignore_keys) != spec_of(policy, ignore_keys):
+    if spec_from_config(reference, ignore_keys) != spec_from_config(policy, ignore_keys):
         raise ConfigError(
             "model.reference_path: found another architecture than the policy's, allowed with "
             "reference in "

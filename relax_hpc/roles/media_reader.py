@@ -35,7 +35,9 @@ class MediaReader:
         """
         names = media_ids(rows) if self._rules else ()
         return (
-            RowMedia.of({name: self._read(name) for name in names}, self._rules) if names else None
+            RowMedia.from_media({name: self._read(name) for name in names}, self._rules)
+            if names
+            else None
         )
 
     def _read(self, media_id: str) -> Medium:

@@ -16,7 +16,7 @@ from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import Context
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.models.families import routes_of
+from relax_hpc.training.models.families import route_shape_of_model
 from relax_hpc.training.models.towers.media import RowMedia
 
 _AHEAD_S = 30 * 86400.0
@@ -55,7 +55,7 @@ class Prefetch:
             settings,
             placeholders,
         )
-        self.routes = routes_of(context.model, context.config.model)
+        self.routes = route_shape_of_model(context.model, context.config.model)
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """Window that was asked for last; None once `taken`."""

@@ -28,7 +28,7 @@ from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.queue.storage.shard_store import ShardReader, files_of, planes_of
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.training import parallel
-from relax_hpc.training.authenticated_store import store_of
+from relax_hpc.training.authenticated_store import make_store
 from relax_hpc.training.models.towers.media import RowMedia
 
 _LOOK_S = 0.5
@@ -48,7 +48,7 @@ class Ranks:
         )
         torch.set_num_threads(config.threads)
         timeout = patience_s + _LATER_S
-        store = store_of(world, context.run.token(), timeout)
+        store = make_store(world, context.run.token(), timeout)
         parallel.initialize(
             shape,
             world.rank,

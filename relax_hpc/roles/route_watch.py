@@ -14,7 +14,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import Tally
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch
-from relax_hpc.training.route_agreement import Agreement
+from relax_hpc.training.route_agreement import RouteAgreement
 
 Computed = Sequence[tuple[Window, Sequence[Batch]]]
 """Windows, with the micro-batches of this rank, whose forward passes are done."""
@@ -35,10 +35,10 @@ class RouteWatch:
         found = [self._of(*one) for one in computed]
         return self.ranks.control.lead(partial(self._judge, computed, found, tally))
 
-    def _of(self, window: Window, batches: Sequence[Batch]) -> Agreement:
+    def _of(self, window: Window, batches: Sequence[Batch]) -> RouteAgreement:
         """Agreement of a window's routes; complete in the leader."""
         found, split = (
-            Agreement([len(row["token_ids"]) for row in window.rows]),
+            RouteAgreement([len(row["token_ids"]) for row in window.rows]),
             self.model.pack_split,
         )
         assigned = window.claim.assignment[self.ranks.layout.data_rank]
@@ -47,7 +47,7 @@ class RouteWatch:
         self.ranks.control.reduce_sum(found.table)
         return found
 
-    def _judge(self, computed: Computed, found: Sequence[Agreement], tally: Tally) -> bool:
+    def _judge(self, computed: Computed, found: Sequence[RouteAgreement], tally: Tally) -> bool:
         """Whether all are sound; the leader's part."""
         sound = True
         for (window, _), agreement in zip(computed, found, strict=True):

@@ -36,8 +36,8 @@ from relax_hpc.rollout.evaluation import Evaluated, Tally
 from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.rollout.ticket_worker import TicketWorker
-from relax_hpc.training.weights.node_cache import Staged
-from relax_hpc.training.weights.relay import pays
+from relax_hpc.training.weights.node_cache import StagedFolder
+from relax_hpc.training.weights.relay import relay_pays
 from relax_hpc.training.weights.subscriber import NOTHING, Subscriber
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Replica:
         it."""
         planes = rollout.client.store.planes
         reader = f"{context.group}/{number}"
-        about = {"evaluates": True, "relays": pays(self.config)}
+        about = {"evaluates": True, "relays": relay_pays(self.config)}
         self.reader = Subscriber(
             context.run, rollout.client, reader, planes, self.config.weights, **about
         )
@@ -235,7 +235,7 @@ class Replica:
         await self.engine.release()
         await asyncio.wrap_future(training.rest(self.reader.reader, step))
 
-    async def update(self, version: Version, staged: Staged) -> None:
+    async def update(self, version: Version, staged: StagedFolder) -> None:
         """Have the engine serve the staged weights, which are released then."""
         try:
             with self.activity("engine_update", version.number):

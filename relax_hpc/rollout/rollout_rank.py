@@ -38,7 +38,7 @@ from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks import get_task
 from relax_hpc.tasks.files import open_evals, open_train
-from relax_hpc.training.models.families import routes_of
+from relax_hpc.training.models.families import route_shape_of_model
 
 FOR_JUDGE = "waiting for the servers of role genrm"
 WAITS = (FOR_TURN, FOR_JUDGE)
@@ -87,7 +87,7 @@ class Rollout:
         self.player = player_of(config, self.tokenizer, self.media, self.note_fault, self.note)
         """Player of episodes of several turns; None: an episode is one response, or the task plays
         it."""
-        routes = routes_of(context.model, config.model)
+        routes = route_shape_of_model(context.model, config.model)
         self.judging = Judge(
             config,
             self.tokenizer,

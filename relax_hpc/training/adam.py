@@ -19,7 +19,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class UpdatePiece:
     """Elements of one parameter that are updated together; every tensor is [elements]."""
 
     group: dict[str, Any]
@@ -32,12 +32,12 @@ class Piece:
     """Copy of the parameter in the model, of another type, if it is to be written too."""
 
 
-Update = Callable[[Piece, Sequence[Tensor]], None]
+Update = Callable[[UpdatePiece, Sequence[Tensor]], None]
 """Function that makes a step of a piece, whose states are given apart: they may be copies at
 another place."""
 
 
-def update_plainly(piece: Piece, states: Sequence[Tensor]) -> None:
+def update_with_torch(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
     """One step in float32 by torch's AdamW; moments of lower precision are rounded
     stochastically."""
     *moments, parameter = states
@@ -104,7 +104,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
         for piece in self.pieces():
             self.update(piece, piece.states)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[UpdatePiece]:
         """Pieces of all parameters; each parameter counts its step after its last piece."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,7 +112,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 gradient, copies = self.beside(parameter)
                 flat = (gradient, *(state[name] for name in MOMENTS), parameter, *copies)
                 for part in zip(*(one.view(-1).split(PIECE) for one in flat), strict=True):
-                    yield Piece(group, state["step"], part[0], part[1:4], *part[4:])
+                    yield UpdatePiece(group, state["step"], part[0], part[1:4], *part[4:])
                 state["step"] += 1
 
     def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

@@ -32,7 +32,7 @@ _SLACK_S = 30.0
 """Seconds for an answer that depends on nobody else."""
 
 
-def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
+def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
     """The store of a group's ranks; None for one alone. Waits in it take at most ``timeout_s``."""
     if world.size == 1:
         return None
@@ -47,11 +47,13 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
         serve(world.listening, token)
-    return MeetingStore(Remote((first["address"], first["port"]), token, timeout_s), timeout_s)
+    return AuthenticatedStore(
+        RemoteTable((first["address"], first["port"]), token, timeout_s), timeout_s
+    )
 
 
-class Table:
-    """Table of values by key. A rank that asks for one that is not there waits."""
+class StoreTable:
+    """StoreTable of values by key. A rank that asks for one that is not there waits."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -95,7 +97,7 @@ class Table:
         return len(self.values)
 
 
-_OPERATIONS = frozenset(name for name in vars(Table) if not name.startswith("_"))
+_OPERATIONS = frozenset(name for name in vars(StoreTable) if not name.startswith("_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,14 @@ class _Asked:
         return self.arguments[0] if self.name == "wait" else ()
 
 
-class Host:
+class StoreHost:
     """Rank 0's part: a thread and a table for all ranks, itself included, however many they are.
 
     Who has waited for too long hangs up, and is forgotten when what it waited for comes.
     """
 
     def __init__(self, listener: Listener) -> None:
-        self.table = Table()
+        self.table = StoreTable()
         self._listener = listener
         self._waiting: dict[str, list[_Asked]] = {}
         """Requests that wait, by one key that each lacks."""
@@ -160,10 +162,10 @@ def serve(listening: socket.socket, token: bytes) -> None:
     """A table that whoever holds ``token`` may use by ``listening``, for as long as this process
     lives."""
     listener = Listener(listening, token, _purpose(listening.getsockname()), ACCEPT_SHARE)
-    threading.Thread(target=Host(listener).serve, name="meeting", daemon=True).start()
+    threading.Thread(target=StoreHost(listener).serve, name="meeting", daemon=True).start()
 
 
-class Remote:
+class RemoteTable:
     """A table in rank 0. Each request has a connection to itself, as some wait for others."""
 
     def __init__(
@@ -254,14 +256,14 @@ def _next_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
         connection.receive()
 
 
-class MeetingStore(dist.Store):
+class AuthenticatedStore(dist.Store):
     """torch's view of a table. torch calls it from its own threads, by the names of its C++ class
     too."""
 
-    def __init__(self, table: Remote, timeout_s: float) -> None:
+    def __init__(self, table: RemoteTable, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
-        self._clones: list[MeetingStore] = []
+        self._clones: list[AuthenticatedStore] = []
         """Clones of this store: torch keeps their C++ halves alone, which are of no use once these
         are gone."""
 
@@ -304,8 +306,8 @@ class MeetingStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> MeetingStore:
-        self._clones.append(MeetingStore(self._table, self._timeout_s))
+    def clone(self) -> AuthenticatedStore:
+        self._clones.append(AuthenticatedStore(self._table, self._timeout_s))
         return self._clones[-1]
 
     def set_timeout(self, timeout: timedelta) -> None:

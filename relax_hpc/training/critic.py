@@ -15,7 +15,7 @@ from relax_hpc.algorithms import Algorithm
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import Batch
-from relax_hpc.training.models.pieces import Entry
+from relax_hpc.training.models.pieces import FusedParameter
 from relax_hpc.training.trainer import Trainer
 
 
@@ -54,7 +54,7 @@ class CriticModel(PolicyModel):
             module.output_layer = ValueHead(self.spec.hidden, self.dtype, self.device)
         return module
 
-    def _mapped(self, entries: list[Entry]) -> list[Entry]:
+    def _mapped(self, entries: list[FusedParameter]) -> list[FusedParameter]:
         return [entry for entry in entries if not entry.name.startswith("output_layer.")]
 
     def token_values(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -69,7 +69,7 @@ class CriticModel(PolicyModel):
                 hidden, tensor_parallel_output_grad=False, group=self._tensor_group
             )
         values = self.module.output_layer(hidden.flatten(0, 1).index_select(0, batch.scored.states))
-        return self._whole(batch.scored.placed(values, batch.mask.shape))
+        return self._whole(batch.scored.scatter(values, batch.mask.shape))
 
     def forward_values(self, micro_batches: Sequence[Batch]) -> list[np.ndarray] | None:
         """Values before each row's scored tokens, in order, [its length] float32, on the replica's

@@ -13,17 +13,17 @@ from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.trainer import Trainer
 
 
-class StateAway:
+class DeviceOffload:
     """Weights, main parameters and moments of one rank go to pinned host memory, at the speed of
     the link, and come back bit for bit; gradients, which are zero between steps, give their memory
     back and come back as zeros.
 
-    >>> away = StateAway(trainer)
-    >>> away.leave()
-    >>> away.come_back()
+    >>> away = DeviceOffload(trainer)
+    >>> away.offload()
+    >>> away.restore()
 
     Every tensor stays the object that it is; its memory alone goes. Nobody may use one before
-    `come_back`.
+    `restore`.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,7 +50,7 @@ class StateAway:
             raise ConfigError(
                 f"{error}; the actor's state goes there while engines generate"
             ) from error
-        self.is_away = False
+        self.is_offloaded = False
 
     def _memory(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
         """Storages of ``tensors`` on the device by address; several tensors may share one."""
@@ -65,14 +65,14 @@ class StateAway:
         return sum(self._sizes) + sum(self._gradient_sizes)
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Give the device's memory back; between steps."""
-        if self.is_away:
+        if self.is_offloaded:
             return
         for one, room in zip(self._kept, self._rooms, strict=True):
             room.copy_(_whole(one), non_blocking=True)
         self._arrived()
-        self.is_away = True
+        self.is_offloaded = True
         for one in (*self._kept, *self._gradients):
             one.resize_(0)
         if self.device.type == "cuda":
@@ -80,10 +80,10 @@ class StateAway:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def come_back(self) -> None:
+    def restore(self) -> None:
         """Take the device's memory again. RelaxError: the device has no room, as its engines have
         not made any."""
-        if not self.is_away:
+        if not self.is_offloaded:
             return
         try:
             for one, size in zip(self._kept, self._sizes, strict=True):
@@ -100,7 +100,7 @@ class StateAway:
         for one in self._gradients:
             _whole(one).zero_()
         self._arrived()
-        self.is_away = False
+        self.is_offloaded = False
 
     def _arrived(self) -> None:
         if self.device.type == "cuda":

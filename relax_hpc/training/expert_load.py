@@ -1,4 +1,4 @@
-"""Load of the experts in a step: how evenly tokens chose them, and the loss that keeps that
+"""LoadMetrics of the experts in a step: how evenly tokens chose them, and the loss that keeps that
 even."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from relax_hpc.training.model import PolicyModel
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Load of the experts in a step, over all ranks; empty for a model without experts."""
+class LoadMetrics:
+    """LoadMetrics of the experts in a step, over all ranks; empty for a model without experts."""
 
     sums: dict[str, float] = field(default_factory=dict)
     """Sum `loss/balance`, as the loss's own metrics."""
@@ -40,10 +40,10 @@ class ExpertLoad:
         for router in self._routers:
             router.coefficient, router.by_token = coefficient, by_token
 
-    def take(self) -> Load:
+    def take(self) -> LoadMetrics:
         """Take the load since the last time, which begins anew. Collective over all ranks."""
         if not self._spec.experts:
-            return Load()
+            return LoadMetrics()
         table = torch.zeros(
             self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device
         )
@@ -54,7 +54,7 @@ class ExpertLoad:
         dist.all_reduce(table)
         found = table.cpu()
         sums = {"loss/balance": float(found[:, -1].sum())} if self._coefficient else {}
-        return Load(sums, _evenness(found[:, :-1]))
+        return LoadMetrics(sums, _evenness(found[:, :-1]))
 
     def forget(self) -> None:
         """Forget the load since it was last taken, in this rank."""

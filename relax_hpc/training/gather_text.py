@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 
-def gathered_texts(mine: str, device: torch.device) -> list[str]:
+def gather_texts(mine: str, device: torch.device) -> list[str]:
     """The text of each rank. Collective over all ranks; as bytes, since objects would be
     pickled."""
     text = torch.tensor(list(mine.encode()), dtype=torch.uint8, device=device)

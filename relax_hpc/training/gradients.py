@@ -39,7 +39,7 @@ def _squares(part: Any, device: torch.device) -> torch.Tensor:
     return square
 
 
-def equal_over_tensor_ranks(module: Any) -> None:
+def average_repeated_gradients(module: Any) -> None:
     """Make the gradients of `repeated` parameters, of which each tensor-parallel rank works out
     all, their mean: what a kernel adds in an order of its own would let the ranks' weights drift
     apart.

@@ -54,7 +54,7 @@ class Upstream:
     d_entropies: Tensor | None
     """Gradient of the loss by each entropy; None: the loss has none."""
 
-    def of(self, part: slice) -> Upstream:
+    def chunk(self, part: slice) -> Upstream:
         """Values of a chunk, the tokens ``part``."""
         d_entropies = None if self.d_entropies is None else self.d_entropies[part]
         return Upstream(
@@ -263,7 +263,7 @@ class _OutputLogprobs(torch.autograd.Function):
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
         for part in _chunks(len(states), ctx.rows):
             chunk = Chunk(_logits(states[part], rows, ctx.banned), local[part], ctx.temperature)
-            slope = ctx.kernels.slopes(chunk, given.of(part))
+            slope = ctx.kernels.slopes(chunk, given.chunk(part))
             torch.mm(slope, rows, out=d_states[part])
             if total is not None:
                 _add_product(total[: ctx.rows], slope.t(), states[part])

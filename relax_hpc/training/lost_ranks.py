@@ -17,7 +17,7 @@ class LostRankError(RelaxError):
     """A rank of this group is gone, or more than a collective's deadline behind."""
 
 
-def names_lost_ranks(collective: Callable[P, R]) -> Callable[P, R]:
+def with_lost_rank_errors(collective: Callable[P, R]) -> Callable[P, R]:
     """A function that does as ``collective``, with LostRankError for what torch's backends
     raise."""
 

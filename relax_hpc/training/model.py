@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_hpc.base.fields import ROUTES
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.training import parallel as ranks
-from relax_hpc.training.gather_text import gathered_texts
+from relax_hpc.training.gather_text import gather_texts
 from relax_hpc.training.logprobs import (
     PLAIN,
     ChunkKernels,
@@ -26,27 +26,31 @@ from relax_hpc.training.logprobs import (
     scored_states,
     token_logprobs,
 )
-from relax_hpc.training.lost_ranks import names_lost_ranks
+from relax_hpc.training.lost_ranks import with_lost_rank_errors
 from relax_hpc.training.models.batches import Batch
-from relax_hpc.training.models.families import spec_of
-from relax_hpc.training.models.hf_files import SafetensorFiles, passengers_of, write_directory
+from relax_hpc.training.models.families import spec_from_config
+from relax_hpc.training.models.hf_files import (
+    SafetensorFiles,
+    load_untrained_tensors,
+    write_directory,
+)
 from relax_hpc.training.models.hf_mapping import (
     all_pieces,
     check_names,
-    cut,
-    of_experts,
+    cut_slice,
+    select_experts,
     split_views,
     stage_entries,
     unique_pieces,
 )
 from relax_hpc.training.models.packs import PackSplit
-from relax_hpc.training.models.pieces import Entry, Piece
+from relax_hpc.training.models.pieces import FusedParameter, Piece
 from relax_hpc.training.models.replay import Routes
 from relax_hpc.training.models.stages import stage_layers
-from relax_hpc.training.models.stored_pieces import as_published, by_piece
+from relax_hpc.training.models.stored_pieces import as_published, split_into_pieces
 from relax_hpc.training.models.towers.encoder_input import MediaPass
-from relax_hpc.training.weights.ring import Slice
-from relax_hpc.training.weights.tensors import Tensor as WholeTensor
+from relax_hpc.training.weights.ring import WeightSlice
+from relax_hpc.training.weights.tensors import TensorInfo
 from relax_hpc.training.weights.transfers import Transfers
 
 PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -77,7 +81,7 @@ class PolicyModel:
         from relax_hpc.training.models.kernels import prepare, transformer_settings
 
         self.hf_config = hf_config
-        self.spec = spec_of(hf_config, model.ignore_keys)
+        self.spec = spec_from_config(hf_config, model.ignore_keys)
         megatron.check_split(self.spec, parallel)
         if training and self.spec.towers:
             # A critic may be of another family than the policy.
@@ -94,7 +98,7 @@ class PolicyModel:
         self.compared_s = 0.0
         """Seconds that it took to compare a slice of the model with one of plain layers."""
         if self.kernels != "plain":
-            of = parity.Slice.of(self.spec, model, parallel, further)
+            of = parity.LayerSlice.from_spec(self.spec, model, parallel, further)
             self.compared_s = parity.check(of, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
         first, last = self.layout.first_stage, self.layout.last_stage
@@ -109,7 +113,9 @@ class PolicyModel:
         entries = stage_entries(
             self.spec, layers, first, last, "te" if self.kernels == "te" else "local"
         )
-        self._entries = self._mapped(of_experts(entries, self.layout.experts_of(self.spec.experts)))
+        self._entries = self._mapped(
+            select_experts(entries, self.layout.local_experts(self.spec.experts))
+        )
         self._replays = model.routing_replay == "on"
         self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
         """Whether rows come with routes."""
@@ -126,7 +132,7 @@ class PolicyModel:
         """Build this rank's pipeline stage, with random weights."""
         return self.spec.build(self.config, str(self.device), first, last, self.kernels)
 
-    def _mapped(self, entries: list[Entry]) -> list[Entry]:
+    def _mapped(self, entries: list[FusedParameter]) -> list[FusedParameter]:
         """Entries, out of ``entries``, that this model has."""
         return entries
 
@@ -147,7 +153,7 @@ class PolicyModel:
     def _load(
         self, source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str
     ) -> None:
-        source, shapes = by_piece(self.spec, source, shapes)
+        source, shapes = split_into_pieces(self.spec, source, shapes)
         check_names(self.spec, shapes, name)
         self._transfers.copy(self._live_pairs(source))
 
@@ -160,19 +166,19 @@ class PolicyModel:
                 if not view.numel():
                     continue
                 held = self._holding(entry)
-                mine = cut(piece, source[piece.name], held.tensor_size, held.tensor_rank)
+                mine = cut_slice(piece, source[piece.name], held.tensor_size, held.tensor_rank)
                 yield mine.reshape(view.shape), view
                 if padding := self._padding(entry, piece):
                     self._parameters[entry.name].detach()[-padding:].zero_()
 
-    def tensors(self) -> dict[str, WholeTensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the whole model by Hugging Face name, as it is published."""
         return {
-            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape)
+            name: TensorInfo(PUBLISHED_TYPES[self.dtype], piece.shape)
             for name, piece in all_pieces(self.spec).items()
         }
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[WeightSlice]:
         """Slices that this rank publishes: the ranks' slices together are the whole model, each
         element once.
 
@@ -185,16 +191,16 @@ class PolicyModel:
             start, stop = self._bounds(entry, piece)
             if mine and start < stop and (piece.axis is not None or held.tensor_rank == 0):
                 found.append(
-                    Slice(
+                    WeightSlice(
                         piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)
                     )
                 )
         return found
 
-    def _holding(self, entry: Entry) -> ranks.Holding:
+    def _holding(self, entry: FusedParameter) -> ranks.Holding:
         return self.layout.dense if entry.expert is None else self.layout.experts
 
-    def _bounds(self, entry: Entry, piece: Piece) -> tuple[int, int]:
+    def _bounds(self, entry: FusedParameter, piece: Piece) -> tuple[int, int]:
         """Bounds (start, stop) of this rank's slice along the piece's axis, or the first axis where
         nothing is split."""
         held = self._holding(entry)
@@ -204,14 +210,14 @@ class PolicyModel:
             else (0, piece.shape[0])
         )
 
-    def _padding(self, entry: Entry, piece: Piece) -> int:
+    def _padding(self, entry: FusedParameter, piece: Piece) -> int:
         """Rows of zeros at the end of a parameter whose vocabulary does not fill its ranks."""
         if piece.axis != 0 or entry.fuse != "none":
             return 0
         start, stop, length = piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)
         return length - (stop - start)
 
-    def _view(self, entry: Entry, piece: Piece) -> Tensor:
+    def _view(self, entry: FusedParameter, piece: Piece) -> Tensor:
         parameter, held = self._parameters[entry.name].detach(), self._holding(entry)
         views = split_views(entry, parameter, self.spec, held.tensor_size, held.tensor_rank)
         view = views[entry.pieces.index(piece)]
@@ -230,7 +236,7 @@ class PolicyModel:
         """
         mine = self.slices()
         about = json.dumps([(one.name, one.axis, one.start, one.stop) for one in mine])
-        parts = [json.loads(text) for text in gathered_texts(about, self.device)]
+        parts = [json.loads(text) for text in gather_texts(about, self.device)]
         if dist.get_rank() != 0:
             for one in mine:
                 dist.send(one.view().contiguous(), 0)
@@ -261,7 +267,7 @@ class PolicyModel:
         """
         tensors = self.export_hf()
         if tensors is not None:
-            passengers = passengers_of(source, self.spec) if source else {}
+            passengers = load_untrained_tensors(source, self.spec) if source else {}
             write_directory(
                 directory, self.hf_config, as_published(self.spec, tensors) | passengers, source
             )
@@ -322,8 +328,8 @@ class PolicyModel:
             self._chunk_kernels,
             self.spec.placeholders,
         )
-        whole = self._whole(scored.placed(values, shape))
-        return whole, None if entropies is None else self._whole(scored.placed(entropies, shape))
+        whole = self._whole(scored.scatter(values, shape))
+        return whole, None if entropies is None else self._whole(scored.scatter(entropies, shape))
 
     @property
     def entropy_is_free(self) -> bool:
@@ -344,7 +350,7 @@ class PolicyModel:
         ids, logprobs = likeliest(*layer, below, count, temperature, group, *others)
         # As numbers they are exact up to 2^24, which no vocabulary has.
         return self._whole(
-            scored.placed(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape)
+            scored.scatter(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape)
         )
 
     def _whole(self, values: Tensor) -> Tensor:
@@ -402,7 +408,7 @@ class PolicyModel:
 
         return self.rows_of(micro_batches, self.batch_scores(micro_batches, score))
 
-    @names_lost_ranks
+    @with_lost_rank_errors
     @torch.no_grad()
     def batch_logprobs(
         self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True

@@ -18,7 +18,7 @@ from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 
 @contextmanager
-def without_gradients(module: Any) -> Iterator[None]:
+def freed_gradient_memory(module: Any) -> Iterator[None]:
     """Free the memory of the gradients of `module`, a megatron-core DistributedDataParallel, inside
     of the block; they are zero after it."""
     storages = [buffer.grad_data.untyped_storage() for buffer in gradient_buffers(module)]
@@ -31,8 +31,8 @@ def without_gradients(module: Any) -> Iterator[None]:
     module.zero_grad_buffer()
 
 
-def main_parameters_away(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
-    """Main parameters -> copies in host memory. Until `offload` one element of each stands for it
+def offload_main_parameters(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
+    """Main parameters -> copies in host memory. Until `offload_optimizer` one element of each stands for it
     on the GPU: torch lets no gradient be where the parameter is not. ConfigError: the node has too
     little memory."""
     mains = [main for part in parts for main in _main_parameters(part)]
@@ -43,7 +43,9 @@ def main_parameters_away(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
     return dict(zip(mains, rooms, strict=True))
 
 
-def offload(part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, update: Update) -> None:
+def offload_optimizer(
+    part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, update: Update
+) -> None:
     """Have ``part``, one of megatron-core's optimizers, go on from ``mains`` and from moments of
     ``dtype`` in host memory. ConfigError: the node has too little."""
     # Views of its buffers, which are as good in every step.
@@ -86,5 +88,5 @@ def _on_host(
         return host_like(like, pinned, what, dtype)
     except OSError as error:
         raise ConfigError(
-            f"actor.optimizer.offload: {error}; set it false, or take more nodes"
+            f"actor.optimizer.offload_optimizer: {error}; set it false, or take more nodes"
         ) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.training import adam
-from relax_hpc.training.adam import MOMENTS, Piece, PiecewiseAdamW, Update
+from relax_hpc.training.adam import MOMENTS, PiecewiseAdamW, Update, UpdatePiece
 
 
 class OffloadedAdamW(PiecewiseAdamW):
@@ -73,7 +73,7 @@ class OffloadedAdamW(PiecewiseAdamW):
             emptied[number % 2].record(leaving)
         leaving.synchronize()
 
-    def _room(self, piece: Piece) -> list[Tensor]:
+    def _room(self, piece: UpdatePiece) -> list[Tensor]:
         """Memory on the GPU for the states of a piece."""
         kinds = [one.dtype for one in piece.states[: len(MOMENTS) + bool(self._copies)]]
         return [torch.empty(adam.PIECE, dtype=kind, device=piece.gradient.device) for kind in kinds]

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.training.adam import MOMENTS, PiecewiseAdamW, Update, update_plainly
-from relax_hpc.training.offload import main_parameters_away, offload, without_gradients
+from relax_hpc.training.adam import MOMENTS, PiecewiseAdamW, Update, update_with_torch
+from relax_hpc.training.offload import (
+    freed_gradient_memory,
+    offload_main_parameters,
+    offload_optimizer,
+)
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,12 +67,12 @@ def build_optimizer(
     mains: Mapping[Tensor, Tensor] = {}
     # Main parameters are made on the GPU, and leave it at once: in the place of the gradients there
     # is room.
-    with without_gradients(module) if config.offload else nullcontext():
+    with freed_gradient_memory(module) if config.offload else nullcontext():
         optimizer = get_megatron_optimizer(
             settings, [module], config_overrides=get_standard_config_overrides(settings)
         )
         if config.offload:
-            mains = main_parameters_away(optimizer.chained_optimizers)
+            mains = offload_main_parameters(optimizer.chained_optimizers)
     for part in optimizer.chained_optimizers:
         _take_own_adam(part, mains, config, fused)
     fill_adam_state(optimizer)
@@ -86,9 +90,9 @@ def _take_own_adam(
     """Give ``part``, one of megatron-core's optimizers, an Adam of ours where torch's has not what
     is asked for."""
     dtype = TYPES[config.states]
-    update = _rounding_kernel() if fused and dtype is torch.bfloat16 else update_plainly
+    update = _rounding_kernel() if fused and dtype is torch.bfloat16 else update_with_torch
     if config.offload:
-        offload(part, mains, dtype, update)
+        offload_optimizer(part, mains, dtype, update)
     elif dtype is torch.bfloat16:
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         moments = {one: [torch.zeros_like(one, dtype=dtype) for _ in MOMENTS] for one in parameters}

@@ -68,7 +68,7 @@ class RankLayout:
             1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size
         )
 
-    def experts_of(self, count: int) -> range:
+    def local_experts(self, count: int) -> range:
         """Experts, out of the ``count`` of a layer, that this rank has."""
         each = count // self.expert_size
         first = self._stage_rank % self.expert_size * each
@@ -166,7 +166,7 @@ def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
 def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
-    single_process.keep_groups_alike()
+    single_process.use_one_backend()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,

@@ -22,7 +22,7 @@ from relax_hpc.training import parallel as ranks
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
 from relax_hpc.training.models import megatron
 from relax_hpc.training.models.batches import PAD, Batch, collate
-from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
+from relax_hpc.training.models.hf_mapping import select_experts, stage_entries
 from relax_hpc.training.models.kernels import interprets, transformer_settings
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.spec import ModelSpec
@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class LayerSlice:
     """One layer of a model between its embedding and its output layer, as the ranks of a stage
     share it."""
 
@@ -53,13 +53,13 @@ class Slice:
     """Settings of megatron-core's transformer configuration, whatever the kernels are."""
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: ModelSpec,
         model: ModelConfig,
         parallel: ParallelConfig,
         further: Mapping[str, Any],
-    ) -> Slice:
+    ) -> LayerSlice:
         """Build the slice of the model that these describe, the same in each of its pipeline
         stages."""
         cut = replace(spec, layers=1, towers=(), vocab=min(spec.vocab, COLUMNS * parallel.tensor))
@@ -79,9 +79,9 @@ class Slice:
 
     def names(self, kernels: Kernels) -> dict[str, str]:
         """Names of the parameters in layers of ``kernels``, by their names in plain layers."""
-        mine = ranks.layout().experts_of(self.spec.experts)
+        mine = ranks.layout().local_experts(self.spec.experts)
         plain, theirs = (
-            of_experts(stage_entries(self.spec, range(1), True, True, modules), mine)
+            select_experts(stage_entries(self.spec, range(1), True, True, modules), mine)
             for modules in ("local", "te" if kernels == "te" else "local")
         )
         return {one.name: other.name for one, other in zip(plain, theirs, strict=True)}
@@ -102,7 +102,7 @@ class Distance:
         return self.kernels / (self.plain + _FLOOR)
 
 
-def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
+def check(of: LayerSlice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
     """Compare, and return the seconds that it took. ConfigError: a slice of ``kernels`` is further
     from float32 than one of plain layers is, in its log-probabilities or in its gradients.
     Collective over the ranks of a stage."""
@@ -126,7 +126,7 @@ def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
     return time.monotonic() - started
 
 
-def distances(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> dict[str, Distance]:
+def distances(of: LayerSlice, kernels: Kernels, chunk_kernels: ChunkKernels) -> dict[str, Distance]:
     """Distances by kind of value: log-probabilities with entropies, and the gradient of each kind
     of parameter."""
     devices = [torch.cuda.current_device()] if of.model.device == "cuda" else []
@@ -150,7 +150,7 @@ def _release(kernels: Kernels) -> str:
 
 
 @torch.no_grad()
-def _exact(of: Slice) -> HiddenStateModel:
+def _exact(of: LayerSlice) -> HiddenStateModel:
     """Build the slice in float32, with weights that the run's type can hold."""
     module = of.build("plain", "float32")
     for value in module.parameters():
@@ -161,7 +161,7 @@ def _exact(of: Slice) -> HiddenStateModel:
 
 
 def _as(
-    of: Slice,
+    of: LayerSlice,
     weights: Mapping[str, Tensor],
     batch: Batch,
     kernels: Kernels,
@@ -177,7 +177,7 @@ def _as(
     return _learnt(of, module, batch, chunk_kernels)
 
 
-def _batch(of: Slice) -> Batch:
+def _batch(of: LayerSlice) -> Batch:
     generator = np.random.default_rng(0)
     rows = [{"token_ids": generator.integers(0, of.spec.vocab, length)} for length in LENGTHS]
     sequence = of.parallel.tensor if of.parallel.sequence_parallel else 1
@@ -186,7 +186,7 @@ def _batch(of: Slice) -> Batch:
     )
 
 
-def _learnt(of: Slice, module: Any, batch: Batch, kernels: ChunkKernels) -> dict[str, Tensor]:
+def _learnt(of: LayerSlice, module: Any, batch: Batch, kernels: ChunkKernels) -> dict[str, Tensor]:
     """Log-probabilities and entropies of the batch, and gradients of a smooth loss of them by the
     parameters' names."""
     scored, group = batch.scored, module.pg_collection.tp

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from relax_hpc.training.gradients import equal_over_tensor_ranks
+from relax_hpc.training.gradients import average_repeated_gradients
 
 
 class Reduction:
@@ -29,7 +29,7 @@ class Reduction:
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.module])
-        equal_over_tensor_ranks(self.module)
+        average_repeated_gradients(self.module)
 
     def drop(self) -> None:
         """Forget the step. Collective over all ranks."""
@@ -108,7 +108,7 @@ class OverlappedReduction(Reduction):
         self._ready: set[int] = set()
 
 
-def reduction_of(module: Any) -> Reduction:
+def make_reduction(module: Any) -> Reduction:
     """Make the reduction of ``module`` that its configuration says."""
     return (
         OverlappedReduction(module) if module.ddp_config.overlap_grad_reduce else Reduction(module)

@@ -1,4 +1,4 @@
-"""Agreement of the routes that rows came with and those that the trainer would have taken, by
+"""RouteAgreement of the routes that rows came with and those that the trainer would have taken, by
 stretches of each row.
 
 Lengths do not show that routes are shifted by a token or are another row's; that the routers choose
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from relax_hpc.training.models.batches import Batch
-from relax_hpc.training.models.packs import PackSplit, Places
+from relax_hpc.training.models.packs import PackLayout, PackSplit
 
 STRETCH = 16
 """Tokens of a stretch, at least, if a row has so many: what concerns twice as many has one for
 itself."""
 
 
-class Agreement:
+class RouteAgreement:
     """Counts of equal routes of all rows of a window, as far as this rank has computed them; ranks'
     tables add up."""
 
@@ -37,8 +37,8 @@ class Agreement:
         this rank has of its pack the routers saw ``mine``."""
         if not batch.lengths or not batch.routes or not batch.routes.equal:
             return
-        places = Places.of(batch.lengths, split)
-        here = places.of_rank(split.rank)[mine]
+        places = PackLayout.from_lengths(batch.lengths, split)
+        here = places.rank_indices(split.rank)[mine]
         known = batch.routes.known.cpu().numpy()
         lines = np.repeat(np.arange(len(places.widths)), places.widths)[here][known]
         positions, numbers = places.positions()[here][known], np.array(rows)[lines]

@@ -18,15 +18,15 @@ from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.config.schema import OptimizerConfig, TrainerConfig
 from relax_hpc.training.expert_load import ExpertLoad
-from relax_hpc.training.gather_text import gathered_texts
+from relax_hpc.training.gather_text import gather_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
-from relax_hpc.training.lost_ranks import names_lost_ranks
+from relax_hpc.training.lost_ranks import with_lost_rank_errors
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models import megatron_settings
 from relax_hpc.training.models.batches import Batch
 from relax_hpc.training.optimizer import build_optimizer, set_rates
 from relax_hpc.training.ratio_tail import RatioTail
-from relax_hpc.training.reduction import reduction_of
+from relax_hpc.training.reduction import make_reduction
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -64,7 +64,7 @@ class Trainer:
             **gradients,
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
-        self._reduction = reduction_of(self.module)
+        self._reduction = make_reduction(self.module)
         self.optimizer = build_optimizer(
             optimizer, self.module, model.dtype, model.kernels == "fused"
         )
@@ -79,15 +79,15 @@ class Trainer:
         self._zero()
 
     @classmethod
-    def of(
+    def from_settings(
         cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float
     ) -> Self:
         """Make the trainer that ``settings``, the role's section of a run's configuration, ask
         for."""
-        gradients = megatron_settings.of_owner(settings, "gradients")
+        gradients = megatron_settings.owner_settings(settings, "gradients")
         return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
-    @names_lost_ranks
+    @with_lost_rank_errors
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the
         gradient of the step.
@@ -139,7 +139,7 @@ class Trainer:
         self._ratios.add(given)
         return self.algorithm.loss(given)
 
-    @names_lost_ranks
+    @with_lost_rank_errors
     def step(self, lr: float) -> dict[str, float]:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for
         the next step after.
@@ -189,7 +189,7 @@ class Trainer:
         out."""
         totals, all_known = self._reduced()
         if not all_known:
-            seen = gathered_texts("\n".join(self._sums), self.model.device)
+            seen = gather_texts("\n".join(self._sums), self.model.device)
             self._names = sorted(
                 set(self._names).union(*(text.split("\n") for text in seen if text))
             )

@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from relax_hpc.training.adam import Piece
+from relax_hpc.training.adam import UpdatePiece
 from relax_hpc.training.rounding import MIXERS, step_salt
 
 _BLOCK = 2048
 (_SHIFT, _FACTOR), (_SHIFT_2, _FACTOR_2) = (tuple(map(tl.constexpr, mixer)) for mixer in MIXERS)
 
 
-def update(piece: Piece, states: Sequence[Tensor]) -> None:
-    """An `Update` with moments in bfloat16: the step of `training.adam.update_plainly`, by one
+def update(piece: UpdatePiece, states: Sequence[Tensor]) -> None:
+    """An `Update` with moments in bfloat16: the step of `training.adam.update_with_torch`, by one
     kernel."""
     average, square, parameter = states
     group, step = piece.group, 1 + int(piece.step)

@@ -80,13 +80,13 @@ class _Shown:
     def __init__(self, rules: MediaRules | None, media: Mapping[str, Medium]) -> None:
         self._rules, self._media = rules, media
 
-    def of(self, rows: Sequence[Row]) -> RowMedia | None:
+    def select(self, rows: Sequence[Row]) -> RowMedia | None:
         """Media that ``rows`` name, as towers take them; None: they name none."""
         from relax_hpc.training.models.towers.media import RowMedia
 
         names = media_ids(rows)
         return (
-            RowMedia.of({name: self._media[name] for name in names}, self._rules.rules)
+            RowMedia.from_media({name: self._media[name] for name in names}, self._rules.rules)
             if names
             else None
         )
@@ -115,7 +115,7 @@ def _train(
     for batch in _draw(rows, settings.batch_size, steps, config.seed):
         parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
         trainer.accumulate(
-            [collate(part, pad, model.device, media=shown.of(part)) for part in parts]
+            [collate(part, pad, model.device, media=shown.select(part)) for part in parts]
         )
         loss = trainer.step(settings.lr)["loss/policy"]
     model.save_hf(target, source)

@@ -19,7 +19,7 @@ from relax_hpc.ops.plan.plan import plan
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.tiny_model import qwen3_config
 from tests.requirements import requires
 from tests.rollout.test_episodes import groups, whole_and_cut
@@ -245,7 +245,7 @@ def test_a_critic_has_the_memory_of_an_actor_that_publishes_nothing() -> None:
     config = load([], {"algorithm.name": "ppo", "model.device": "cuda", "critic.parallel.data": 2})
     found = {
         one.role: one
-        for place in plan(config, spec_of(qwen3_config(config.model.tiny)))
+        for place in plan(config, spec_from_config(qwen3_config(config.model.tiny)))
         for one in place.footprints
     }
     assert found["critic"].resident == found["actor"].resident and found["critic"].gpus == 2

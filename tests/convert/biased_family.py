@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from relax_hpc.training.models.pieces import Entry
+from relax_hpc.training.models.pieces import FusedParameter
 from relax_hpc.training.models.spec import ModelSpec
 from tests.helpers.convert_helpers import DENSE
 
@@ -24,7 +24,7 @@ class Qwen2(ModelSpec):
 
     def attention_entries(
         self, ours: str, theirs: str, norms: Mapping[str, str]
-    ) -> Iterator[Entry]:
+    ) -> Iterator[FusedParameter]:
         for entry in super().attention_entries(ours, theirs, norms):
             yield entry
             if entry.fuse == "qkv":

@@ -20,7 +20,7 @@ from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.checkpoint.strategy import StateWriter
 from relax_hpc.training.models.batches import collate
-from relax_hpc.training.models.families import FAMILIES, spec_of
+from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.qwen3 import Qwen3
 from relax_hpc.training.models.spec import ModelSpec
@@ -69,7 +69,7 @@ def check(folder: Path, name: str, split: str) -> None:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-    spec = spec_of(read_config(folder / name))
+    spec = spec_from_config(read_config(folder / name))
     config = transformer_config(spec, ModelConfig(), layout)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     module = spec.build(config, "cpu", first, last).eval()

@@ -20,7 +20,7 @@ from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.families import FAMILIES, spec_of
+from relax_hpc.training.models.families import FAMILIES, spec_from_config
 from relax_hpc.training.models.hf_files import SafetensorFiles, read_config
 from tests.convert.biased_family import BIASED, Qwen2
 from tests.convert.convert_rank import CASES
@@ -194,7 +194,7 @@ def test_a_difference_is_found(tmp_path: Path):
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] += 1e-3
     model(other, DENSE)
     save_file(tensors, other / "model.safetensors")
-    spec = spec_of(DENSE)
+    spec = spec_from_config(DENSE)
     with pytest.raises(
         ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"
     ):

@@ -26,7 +26,7 @@ from relax_hpc.data.rows import BadLine
 from relax_hpc.data.template_files import find_templates
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from relax_hpc.ops.checks.model_files import find_model
-from relax_hpc.training.models.families import problems, spec_of
+from relax_hpc.training.models.families import config_problems, spec_from_config
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.models.tiny_tokenizer import write_tokenizer
 from tests.effort import effort
@@ -294,7 +294,7 @@ def test_experts_of_all_layers_are_bounded_together(model: Path) -> None:
         "num_experts": 4096,
     }
     says = "num_hidden_layers is 1000, supported is at most 131072 experts of all layers"
-    assert says in list(problems(config | {"num_hidden_layers": 1000}))
+    assert says in list(config_problems(config | {"num_hidden_layers": 1000}))
 
 
 @settings(max_examples=effort(40, 1000))
@@ -303,9 +303,9 @@ def test_a_config_of_any_values_is_a_model_or_is_refused(model: Path, key: int, 
     config = json.loads((model / "config.json").read_text())
     changed = config | {list(config)[key % len(config)]: value}
     try:
-        spec_of(changed)
+        spec_from_config(changed)
     except ConfigError:
-        assert list(problems(changed))
+        assert list(config_problems(changed))
     with pytest.raises(ConfigError):
         Rules.of(model)
 

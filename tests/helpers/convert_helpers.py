@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from relax_hpc.convert.conversion import Request, convert
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_mapping import all_pieces, stored_forms
 from relax_hpc.training.models.pieces import StoredForm
 
@@ -78,7 +78,7 @@ def model(
 ) -> Path:
     """A random model of `config` in a new `directory`, with `packed` experts, in that ``form`` of
     those that there are, or a tied embedding's `head` if asked."""
-    spec, generator = spec_of(config), torch.Generator().manual_seed(5)
+    spec, generator = spec_from_config(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:
         noise = torch.randn(size, generator=generator)

@@ -19,7 +19,7 @@ from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.models.tiny_tokenizer import EOS_ID
 from relax_hpc.training.weights.manifest import Chunk, Manifest, checksum
 from relax_hpc.training.weights.slab import MARK
-from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo, TensorPart
 from relax_hpc.training.weights.version_files import TENSORS, copy_small
 
 TOKEN = "b7d2-a-token-that-only-this-test-knows"
@@ -44,10 +44,10 @@ def make_slab(model: Path, version: Version, root: Path) -> Path:
     copy_small(model, folder)
     described, record, parts = {}, b"", []
     for name, value in load_file(model / "model.safetensors").items():
-        described[name] = Tensor(
+        described[name] = TensorInfo(
             {torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype], tuple(value.shape)
         )
-        parts.append(Part(name, 0, 0, len(value), len(record)))
+        parts.append(TensorPart(name, 0, 0, len(value), len(record)))
         record += value.view(torch.uint8).numpy().tobytes()
     with SafetensorsFile(folder / TENSORS, described) as file:
         for part in parts:

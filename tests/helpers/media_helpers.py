@@ -178,8 +178,8 @@ def medium(name: str) -> Medium:
 
 
 MEDIA = {name: medium(name) for name in (*GRIDS, *FRAMES)}
-ROW_MEDIA = RowMedia.of({name: MEDIA[name] for name in GRIDS}, RULES)
-OMNI_MEDIA = RowMedia.of(MEDIA, OMNI_RULES)
+ROW_MEDIA = RowMedia.from_media({name: MEDIA[name] for name in GRIDS}, RULES)
+OMNI_MEDIA = RowMedia.from_media(MEDIA, OMNI_RULES)
 
 
 def media_row(names: Sequence[str], seed: int, answer: int = 5, rules: Rules = RULES) -> Row:

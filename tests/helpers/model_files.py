@@ -34,7 +34,7 @@ def model_directory(path: Path, **changes: Any) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path)
-    pieces = all_pieces(FAMILIES[config["model_type"]].of(config))
+    pieces = all_pieces(FAMILIES[config["model_type"]].from_config(config))
     text = header_text(
         [(name, "BF16", piece.shape) for name, piece in pieces.items()], {"format": "pt"}
     ).encode()

@@ -75,7 +75,9 @@ def routed_policy(
 
 
 def routed_trainer(directory: Path, actor: ActorConfig, algorithm: Grpo = ALGORITHM) -> Trainer:
-    return Trainer.of(routed_policy(directory, actor=actor), algorithm, actor, temperature=0.9)
+    return Trainer.from_settings(
+        routed_policy(directory, actor=actor), algorithm, actor, temperature=0.9
+    )
 
 
 def routed_batch(samples: Sequence[Row], model: PolicyModel) -> Batch:

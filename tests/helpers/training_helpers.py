@@ -41,7 +41,7 @@ from relax_hpc.training.checkpoint import store
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.batches import WHOLE, Batch, collate, idle
+from relax_hpc.training.models.batches import WHOLE, Batch, collate, idle_batch
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.packs import PackSplit
 from relax_hpc.training.models.tiny_model import make_tiny_model
@@ -196,7 +196,7 @@ def actor_settings(**settings: Any) -> ActorConfig:
 def trainer(directory: Path, dtype: str = "float32", **settings: Any) -> Trainer:
     """`settings` of the actor, see `actor_settings`."""
     actor = actor_settings(**settings)
-    return Trainer.of(
+    return Trainer.from_settings(
         policy(directory, actor.parallel, dtype, actor), ALGORITHM, actor, temperature=0.9
     )
 
@@ -208,7 +208,7 @@ def critic(directory: Path, **settings: Any) -> CriticTrainer:
         read_config(directory), ModelConfig(device=DEVICE), section.parallel, section
     )
     model.load_hf(directory)
-    return CriticTrainer.of(model, Ppo(), section, temperature=1.0)
+    return CriticTrainer.from_settings(model, Ppo(), section, temperature=1.0)
 
 
 def valued(samples: list[Row]) -> list[Row]:
@@ -228,7 +228,7 @@ def learned_from_files(ours: Trainer) -> list[dict[str, float]]:
     ]
     for ours.algorithm in (Sft(), Dpo()):
         parts = [batch(pair, split) for pair in mine]
-        parts += [idle(samples[0], DEVICE, split)] * (-(-3 // layout.data_size) - len(parts))
+        parts += [idle_batch(samples[0], DEVICE, split)] * (-(-3 // layout.data_size) - len(parts))
         ours.accumulate(parts)
         metrics.append(ours.step(LR))
     return metrics
@@ -238,7 +238,7 @@ def distiller(directory: Path, algorithm: Algorithm | None = None, **settings: A
     """As `trainer`, of a policy that learns from a teacher's likeliest tokens; see `taught`."""
     actor = actor_settings(**settings)
     learnt = algorithm or Distill(divergence="jsd", teacher_top_k=TOP_K)
-    return Trainer.of(
+    return Trainer.from_settings(
         policy(directory, actor.parallel, actor=actor), learnt, actor, temperature=0.9
     )
 

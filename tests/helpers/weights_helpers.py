@@ -13,8 +13,8 @@ from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.training.weights.file_form import FileForm
 from relax_hpc.training.weights.publisher import Publisher
-from relax_hpc.training.weights.ring import Slice
-from relax_hpc.training.weights.tensors import Tensor
+from relax_hpc.training.weights.ring import WeightSlice
+from relax_hpc.training.weights.tensors import TensorInfo
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 WAIT_S = 120.0
@@ -35,9 +35,11 @@ class Source:
     ) -> None:
         self.tensors = dict(tensors)
         described = {
-            name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()
+            name: TensorInfo(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()
         }
-        slices = [Slice(name, 0, 0, len(one), lambda one=one: one) for name, one in tensors.items()]
+        slices = [
+            WeightSlice(name, 0, 0, len(one), lambda one=one: one) for name, one in tensors.items()
+        ]
         store, config = client.store, WeightsConfig(**settings)
         device = 0 if any(one.is_cuda for one in tensors.values()) else None
         self.publisher = Publisher(

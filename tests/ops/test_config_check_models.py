@@ -18,7 +18,7 @@ from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.ops.checks import files
 from relax_hpc.ops.checks.settings import check
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import SafetensorFiles
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from tests.helpers.model_files import model_directory
@@ -252,7 +252,7 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_
         )
         findings = weight_findings(tmp_path / "m")
         assert len(findings) == count and all("lm_head.weight" in line for line in findings)
-        spec = spec_of(json.loads((tmp_path / "m" / "config.json").read_text()))
+        spec = spec_from_config(json.loads((tmp_path / "m" / "config.json").read_text()))
         if findings and other.shape == embedding.shape:
             with pytest.raises(ConfigError) as caught:
                 HfTensors(tmp_path / "m", spec)

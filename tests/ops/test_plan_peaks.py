@@ -25,8 +25,8 @@ from relax_hpc.ops.plan import optimizer_memory, roles
 from relax_hpc.ops.plan.footprint import Footprint
 from relax_hpc.training import adam, logprobs, parallel, parity
 from relax_hpc.training.checkpoint.store import sharded_state
-from relax_hpc.training.device_offload import StateAway
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.device_offload import DeviceOffload
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.convert_helpers import MIXED, model
@@ -255,7 +255,7 @@ def run_of(
 def trainer_of(config: Config, directory: Path) -> Trainer:
     policy = PolicyModel(read_config(directory), config.model, config.actor.parallel, config.actor)
     policy.load_hf(directory)
-    return Trainer.of(policy, config.algorithm, config.actor, 1.0)
+    return Trainer.from_settings(policy, config.algorithm, config.actor, 1.0)
 
 
 def whole_rows(tokens: int) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def test_a_step_takes_what_was_worked_out(
     as_on_a_gpu(monkeypatch, settings.kernels)
     for module in (adam, optimizer_memory):
         monkeypatch.setattr(module, "PIECE", 2**16)
-    expected = roles.actor(config, spec_of(read_config(directory)), "actor", 1)
+    expected = roles.actor(config, spec_from_config(read_config(directory)), "actor", 1)
     with one_of(settings.parallel):
         trainer = trainer_of(config, directory)
         given = batch(whole_rows(ROW * settings.parallel.context), trainer.model.pack_split)
@@ -303,7 +303,7 @@ def test_a_step_takes_what_was_worked_out(
         away = (
             0
             if settings.optimizer.offload
-            else sum(one.nbytes for one in StateAway(trainer)._rooms)
+            else sum(one.nbytes for one in DeviceOffload(trainer)._rooms)
         )
     # A checkpoint is counted apart: the half of it that is on a GPU is in host memory here.
     worst = max(
@@ -335,7 +335,7 @@ def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
     # What the other stage would say.
     shape = [TOKENS, 1, SHAPE["hidden_size"]]
     monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", lambda *_: (shape, shape))
-    spec = spec_of(read_config(directory))
+    spec = spec_from_config(read_config(directory))
     expected = roles._actor_stage(config, spec, "actor", 1, stage)
     with one_of(config.actor.parallel, stage):
         trainer = trainer_of(config, directory)
@@ -367,5 +367,5 @@ def test_experts_that_are_dealt_out_take_their_part(
     with one_of(config.actor.parallel):
         check_what_stays(
             trainer_of(config, directory),
-            roles.actor(config, spec_of(read_config(directory)), "actor", 1),
+            roles.actor(config, spec_from_config(read_config(directory)), "actor", 1),
         )

@@ -35,7 +35,7 @@ from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mf
 from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
 from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
 from relax_hpc.training.checkpoint.store import CheckpointError  # noqa: E402
-from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.families import spec_from_config  # noqa: E402
 from relax_hpc.training.models.flops import peak_flops  # noqa: E402
 from relax_hpc.training.models.qwen3 import Qwen3  # noqa: E402
 from tests.helpers.media_helpers import QWEN3_VL  # noqa: E402
@@ -85,8 +85,10 @@ def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
             gather=lambda mine: [msgpack.unpackb(msgpack.packb(one)) for one in (mine, other)]
         )
     )
-    seeing = replace(spec, towers=spec_of(QWEN3_VL).towers)
-    (seen,) = (tower.multiplied((1, 2, 4)) + tower.multiplied((2, 4, 2)) for tower in seeing.towers)
+    seeing = replace(spec, towers=spec_from_config(QWEN3_VL).towers)
+    (seen,) = (
+        tower.multiply_adds((1, 2, 4)) + tower.multiply_adds((2, 4, 2)) for tower in seeing.towers
+    )
     for frozen, times in ((), 3), (("visual",), 1):
         more = 2 * times * 2 * seen / (2.0 * 1e6)
         assert mfu_report(result, seeing, 2, 1e6, frozen) == {

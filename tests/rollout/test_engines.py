@@ -40,7 +40,7 @@ from relax_hpc.rollout.engines.engine import (  # noqa: E402
 from relax_hpc.rollout.engines.seeded_draws import cut  # noqa: E402
 from relax_hpc.rollout.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.rollout.engines.transformers_engine import load_weights  # noqa: E402
-from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.families import spec_from_config  # noqa: E402
 from relax_hpc.training.models.hf_files import read_config  # noqa: E402
 from relax_hpc.training.weights.slab import MARK  # noqa: E402
 from tests.helpers.engine_helpers import (  # noqa: E402
@@ -595,7 +595,7 @@ def test_weights_that_do_not_fit_are_refused_whole(
     weights["model.norm.scale"] = weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.scale, model\.norm\.weight"):
-        load_weights(reference_model(models[0]), tmp_path, spec_of(read_config(models[0])))
+        load_weights(reference_model(models[0]), tmp_path, spec_from_config(read_config(models[0])))
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.queue.storage.media import check_media, placeholders_of  # noqa: E402
 from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Episode  # noqa: E402
 from relax_hpc.rollout.samples import rows_of  # noqa: E402
-from relax_hpc.training.models.families import spec_of  # noqa: E402
+from relax_hpc.training.models.families import spec_from_config  # noqa: E402
 from relax_hpc.training.models.hf_files import read_config  # noqa: E402
-from relax_hpc.training.models.stored_pieces import by_piece  # noqa: E402
+from relax_hpc.training.models.stored_pieces import split_into_pieces  # noqa: E402
 from relax_hpc.training.weights.version_files import copy_small  # noqa: E402
 from tests.helpers.engine_helpers import make_slab  # noqa: E402
 from tests.helpers.media_engine import (  # noqa: E402
@@ -147,8 +147,8 @@ def in_pieces(model: Path, folder: Path) -> Path:
     """``model`` with experts one by one."""
     folder.mkdir()
     copy_small(model, folder)
-    spec, tensors = spec_of(read_config(model)), load_file(model / "model.safetensors")
-    pieces, _ = by_piece(
+    spec, tensors = spec_from_config(read_config(model)), load_file(model / "model.safetensors")
+    pieces, _ = split_into_pieces(
         spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     )
     save_file(

@@ -316,7 +316,7 @@ def plain_loop(live: Running) -> tuple[list[float], dict[str, torch.Tensor]]:
         )
         model.load_hf(run.model)
         trainer, losses, size = (
-            Trainer.of(model, config.algorithm, config.actor, 1.0),
+            Trainer.from_settings(model, config.algorithm, config.actor, 1.0),
             [],
             config.prompts_per_step,
         )

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.training import parallel
-from relax_hpc.training.models.batches import Batch, idle
+from relax_hpc.training.models.batches import Batch, idle_batch
 from relax_hpc.training.trainer import Trainer
 from tests.helpers import training_helpers as helpers
 
 UNEVEN = ((0, 1), (2, 5), (5, 8))
-"""Rows of micro-batches; of two data ranks one goes through idle once, of four one altogether."""
+"""Rows of micro-batches; of two data ranks one idles once, of four one altogether."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def trainer(model: Path, settings: dict, coefficient: float = 0.1) -> Trainer:
     """With a balance loss."""
     actor = helpers.actor_settings(**settings)
     algorithm = Grpo(kl=helpers.ALGORITHM.kl, balance_coefficient=coefficient)
-    return Trainer.of(
+    return Trainer.from_settings(
         helpers.policy(model, actor.parallel, actor=actor), algorithm, actor, temperature=0.9
     )
 
@@ -73,7 +73,7 @@ def micro_batches(ours: Trainer) -> list[Batch]:
         helpers.batch(samples[start:stop], split)
         for start, stop in UNEVEN[layout.data_rank :: layout.data_size]
     ]
-    return mine + [idle(samples[0], "cpu", split) for _ in range(count - len(mine))]
+    return mine + [idle_batch(samples[0], "cpu", split) for _ in range(count - len(mine))]
 
 
 if __name__ == "__main__":

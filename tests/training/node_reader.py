@@ -77,9 +77,9 @@ class _Reader:
         self.subscriber = Subscriber(run, client, f"rollout/{name}", planes, settings, relays=True)
         self.subscriber.fetcher.staging = Staging(folder)
         self.go, self.hold_at, self.count, self.lock = threading.Event(), 0, 0, threading.Lock()
-        add = relay.Share.add
+        add = relay.SharedVersion.add
 
-        def added(share: relay.Share, chunk: Chunk) -> None:
+        def added(share: relay.SharedVersion, chunk: Chunk) -> None:
             add(share, chunk)
             with self.lock:
                 self.count += 1
@@ -88,7 +88,7 @@ class _Reader:
                 if hold or (self.hold_at and self.count > self.hold_at and not self.go.is_set()):
                     self.go.wait(WAIT_S)
 
-        relay.Share.add = added
+        relay.SharedVersion.add = added
 
     def fetch(self, hold_at: int) -> None:
         self.go.clear()

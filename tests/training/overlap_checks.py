@@ -11,8 +11,8 @@ import torch
 
 from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.training.checkpoint import store
-from relax_hpc.training.device_offload import StateAway
-from relax_hpc.training.models.batches import Batch, idle
+from relax_hpc.training.device_offload import DeviceOffload
+from relax_hpc.training.models.batches import Batch, idle_batch
 from relax_hpc.training.reduction import OverlappedReduction
 from relax_hpc.training.trainer import Trainer
 from tests.helpers import training_helpers as helpers
@@ -49,9 +49,9 @@ def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
         store.load(folder, target, Channel(60.0))
     if not usual.settings.offload:
         # On a CPU moments of the host are on the device too, which cannot have their memory.
-        away = StateAway(again[0])
-        away.leave()
-        away.come_back()
+        away = DeviceOffload(again[0])
+        away.offload()
+        away.restore()
     learn(again[0], streamed(again[0], 6), last=True, is_lost=True)
     for seed in (7, 8):
         metrics = [
@@ -111,7 +111,11 @@ def one_idles(trainer: Trainer, seed: int) -> list[list[Batch]]:
     """All rows of the last window are the first replica's."""
     layout, split = trainer.model.layout, trainer.model.pack_split
     rows = helpers.rows(3, 100 + seed)
-    mine = [helpers.batch(rows, split)] if layout.data_rank == 0 else [idle(rows[0], "cpu", split)]
+    mine = (
+        [helpers.batch(rows, split)]
+        if layout.data_rank == 0
+        else [idle_batch(rows[0], "cpu", split)]
+    )
     windows = [*streamed(trainer, seed), mine]
     return windows if layout.pipeline_size == 1 else [[one for window in windows for one in window]]
 

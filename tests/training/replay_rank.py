@@ -21,7 +21,7 @@ from relax_hpc.config.schema import ActorConfig
 from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.route_agreement import Agreement
+from relax_hpc.training.route_agreement import RouteAgreement
 from tests.helpers.routes_helpers import declared, routed_batch, routed_rows, routed_trainer
 from tests.helpers.training_helpers import LR, actor_settings
 
@@ -66,7 +66,7 @@ def check(directory: Path, actor: ActorConfig) -> dict[str, Any]:
     for number, values in zip(mine, model.forward_logprobs(batches, 0.9) or (), strict=False):
         scores[starts[number] : starts[number + 1]] = torch.from_numpy(values)
     line.reduce_sum(scores)
-    agreement = Agreement(lengths)
+    agreement = RouteAgreement(lengths)
     for batch, part in zip(batches, parts, strict=True):
         agreement.add(batch, part, model.pack_split, model.router_tokens(batch))
     line.reduce_sum(agreement.table)

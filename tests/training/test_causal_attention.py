@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.training import parallel
-from relax_hpc.training.models.packs import PackSplit, Places
+from relax_hpc.training.models.packs import PackLayout, PackSplit
 from tests.effort import effort
 from tests.requirements import DEVICE, requires
 
@@ -45,7 +45,7 @@ def of_pack(lengths: list[int], *parts: Tensor) -> Tensor:
     parallel.import_libraries(DEVICE, 0)
     from relax_hpc.training.models.attention import CausalAttention
 
-    rows = Places.of(lengths, PackSplit()).rows(0, DEVICE)
+    rows = PackLayout.from_lengths(lengths, PackSplit()).rank_rows(0, DEVICE)
     return CausalAttention(SimpleNamespace(context_parallel_size=1))(*parts, packed_seq_params=rows)
 
 

@@ -12,7 +12,13 @@ import pytest
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.transformers_hook import install_transformers_hook
-from relax_hpc.training.models.families import FAMILIES, HARMLESS, problems, spec_of, understood
+from relax_hpc.training.models.families import (
+    FAMILIES,
+    HARMLESS,
+    checked_config,
+    config_problems,
+    spec_from_config,
+)
 from tests.effort import effort
 from tests.helpers.media_helpers import QWEN3_VL, QWEN3_VL_MOE, SPEAKING
 
@@ -153,8 +159,11 @@ def test_published_models_are_understood(size: str):
         written,
         config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"},
     ):
-        assert list(problems(found)) == list(problems(found, use="convert")) == []
-    assert spec_of(config) == spec_of(written) and spec_of(config).rope_base == 1e6
+        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
+    assert (
+        spec_from_config(config) == spec_from_config(written)
+        and spec_from_config(config).rope_base == 1e6
+    )
 
 
 def test_published_mixtures_are_understood():
@@ -163,8 +172,8 @@ def test_published_mixtures_are_understood():
     written = Qwen3MoeConfig(**QWEN3_30B_A3B).to_dict()
     assert "num_local_experts" in written
     for found in (QWEN3_30B_A3B, written):
-        assert list(problems(found)) == list(problems(found, use="convert")) == []
-        assert spec_of(found).experts == 128 and spec_of(found).inner == 768
+        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
+        assert spec_from_config(found).experts == 128 and spec_from_config(found).inner == 768
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe", "Llama"])
@@ -179,9 +188,9 @@ def test_what_a_config_does_not_say_is_what_transformers_takes(kind: str):
     taken = set()
     for key in sorted({*whole} & {*FAMILIES[whole["model_type"]].rules()}):
         found = {name: value for name, value in whole.items() if name != key}
-        if not list(problems(found)):
+        if not list(config_problems(found)):
             written = getattr(transformers, f"{kind}Config")(**deepcopy(found)).to_dict()
-            assert spec_of(found) == spec_of(written), key
+            assert spec_from_config(found) == spec_from_config(written), key
             taken.add(key)
     assert ("num_key_value_heads" in taken) == (kind == "Llama") and "rope_theta" in taken
 
@@ -205,11 +214,11 @@ def test_a_base_of_null_is_no_default(change: dict[str, Any], place: str):
     # It writes into what it is given.
     taken = Qwen3Config(**deepcopy(QWEN3_8B | change)).rope_parameters["rope_theta"]
     assert (taken is None) == bool(place)
-    found = list(problems(QWEN3_8B | change))
+    found = list(config_problems(QWEN3_8B | change))
     assert [line.partition(" is null, with which no engine starts")[0] for line in found] == (
         [place] if place else []
     )
-    assert not place or list(problems(QWEN3_8B | change, [place])) == []
+    assert not place or list(config_problems(QWEN3_8B | change, [place])) == []
 
 
 @pytest.mark.parametrize(("config", "factor"), [(LLAMA_3_2_1B, 32.0), (LLAMA_2_7B, 1.0)])
@@ -219,8 +228,11 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
 
     written = LlamaConfig(**deepcopy(config)).to_dict()
     for found in (config, written):
-        assert list(problems(found)) == list(problems(found, use="convert")) == []
-    assert spec_of(config) == spec_of(written) and spec_of(config).rope_factor == factor
+        assert list(config_problems(found)) == list(config_problems(found, use="convert")) == []
+    assert (
+        spec_from_config(config) == spec_from_config(written)
+        and spec_from_config(config).rope_factor == factor
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,8 +263,8 @@ def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
     ],
 )
 def test_other_llamas_are_refused(change: dict[str, Any], says: str):
-    assert any(says in line for line in problems(LLAMA_3_2_1B | change)), list(
-        problems(LLAMA_3_2_1B | change)
+    assert any(says in line for line in config_problems(LLAMA_3_2_1B | change)), list(
+        config_problems(LLAMA_3_2_1B | change)
     )
 
 
@@ -325,7 +337,7 @@ REFUSED = [
 def test_what_may_change_the_arithmetic_is_refused_by_name(
     change: dict[str, Any], says: str | None
 ):
-    found = list(problems(QWEN3_8B | change))
+    found = list(config_problems(QWEN3_8B | change))
     if says is None:
         assert found == []
     else:
@@ -341,7 +353,7 @@ def test_all_problems_are_said_at_once():
         "rms_norm_eps": None,
     }
     with pytest.raises(ConfigError) as caught:
-        understood(wrong)
+        checked_config(wrong)
     for part in ("hidden_act", "attention_bias", "logit_scale is 0.5", "rms_norm_eps is missing"):
         assert part in str(caught.value)
 
@@ -351,16 +363,16 @@ def test_keys_to_ignore_are_left_out_of_account():
         "logit_scale": 1.0,
         "rope_scaling": {"type": "default", "factor": 1.0, "rope_theta": 1e6},
     }
-    assert len(list(problems(wrong))) == 2
-    known = understood(wrong, ["logit_scale", "rope_scaling.factor"])
+    assert len(list(config_problems(wrong))) == 2
+    known = checked_config(wrong, ["logit_scale", "rope_scaling.factor"])
     assert "logit_scale" not in known and known["rope_scaling"] == {
         "type": "default",
         "rope_theta": 1e6,
     }
-    assert list(problems(wrong, ["hidden_size", "logit_scale", "rope_scaling"])) == [
+    assert list(config_problems(wrong, ["hidden_size", "logit_scale", "rope_scaling"])) == [
         "hidden_size is missing; is this a qwen3 model?"
     ]
-    assert "model_type is missing" in next(problems(wrong, ["model_type"]))
+    assert "model_type is missing" in next(config_problems(wrong, ["model_type"]))
 
 
 def test_transformers_takes_type_for_rope_type():
@@ -369,7 +381,7 @@ def test_transformers_takes_type_for_rope_type():
 
     written = Qwen3Config(**QWEN3_8B | {"rope_scaling": {"type": "yarn", **YARN}}).to_dict()
     assert written["rope_parameters"]["rope_type"] == "yarn"
-    assert any("rope_parameters.rope_type is 'yarn'" in line for line in problems(written))
+    assert any("rope_parameters.rope_type is 'yarn'" in line for line in config_problems(written))
 
 
 def test_every_rule_is_of_a_key_that_is_used():
@@ -398,7 +410,7 @@ def test_a_null_that_transformers_does_not_load_is_refused_by_name(
             if "." in key:
                 continue
             mapping[key] = None
-            if not any(line.startswith(f"{place}{key} is") for line in problems(changed)):
+            if not any(line.startswith(f"{place}{key} is") for line in config_problems(changed)):
                 (tmp_path / "config.json").write_text(json.dumps(changed))
                 silent += [] if loads(tmp_path) else [f"{place}{key}"]
     assert not silent

@@ -28,7 +28,12 @@ from relax_hpc.net.rendezvous.world import World  # noqa: E402
 from relax_hpc.net.transport.links import Deadline  # noqa: E402
 from relax_hpc.net.transport.wire import pack  # noqa: E402
 from relax_hpc.training import authenticated_store  # noqa: E402
-from relax_hpc.training.authenticated_store import MeetingStore, Remote, serve, store_of  # noqa: E402
+from relax_hpc.training.authenticated_store import (  # noqa: E402
+    AuthenticatedStore,
+    RemoteTable,
+    make_store,
+    serve,
+)
 from relax_hpc.training.cpu import single_process  # noqa: E402
 
 pytestmark = pytest.mark.run
@@ -116,7 +121,10 @@ def served_fixture() -> tuple[str, int]:
 
 def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[str, int]) -> None:
     """Through torch's own prefix too, which calls it from C++."""
-    here, there = MeetingStore(Remote(served, TOKEN), 5.0), MeetingStore(Remote(served, TOKEN), 5.0)
+    here, there = (
+        AuthenticatedStore(RemoteTable(served, TOKEN), 5.0),
+        AuthenticatedStore(RemoteTable(served, TOKEN), 5.0),
+    )
     for ours, theirs in ((here, there), (there, here), (here, dist.PrefixStore("p", there))):
         name = f"{id(ours)}{id(theirs)}"
         theirs.set(f"{name}a", "1\0\xff".encode())
@@ -146,7 +154,7 @@ def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[str, int
 
 def test_what_torch_clones_is_of_use_as_long_as_the_store_is(served: tuple[str, int]) -> None:
     """torch's C++ holds a clone, and nobody in Python."""
-    store = MeetingStore(Remote(served, TOKEN), 5.0)
+    store = AuthenticatedStore(RemoteTable(served, TOKEN), 5.0)
     clone = dist.PrefixStore("p", store).clone().clone()
     gc.collect()
     clone.set("a", "b")
@@ -155,7 +163,7 @@ def test_what_torch_clones_is_of_use_as_long_as_the_store_is(served: tuple[str, 
 
 def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -> None:
     """While one thread of a rank waits, another of it can do what it waits for."""
-    store = MeetingStore(Remote(served, TOKEN), 30.0)
+    store = AuthenticatedStore(RemoteTable(served, TOKEN), 30.0)
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(store.get("late")))
     waiting.start()
@@ -173,8 +181,8 @@ def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -
 def test_who_waits_for_several_is_woken_by_the_last(served: tuple[str, int]) -> None:
     """In whatever order they come, and though one of them goes again."""
     store, other = (
-        MeetingStore(Remote(served, TOKEN), 30.0),
-        MeetingStore(Remote(served, TOKEN), 30.0),
+        AuthenticatedStore(RemoteTable(served, TOKEN), 30.0),
+        AuthenticatedStore(RemoteTable(served, TOKEN), 30.0),
     )
     with ThreadPoolExecutor() as threads:
         waiting = [
@@ -192,7 +200,7 @@ MANY = 1100
 
 
 def test_a_thousand_ranks_meet_and_rank_0_has_one_thread_for_them(served: tuple[str, int]) -> None:
-    remote, before = Remote(served, TOKEN, 60.0), threading.active_count()
+    remote, before = RemoteTable(served, TOKEN, 60.0), threading.active_count()
     with ThreadPoolExecutor(32) as threads:
         made = list(threads.map(lambda _: remote._connect(), range(MANY)))
     for one in made:
@@ -215,7 +223,7 @@ def test_a_thousand_ranks_meet_and_rank_0_has_one_thread_for_them(served: tuple[
     ],
 )
 def test_who_says_what_no_rank_says_is_hung_up_on(served: tuple[str, int], said: bytes) -> None:
-    remote = Remote(served, TOKEN)
+    remote = RemoteTable(served, TOKEN)
     one = remote._connect()
     one.send(said)
     with pytest.raises(ConnectionResetError):
@@ -225,12 +233,12 @@ def test_who_says_what_no_rank_says_is_hung_up_on(served: tuple[str, int], said:
 
 
 def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
-    remote = Remote(served, TOKEN)
+    remote = RemoteTable(served, TOKEN)
     remote.set("key", b"value")
     with pytest.raises(
         ConnectionError, match=r"has not let this rank in .*: who listens has closed the connection"
     ):
-        Remote(served, b"w" * 32, 0.2).get("key", 1.0)
+        RemoteTable(served, b"w" * 32, 0.2).get("key", 1.0)
     with socket.create_connection(served) as stranger:
         stranger.sendall(b"\x00" * 4096)
         stranger.settimeout(10.0)
@@ -250,13 +258,13 @@ from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.training import parallel
-from relax_hpc.training.authenticated_store import store_of
+from relax_hpc.training.authenticated_store import make_store
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 import socket
 listening = socket.socket(fileno=int(sys.argv[3])) if rank == 0 else None
 cards = [{"node": f"n{k}", "address": "127.0.0.1", "port": port} for k in range(2)]
 world = World(rank, 2, 0, cards, listening)
-parallel.initialize(ParallelConfig(data=2), rank, 2, 0, store_of(world, b"t" * 32, 60.0), "cpu", 0, 60.0)
+parallel.initialize(ParallelConfig(data=2), rank, 2, 0, make_store(world, b"t" * 32, 60.0), "cpu", 0, 60.0)
 values = torch.full((4,), rank + 1.0)
 dist.all_reduce(values)
 assert values.tolist() == [3.0] * 4
@@ -285,7 +293,7 @@ def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.Mon
     """From a shared filesystem that may take one node a minute longer than another."""
     monkeypatch.setattr(authenticated_store, "CONNECT_S", 0.1)
     listening = socket.create_server(("127.0.0.1", 0))
-    remote, found = Remote(listening.getsockname(), TOKEN, 60.0), []
+    remote, found = RemoteTable(listening.getsockname(), TOKEN, 60.0), []
     asking = threading.Thread(target=lambda: found.append(remote.count()))
     asking.start()
     asking.join(0.5)
@@ -300,7 +308,7 @@ def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.Mon
             TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"
         ),
     ):
-        Remote(silent.getsockname(), TOKEN, 0.2).count()
+        RemoteTable(silent.getsockname(), TOKEN, 0.2).count()
 
 
 IN_A_CONTAINER = """
@@ -310,9 +318,9 @@ if os.environ["RELAX_MEETING"].startswith("1 "):
     assert ctypes.CDLL(None).unshare(0x10000000) == 0, "no user namespaces"
 from relax_hpc.config.schema import MpiConfig
 from relax_hpc.net.rendezvous.world import join
-from relax_hpc.training.authenticated_store import store_of
+from relax_hpc.training.authenticated_store import make_store
 world = join("127.0.0.1", 2, MpiConfig(), 60.0)
-store = store_of(world, b"t" * 32, 30.0)
+store = make_store(world, b"t" * 32, 30.0)
 if world.leader:
     store.set("word", "from rank 0")
     store.get("never")
@@ -343,7 +351,7 @@ def test_ranks_of_one_node_meet_where_each_is_in_a_container_of_its_own() -> Non
 
 def test_a_rank_that_is_hung_up_on_in_a_crowd_knocks_again() -> None:
     listening = socket.create_server(("127.0.0.1", 0))
-    remote, found = Remote(listening.getsockname(), TOKEN), []
+    remote, found = RemoteTable(listening.getsockname(), TOKEN), []
     asking = threading.Thread(target=lambda: found.append(remote.add("n", 3)))
     asking.start()
     listening.accept()[0].close()
@@ -356,7 +364,7 @@ def test_on_one_node_the_store_is_a_file_in_memory() -> None:
     memory = os.memfd_create("meeting")
     world = World(0, 2, 0, [{"node": "n", "pid": os.getpid(), "memory": memory}] * 2)
     before = psutil.Process().net_connections("all")
-    store = store_of(world, TOKEN, 5.0)
+    store = make_store(world, TOKEN, 5.0)
     store.set("a", "b")
     assert Path(f"/proc/self/fd/{memory}").stat().st_size > 0
     assert psutil.Process().net_connections("all") == before

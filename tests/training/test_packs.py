@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.training.models.attention import CausalAttention
 from relax_hpc.training.models.batches import collate, split_rows
-from relax_hpc.training.models.packs import PackSplit, Places
+from relax_hpc.training.models.packs import PackLayout, PackSplit
 from tests.helpers.training_helpers import one_rank_fixture, policy, tiny_fixture  # noqa: F401
 from tests.requirements import DEVICE
 
@@ -28,14 +28,14 @@ DTYPE, NEAR = (
 
 @given(lengths=LENGTHS, split=SPLITS)
 def test_every_token_has_one_place_in_one_rank(lengths, split):
-    places = Places.of(lengths, split)
-    parts = [places.of_rank(rank) for rank in range(split.context)]
+    places = PackLayout.from_lengths(lengths, split)
+    parts = [places.rank_indices(rank) for rank in range(split.context)]
     assert sorted(np.concatenate(parts)) == list(range(places.total))
     assert all(
         len(part) * split.context == places.total and len(part) % split.sequence == 0
         for part in parts
     )
-    assert np.concatenate(parts)[places.gathered()].tolist() == list(range(places.total))
+    assert np.concatenate(parts)[places.gather_order()].tolist() == list(range(places.total))
     for start, length in zip(places.starts, lengths, strict=False):
         assert places.positions()[start : start + length].tolist() == list(range(length))
 
@@ -44,16 +44,16 @@ def test_every_token_has_one_place_in_one_rank(lengths, split):
 @given(lengths=LENGTHS, split=SPLITS)
 @settings(max_examples=30, deadline=None)
 def test_attention_sees_what_is_before_in_the_row_and_nothing_else(lengths, split):
-    places, generator = Places.of(lengths, split), torch.Generator().manual_seed(0)
+    places, generator = PackLayout.from_lengths(lengths, split), torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(places.total, heads, 8, generator=generator).to(DEVICE, DTYPE)
         for heads in (4, 2, 2)
     )
     attention = CausalAttention(SimpleNamespace(context_parallel_size=1))
     found = torch.zeros_like(q)
-    everybody = np.concatenate([places.of_rank(rank) for rank in range(split.context)])
+    everybody = np.concatenate([places.rank_indices(rank) for rank in range(split.context)])
     for rank in range(split.context):
-        rows, mine = places.rows(rank, DEVICE), places.of_rank(rank)
+        rows, mine = places.rank_rows(rank, DEVICE), places.rank_indices(rank)
         seen = np.arange(places.total) if rows.order is None else everybody[rows.order.cpu()]
         found[mine] = attention.attend(q[mine], k[seen], v[seen], rows)
     for start, length in zip(places.starts, lengths, strict=False):
@@ -101,7 +101,7 @@ def test_less_than_a_hundredth_of_a_lognormal_batch_is_padding():
     tokens = sum(len(row["token_ids"]) for row in rows)
     for split in (PackSplit(), PackSplit(sequence=8), PackSplit(sequence=8, context=2)):
         packs = [
-            Places.of([len(row["token_ids"]) for row in part], split)
+            PackLayout.from_lengths([len(row["token_ids"]) for row in part], split)
             for part in split_rows(rows, 16384)
         ]
         assert sum(pack.total for pack in packs) < 1.01 * tokens

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.training.route_agreement import Agreement
+from relax_hpc.training.route_agreement import RouteAgreement
 from tests.helpers.routes_helpers import (  # noqa: F401
     SHAPE,
     declared_fixture,
@@ -156,7 +156,7 @@ def watched(directory: Path):
     def shares(samples: list[Row]) -> np.ndarray:
         batch = routed_batch(samples, model)
         model.forward_logprobs([batch], 1.0)
-        found = Agreement([len(row["token_ids"]) for row in samples])
+        found = RouteAgreement([len(row["token_ids"]) for row in samples])
         found.add(batch, range(len(samples)), model.pack_split, model.router_tokens(batch))
         return found.shares()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relax_hpc.base.transformers_hook import install_transformers_hook
-from relax_hpc.training.models.families import problems, spec_of
+from relax_hpc.training.models.families import config_problems, spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.hf_mapping import all_pieces
 from tests.helpers.media_helpers import QWEN3_OMNI_THINKER, QWEN3_VL, QWEN3_VL_MOE
@@ -29,8 +29,8 @@ ROPE, VISION = QWEN3_VL_2B["text_config"]["rope_scaling"], QWEN3_VL_2B["vision_c
 def test_published_models_are_understood(name: str):
     config = PUBLISHED[name]
     for use in ("train", "convert"):
-        assert list(problems(config, use=use)) == []
-    spec = spec_of(config)
+        assert list(config_problems(config, use=use)) == []
+    spec = spec_from_config(config)
     assert (
         spec.rope_base == 5e6
         and spec.rotary_sections == (24, 20, 20)
@@ -46,7 +46,9 @@ def test_what_transformers_writes_of_them_means_the_same(name: str):
     from transformers import AutoConfig
 
     written = AutoConfig.for_model(**deepcopy(config)).to_dict()
-    assert list(problems(written)) == [] and spec_of(written) == spec_of(config)
+    assert list(config_problems(written)) == [] and spec_from_config(written) == spec_from_config(
+        config
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_every_tensor_of_transformers_model_has_its_name_and_shape(config: dict[
     }
     found = {
         name: piece.shape
-        for name, piece in all_pieces(spec_of(config)).items()
+        for name, piece in all_pieces(spec_from_config(config)).items()
         if ".experts." not in name
     }
     assert found == expected
@@ -112,10 +114,10 @@ def test_every_tensor_of_transformers_model_has_its_name_and_shape(config: dict[
     ],
 )
 def test_others_are_refused(place: str, change: dict[str, Any], says: str):
-    found = list(problems(QWEN3_VL_2B | {place: QWEN3_VL_2B[place] | change}))
+    found = list(config_problems(QWEN3_VL_2B | {place: QWEN3_VL_2B[place] | change}))
     assert any(says in line for line in found), found
     ignored = list(
-        problems(
+        config_problems(
             QWEN3_VL_2B | {"vision_config": VISION | {"window_size": 112}},
             ["vision_config.window_size"],
         )

@@ -15,7 +15,7 @@ from relax_hpc.config import Config
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.ops.plan import roles, tower_memory
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.tower import Tower
 from tests.helpers.media_helpers import QWEN3_OMNI_THINKER
@@ -61,7 +61,7 @@ def media_of(tower: Tower) -> tuple[TowerMedia, int]:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", WIDE)
 def test_a_tower_keeps_what_the_plan_says(name: str, again: bool):
-    tower = next(one for one in spec_of(QWEN3_OMNI_THINKER).towers if one.name == name)
+    tower = next(one for one in spec_from_config(QWEN3_OMNI_THINKER).towers if one.name == name)
     tower = replace(tower, **WIDE[name], **({"deep": (0, 2)} if name == "visual" else {}))
     module, (media, tokens) = tower.build(), media_of(tower)
     assert tower_memory.parameters(tower) == sum(value.numel() for value in module.parameters())
@@ -75,7 +75,10 @@ def test_a_tower_keeps_what_the_plan_says(name: str, again: bool):
 
 
 def test_a_frozen_tower_takes_its_weights_and_a_layer_alone():
-    config, spec = Config(groups={"actor": GroupConfig(roles=["actor"])}), spec_of(QWEN3_VL_2B)
+    config, spec = (
+        Config(groups={"actor": GroupConfig(roles=["actor"])}),
+        spec_from_config(QWEN3_VL_2B),
+    )
     free = roles.actor(config, spec, "actor", 1)
     config.model.frozen_towers = ["visual"]
     frozen = roles.actor(config, spec, "actor", 1)

@@ -23,8 +23,8 @@ from relax_hpc.data.multimodal.features import patches, raw_features
 from relax_hpc.data.multimodal.medium import Kind, Medium
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.batches import collate, idle
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.batches import collate, idle_batch
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.towers.encoder_input import TowerMedia
 from relax_hpc.training.models.towers.media import RowMedia, TowerInput
@@ -124,12 +124,12 @@ def test_pixels_become_the_numbers_of_processors_where_the_tower_is(name: str):
 def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
     """Padding apart: transformers fills the last chunk of a sound."""
     sound = Medium(Kind.AUDIO, np.arange(48000).astype(np.int16), (1, 1, 300))
-    beyond_a_window = TowerInput.of(sound, OMNI_RULES)
+    beyond_a_window = TowerInput.from_medium(sound, OMNI_RULES)
     of_rows = (OMNI_MEDIA if "audio_config" in config else ROW_MEDIA).inputs
     media = [one for name, one in of_rows.items() if name not in ("speech", "song")] + [
         beyond_a_window
     ]
-    for tower in spec_of(config).towers:
+    for tower in spec_from_config(config).towers:
         module = tower.build()
         # Of other attention it counts nothing on a CPU.
         module.set_attn_implementation("eager")
@@ -138,7 +138,7 @@ def test_what_a_tower_computes_is_counted_as_torch_counts_it(config: dict):
             given = TowerMedia(values, grid, *[torch.empty(0)] * 2, OMNI_RULES)
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 tower.encode(module, given)
-            assert counter.get_total_flops() == 2 * tower.multiplied(one.grid) > 0
+            assert counter.get_total_flops() == 2 * tower.multiply_adds(one.grid) > 0
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
         collate([ROWS[2] | {"spans": spans}], 0, DEVICE, media=ROW_MEDIA)
     with pytest.raises(ValueError, match="came without them"):
         collate([ROWS[0]], 0, DEVICE)
-    assert idle(ROWS[0], DEVICE).media is None
+    assert idle_batch(ROWS[0], DEVICE).media is None
 
 
 def test_a_first_stage_with_too_few_layers_is_refused(directory: Path):

@@ -14,7 +14,7 @@ import torch
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Kernels
 from relax_hpc.training import adam
-from relax_hpc.training.adam import PiecewiseAdamW, Update, update_plainly
+from relax_hpc.training.adam import PiecewiseAdamW, Update, update_with_torch
 from relax_hpc.training.rounding import round_stochastically
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.training_helpers import (  # noqa: F401
@@ -95,7 +95,7 @@ def test_what_bfloat16_has_is_left_as_it_is():
 
 
 def updates() -> list[Any]:
-    found = [pytest.param(update_plainly, id="plain")]
+    found = [pytest.param(update_with_torch, id="plain")]
     try:
         requires("triton")
         from relax_hpc.training.triton_adam import update
@@ -134,7 +134,9 @@ def test_the_second_moment_converges_to_the_square_of_a_constant_gradient(update
     ours = optimizer_of(gradient, torch.bfloat16, update)
     nearest = torch.zeros_like(gradient, dtype=torch.bfloat16)
     [state] = ours.state.values()
-    steps = (10, 100, 300, 1000, 3000) if update is update_plainly or DEVICE != "cpu" else (10, 100)
+    steps = (
+        (10, 100, 300, 1000, 3000) if update is update_with_torch or DEVICE != "cpu" else (10, 100)
+    )
     for step in range(1, steps[-1] + 1):
         ours.step()
         nearest = (0.999 * nearest.float() + 0.001 * gradient**2).bfloat16()
@@ -155,7 +157,7 @@ def test_a_step_from_the_same_moments_is_as_exact_as_in_float32(
     gradient = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ours, exact = (
         optimizer_of(gradient, dtype, how, weight_decay=0.1)
-        for dtype, how in ((torch.bfloat16, update), (torch.float32, update_plainly))
+        for dtype, how in ((torch.bfloat16, update), (torch.float32, update_with_torch))
     )
     for _ in range(3):
         for (one, state), (other, wide) in zip(
@@ -254,14 +256,14 @@ def test_main_parameters_are_made_in_the_place_of_gradients(
     from relax_hpc.training import optimizer
 
     sizes: list[int] = []
-    real = optimizer.main_parameters_away
+    real = optimizer.offload_main_parameters
 
     def looks(parts: list[Any]) -> dict[torch.Tensor, torch.Tensor]:
         model = parts[0].model_chunks[0].module
         sizes.extend(one.main_grad.untyped_storage().nbytes() for one in model.parameters())
         return real(parts)
 
-    monkeypatch.setattr(optimizer, "main_parameters_away", looks)
+    monkeypatch.setattr(optimizer, "offload_main_parameters", looks)
     ours = trainer(tiny, dtype="bfloat16", optimizer={"offload": True, "distributed": True})
     assert sizes and not any(sizes)
     gradients = [one.main_grad for one in ours.model.module.parameters()]

@@ -11,7 +11,7 @@ import torch
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.host_memory import host_like
 from relax_hpc.training import offload, swap_weights
-from relax_hpc.training.device_offload import StateAway
+from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.trainer import Trainer
 from tests.helpers.training_helpers import (  # noqa: F401
     LR,
@@ -27,13 +27,13 @@ from tests.helpers.training_helpers import (  # noqa: F401
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def train(ours: Trainer, steps: range, away: StateAway | None = None) -> list[dict[str, float]]:
+def train(ours: Trainer, steps: range, away: DeviceOffload | None = None) -> list[dict[str, float]]:
     metrics = []
     for step in steps:
         if away:
-            away.leave()
+            away.offload()
             assert held(ours) == 0
-            away.come_back()
+            away.restore()
         ours.accumulate([batch(rows(4, seed=step))])
         metrics.append(ours.step(LR))
     return metrics
@@ -67,7 +67,7 @@ def test_the_device_has_nothing_of_it_meanwhile_and_training_goes_on_bit_for_bit
     train(one, range(1))
     save(tmp_path / "i000001-step-000001", one, {"step": 1})
     load(tmp_path / "i000001-step-000001", other)
-    away = StateAway(other)
+    away = DeviceOffload(other)
     weights = sum(parameter.nbytes for parameter in other.model.module.parameters())
     # Moments in float32, gradients too, and main parameters beside those in bfloat16.
     assert away.bytes >= weights * (4 if dtype == "float32" else 9)
@@ -87,15 +87,15 @@ def test_what_cannot_be_given_back_is_told_at_start(tiny: Path):
     with pytest.raises(
         ConfigError, match=r"colocate: \d+ bytes of the actor's state cannot be given back"
     ):
-        StateAway(ours)
+        DeviceOffload(ours)
 
 
 def test_no_room_to_come_back_to_is_told(tiny: Path):
-    away = StateAway(trainer(tiny))
-    away.leave()
+    away = DeviceOffload(trainer(tiny))
+    away.offload()
     away._sizes[0] = 1 << 60
     with pytest.raises(RelaxError, match=r"have no room on cpu .*mem_fraction_static"):
-        away.come_back()
+        away.restore()
 
 
 def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piece(monkeypatch):

@@ -13,9 +13,9 @@ from relax_hpc.training.models.batches import collate
 from relax_hpc.training.models.hf_mapping import (
     all_pieces,
     check_names,
-    cut,
+    cut_slice,
     fuse,
-    join,
+    join_slices,
     split,
     stage_entries,
 )
@@ -39,7 +39,7 @@ def test_cutting_and_fusing_are_undone(parts: int, groups: int):
     }
     for entry in stage_entries(spec, range(4), True, True):
         slices = [
-            [cut(piece, full[piece.name], parts, rank) for piece in entry.pieces]
+            [cut_slice(piece, full[piece.name], parts, rank) for piece in entry.pieces]
             for rank in range(parts)
         ]
         fused = [fuse(entry, pieces, spec) for pieces in slices]
@@ -50,7 +50,7 @@ def test_cutting_and_fusing_are_undone(parts: int, groups: int):
             )
         for index, piece in enumerate(entry.pieces):
             assert torch.equal(
-                join(piece, [pieces[index] for pieces in undone]), full[piece.name]
+                join_slices(piece, [pieces[index] for pieces in undone]), full[piece.name]
             ), piece.name
 
 
@@ -66,7 +66,7 @@ def test_queries_lie_beside_their_key_and_value():
 def test_the_last_rank_has_fewer_rows_of_the_vocabulary():
     piece = all_pieces(SHAPE)["lm_head.weight"]
     whole = torch.ones(piece.shape)
-    last = cut(piece, whole, 4, 3)
+    last = cut_slice(piece, whole, 4, 3)
     assert (
         last.shape == (1, 8)
         and last.data_ptr() == whole[12:].data_ptr()
@@ -130,7 +130,7 @@ def test_collate_packs_rows_and_leaves_out_what_a_row_lacks():
     ] and batch.packed.query_ends.tolist() == [0, 3, 4, 6]
     assert batch.lengths == [3, 1] and "old_logprobs" not in batch.fields and not batch.mask.any()
     assert batch.mask.shape == (2, 3) and batch.scored.tokens.tolist() == [6, 7]
-    assert batch.scored.placed(torch.tensor([1.0, 2.0]), batch.mask.shape).tolist() == [
+    assert batch.scored.scatter(torch.tensor([1.0, 2.0]), batch.mask.shape).tolist() == [
         [0, 1, 2],
         [0, 0, 0],
     ]

@@ -19,7 +19,7 @@ from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.models.batches import collate
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.megatron import transformer_config
 from relax_hpc.training.models.qwen3 import Qwen3
@@ -84,7 +84,7 @@ def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dic
     matrices = sum(
         n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op)
     )
-    assert matrices == 2 * ours.spec.multiplied() * len(tokens)
+    assert matrices == 2 * ours.spec.matrix_elements() * len(tokens)
     expected = hf_logits(directory, tokens)
     assert (
         found - expected
@@ -206,7 +206,7 @@ class Biased(Qwen3):
 
 
 def transformer_config_of(directory: Path, family: type[Qwen3], **further: Any) -> Any:
-    qwen3 = spec_of(read_config(directory))
+    qwen3 = spec_from_config(read_config(directory))
     spec = family(**{field.name: getattr(qwen3, field.name) for field in fields(qwen3)})
     return transformer_config(spec, ModelConfig(), ParallelConfig(), further)
 

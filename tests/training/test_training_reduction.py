@@ -30,13 +30,13 @@ class Wrapped:
     """A module whose parameters are of so many buckets, those of experts last in their lists and
     early in the model."""
 
-    def __init__(self, buckets: int, of_experts: int) -> None:
+    def __init__(self, buckets: int, expert_buckets: int) -> None:
         self.begun: list[int] = []
         made = [Bucket(number, self.begun) for number in range(buckets)]
         self.in_order = made
         self.bucket_groups, self.expert_parallel_bucket_groups = (
-            made[of_experts:],
-            made[:of_experts],
+            made[expert_buckets:],
+            made[:expert_buckets],
         )
         self.config, self.passes, self.finished = SimpleNamespace(no_sync_func=None), [], 0
 
@@ -52,9 +52,9 @@ class Wrapped:
         self.finished += 1
 
 
-@given(ready=st.permutations(range(6)), of_experts=st.integers(0, 3), missing=st.integers(0, 6))
-def test_buckets_begin_in_one_order(ready: list[int], of_experts: int, missing: int) -> None:
-    module = Wrapped(6, of_experts)
+@given(ready=st.permutations(range(6)), expert_buckets=st.integers(0, 3), missing=st.integers(0, 6))
+def test_buckets_begin_in_one_order(ready: list[int], expert_buckets: int, missing: int) -> None:
+    module = Wrapped(6, expert_buckets)
     reduction, done = OverlappedReduction(module), set[int]()
     for _ in range(2):
         with reduction.passes(last=True):

@@ -26,7 +26,7 @@ from relax_hpc.ops.plan.model_memory import CHUNKS, kept_elements
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import logprobs
 from relax_hpc.training.models.batches import collate_parts
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.hf_mapping import stored_forms
 from relax_hpc.training.models.spec import ModelSpec
@@ -84,7 +84,10 @@ def independent_step(
 
 def split_up(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     """Each piece by itself: transformers has the experts of a layer in one tensor."""
-    forms = {name: some[-1] for name, some in stored_forms(spec_of(read_config(directory))).items()}
+    forms = {
+        name: some[-1]
+        for name, some in stored_forms(spec_from_config(read_config(directory))).items()
+    }
     return {
         piece.name: part.view(piece.shape)
         for name, value in tensors.items()
@@ -154,7 +157,7 @@ def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
     samples = rows(6)
     algorithm = dataclasses.replace(ALGORITHM, balance_coefficient=coefficient)
     actor = actor_settings(recompute="full")
-    ours = Trainer.of(policy(directory, actor=actor), algorithm, actor, temperature=0.9)
+    ours = Trainer.from_settings(policy(directory, actor=actor), algorithm, actor, temperature=0.9)
     ours.accumulate([batch([sample]) for sample in samples])
     metrics = ours.step(LR)
     assert difference(ours.model.export_hf(), independent_step(directory, samples, 1, loss)) < CLOSE

@@ -22,9 +22,9 @@ from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import TinyModelConfig, WeightsConfig
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
-from relax_hpc.training.models.stored_pieces import by_piece
+from relax_hpc.training.models.stored_pieces import split_into_pieces
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.published_form import published_form
 from relax_hpc.training.weights import publisher, slab, version_files
@@ -34,7 +34,7 @@ from relax_hpc.training.weights.node_cache import staging_root
 from relax_hpc.training.weights.pull import Puller
 from relax_hpc.training.weights.slab import MARK, open_slab
 from relax_hpc.training.weights.subscriber import NOTHING, Fetcher, News, Subscriber
-from relax_hpc.training.weights.untrained_tensors import Untrained
+from relax_hpc.training.weights.untrained_tensors import UntrainedTensors
 from relax_hpc.training.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.effort import effort
 from tests.helpers.convert_helpers import bounded_data, in_child
@@ -572,8 +572,10 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, k
     make_tiny_model(tmp_path / "model", shape, 3)
     model = tmp_path / "model"
     shutil.copytree(model, stage.run.model, dirs_exist_ok=True)
-    stored, spec = load_file(model / TENSORS), spec_of(read_config(model))
-    pieces, _ = by_piece(spec, stored, {name: tuple(one.shape) for name, one in stored.items()})
+    stored, spec = load_file(model / TENSORS), spec_from_config(read_config(model))
+    pieces, _ = split_into_pieces(
+        spec, stored, {name: tuple(one.shape) for name, one in stored.items()}
+    )
     source = Source(
         stage.run,
         stage.actor,
@@ -587,13 +589,19 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path, k
     )
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
-    division = version_files.Division(3, form=published_form(spec, "F32"))
+    division = version_files.FileDivision(3, form=published_form(spec, "F32"))
     sums = [
         version_files.write_share(manifest, puller, partial, rank, division, tmp_path, sync=True)
         for rank in range(3)
     ]
     version_files.finish(
-        manifest, partial, model, sums, division, Untrained(model, (), tmp_path / "none"), sync=True
+        manifest,
+        partial,
+        model,
+        sums,
+        division,
+        UntrainedTensors(model, (), tmp_path / "none"),
+        sync=True,
     )
     files = [load_file(path) for path in (directory / FOLDER).glob("*.safetensors")]
     assert len(files) == 3 and all(files)

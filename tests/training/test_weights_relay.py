@@ -23,8 +23,8 @@ from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.relays import FAN_OUT, Relays, ancestors
 from relax_hpc.training.weights.manifest import Chunk, Manifest, read_manifest
 from relax_hpc.training.weights.node_cache import Staging
-from relax_hpc.training.weights.relay import Share, pays
-from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.relay import SharedVersion, relay_pays
+from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo, TensorPart
 from relax_hpc.training.weights.version_files import TENSORS
 from tests.helpers.plane_helpers import TOKEN
 from tests.helpers.queue_helpers import in_thread, make_run, small
@@ -206,21 +206,21 @@ def test_few_nodes_all_read_from_the_actor():
     config.groups = {
         "rollout": GroupConfig(roles=["rollout"], resources=ResourcesConfig(nodes=FAN_OUT))
     }
-    assert not pays(config)
+    assert not relay_pays(config)
     config.groups["actor_fwd"] = GroupConfig(roles=["actor_fwd"])
-    assert pays(config)
+    assert relay_pays(config)
     config.layout = "local"
-    assert not pays(config)
+    assert not relay_pays(config)
 
 
 def test_who_ends_while_it_is_at_a_version_keeps_none_of_its_memory(tmp_path):
     """An engine may leave just then: what ends may come before the folder has its name."""
-    described, path = {"w": Tensor("F32", (4,))}, tmp_path / TENSORS
-    chunk = Chunk("c", 16, "", (Part("w", 0, 0, 4, 0),))
+    described, path = {"w": TensorInfo("F32", (4,))}, tmp_path / TENSORS
+    chunk = Chunk("c", 16, "", (TensorPart("w", 0, 0, 4, 0),))
     staging = Staging(tmp_path / "node")
     for ends_first in (False, True):
         SafetensorsFile(path, described).close()
-        share = Share(Manifest("v", described, (chunk,)), path)
+        share = SharedVersion(Manifest("v", described, (chunk,)), path)
         share.add(chunk)
         assert bytes(share.give("c")) == bytes(16) and share.give("other") is None
         staged = staging.get("v", lambda folder: None, SILENCE_S)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from relax_hpc.training.weights.manifest import Chunk, Manifest, chunks_of
+from relax_hpc.training.weights.manifest import Chunk, Manifest, lay_out_chunks
 from relax_hpc.training.weights.tensors import (
-    Inside,
-    Part,
+    InnerTensor,
     SafetensorsFile,
-    Tensor,
-    header_of,
-    uncovered,
+    TensorInfo,
+    TensorPart,
+    coverage_error,
+    file_header,
 )
 
 TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
@@ -30,9 +30,9 @@ TENSORS = st.dictionaries(
 @st.composite
 def versions(
     draw: st.DrawFn,
-) -> tuple[dict[str, np.ndarray], dict[str, Tensor], list[tuple[str, int, int, int]]]:
+) -> tuple[dict[str, np.ndarray], dict[str, TensorInfo], list[tuple[str, int, int, int]]]:
     """Arrays, what they are, and how they are split: (name, axis, start, stop) in any order."""
-    described = {name: Tensor(*value) for name, value in draw(TENSORS.filter(bool)).items()}
+    described = {name: TensorInfo(*value) for name, value in draw(TENSORS.filter(bool)).items()}
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     arrays, split = {}, []
     for name, tensor in described.items():
@@ -50,7 +50,7 @@ def test_parts_come_together(tmp_path_factory: pytest.TempPathFactory, version, 
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
     file = SafetensorsFile(path, tensors)
     chunks = []
-    for number, (begin, end, parts) in enumerate(chunks_of(split, tensors, limit)):
+    for number, (begin, end, parts) in enumerate(lay_out_chunks(split, tensors, limit)):
         record = bytearray(end - begin)
         for part in parts:
             piece = arrays[part.name].take(range(part.start, part.stop), part.axis).tobytes()
@@ -70,7 +70,7 @@ def test_parts_come_together(tmp_path_factory: pytest.TempPathFactory, version, 
     assert Manifest.decode(manifest.encode()) == manifest
 
 
-WHOLE = {"w": Tensor("F32", (4, 2)), "v": Tensor("F32", (3,))}
+WHOLE = {"w": TensorInfo("F32", (4, 2)), "v": TensorInfo("F32", (3,))}
 
 
 @pytest.mark.parametrize(
@@ -91,24 +91,24 @@ WHOLE = {"w": Tensor("F32", (4, 2)), "v": Tensor("F32", (3,))}
     ],
 )
 def test_what_is_no_partition_is_named(parts, wrong: str) -> None:
-    chunks = (Chunk("0", 1000, "", tuple(Part(*part, 0) for part in parts)),)
+    chunks = (Chunk("0", 1000, "", tuple(TensorPart(*part, 0) for part in parts)),)
     if not wrong:
-        assert not uncovered(WHOLE, [part for chunk in chunks for part in chunk.parts])
+        assert not coverage_error(WHOLE, [part for chunk in chunks for part in chunk.parts])
         return
     with pytest.raises(ValueError, match=wrong):
         Manifest("i000001-v000001", WHOLE, chunks).encode()
 
 
 def test_wide_types_come_first_and_are_aligned() -> None:
-    header, offsets = header_of(
-        {"a": Tensor("U8", (3,)), "b": Tensor("F64", (1,)), "c": Tensor("BF16", (1,))}
+    header, offsets = file_header(
+        {"a": TensorInfo("U8", (3,)), "b": TensorInfo("F64", (1,)), "c": TensorInfo("BF16", (1,))}
     )
     assert [offsets[name] - len(header) for name in "bca"] == [0, 8, 10] and len(header) % 8 == 0
 
 
 def test_a_file_for_which_there_is_no_room_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"File too large|No space left"):
-        SafetensorsFile(tmp_path / "f", {"w": Tensor("F64", (1 << 58,))})
+        SafetensorsFile(tmp_path / "f", {"w": TensorInfo("F64", (1 << 58,))})
 
 
 @given(st.data(), st.booleans(), st.tuples(*[st.integers(1, 4)] * 3))
@@ -135,12 +135,14 @@ def test_parts_come_together_inside_of_a_tensor_of_blocks(
     }
     for name, piece in pieces.items():
         block, number = map(int, name.split("."))
-        inside[name] = Inside(Tensor("F32", piece.shape), "all", block, number * rows, turned)
-    with SafetensorsFile(path, {"all": Tensor("F32", expected.shape)}, inside) as file:
+        inside[name] = InnerTensor(
+            TensorInfo("F32", piece.shape), "all", block, number * rows, turned
+        )
+    with SafetensorsFile(path, {"all": TensorInfo("F32", expected.shape)}, inside) as file:
         for name, piece in pieces.items():
             axis = data.draw(st.integers(0, 1))
             cut = data.draw(st.integers(0, piece.shape[axis]))
             for start, stop in ((0, cut), (cut, piece.shape[axis])):
                 record = piece.take(range(start, stop), axis).tobytes()
-                file.put(Part(name, axis, start, stop, 0), memoryview(record))
+                file.put(TensorPart(name, axis, start, stop, 0), memoryview(record))
     assert np.array_equal(load_file(path)["all"], expected)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
-from relax_hpc.training.models.batches import Batch, collate, idle
+from relax_hpc.training.models.batches import Batch, collate, idle_batch
 from relax_hpc.training.trainer import Trainer
 from tests.helpers import training_helpers as helpers
 from tests.helpers.media_helpers import OMNI_MEDIA, OMNI_ROWS, ROW_MEDIA, ROWS
@@ -96,7 +96,7 @@ def micro_batches(ours: Trainer, packs: list[list[Row]]) -> list[Batch]:
         for rows in packs[layout.data_rank :: layout.data_size]
     ]
     count = -(-len(packs) // layout.data_size)
-    return mine + [idle(ROWS[0], "cpu", split) for _ in range(count - len(mine))]
+    return mine + [idle_batch(ROWS[0], "cpu", split) for _ in range(count - len(mine))]
 
 
 def same_on_tensor_ranks(ours: Trainer) -> None:

@@ -36,10 +36,10 @@ from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.checkpoint.strategy import StagedState
 from relax_hpc.training.critic import CriticTrainer
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.batches import Batch, idle
+from relax_hpc.training.models.batches import Batch, idle_batch
 from relax_hpc.training.models.hf_files import SafetensorFiles
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.training.weights.tensors import Part, uncovered
+from relax_hpc.training.weights.tensors import TensorPart, coverage_error
 from tests.helpers import training_helpers as helpers
 from tests.training.overlap_checks import check_overlap, unsharded
 
@@ -94,7 +94,11 @@ def first_step(trainer: Trainer, out: Path) -> dict[str, float]:
     layout, split, samples = trainer.model.layout, trainer.model.pack_split, helpers.rows(4, seed=9)
     # The second replica has no row in the first step, and goes through all the same.
     trainer.accumulate(
-        [helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)]
+        [
+            helpers.batch(samples, split)
+            if layout.data_rank == 0
+            else idle_batch(samples[0], "cpu", split)
+        ]
     )
     metrics = trainer.step(helpers.LR)
     if (weights := trainer.model.export_hf()) is not None:
@@ -165,7 +169,9 @@ def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:
 
 def check_a_slice_of_plain_layers(model: PolicyModel, split: ParallelConfig) -> None:
     """It is as near to float32 as itself, however the ranks share it."""
-    of = parity.Slice.of(model.spec, ModelConfig(dtype="bfloat16", device="cpu"), split, {})
+    of = parity.LayerSlice.from_spec(
+        model.spec, ModelConfig(dtype="bfloat16", device="cpu"), split, {}
+    )
     found = parity.distances(of, "plain", logprobs.PLAIN)
     assert len(found) > 5 and all(one.kernels == one.plain > 0 for one in found.values()), found
 
@@ -181,8 +187,8 @@ def check_slices(model: PolicyModel, directory: Path) -> None:
             parts.append([one.name, one.axis, one.start, one.stop])
     gathered = Channel(60.0).gather(parts)
     if gathered is not None:
-        everybody = [Part(*part, 0) for mine in gathered for part in mine]
-        assert all(gathered) and not uncovered(model.tensors(), everybody)
+        everybody = [TensorPart(*part, 0) for mine in gathered for part in mine]
+        assert all(gathered) and not coverage_error(model.tensors(), everybody)
 
 
 def check_who_waits_for_the_leader() -> None:
@@ -262,11 +268,11 @@ def check(trainer: Trainer, out: Path) -> None:
     helpers.save(out / "i000001-step-000001", trainer, {"step": 1})
     check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
-        # Where fewer rows came than there are ranks, some go through idle.
+        # Where fewer rows came than there are ranks, some idle.
         mine = window[layout.data_rank]
         trainer.accumulate(
             [
-                helpers.batch(rows, split) if rows else idle(helpers.rows(1)[0], "cpu", split)
+                helpers.batch(rows, split) if rows else idle_batch(helpers.rows(1)[0], "cpu", split)
                 for rows in mine
             ]
         )

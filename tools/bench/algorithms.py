@@ -123,7 +123,9 @@ def train(trainer: Trainer, batches: list[Batch]) -> None:
 
 def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Of each algorithm, over the step of a policy."""
-    trainer = Trainer.of(policy(PolicyModel, directory, options), Grpo(), ActorConfig(), 1.0)
+    trainer = Trainer.from_settings(
+        policy(PolicyModel, directory, options), Grpo(), ActorConfig(), 1.0
+    )
     rows, device = step_rows(options), trainer.model.device
     packs = split_rows(rows, options.pack)
     algorithms = {name: make() for name, make in ALGORITHMS.items()}
@@ -183,8 +185,12 @@ def alternated(
 
 def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """What it adds, against a policy's forward pass over the rows and its training on them."""
-    actor = Trainer.of(policy(PolicyModel, directory, options), Ppo(), ActorConfig(), 1.0)
-    critic = CriticTrainer.of(policy(CriticModel, directory, options), Ppo(), ActorConfig(), 1.0)
+    actor = Trainer.from_settings(
+        policy(PolicyModel, directory, options), Ppo(), ActorConfig(), 1.0
+    )
+    critic = CriticTrainer.from_settings(
+        policy(CriticModel, directory, options), Ppo(), ActorConfig(), 1.0
+    )
     rows, device = step_rows(options), actor.model.device
     packs = split_rows(rows, options.pack)
     batches = micro_batches(packs, Ppo(), device)

@@ -28,7 +28,7 @@ from relax_hpc.net.rendezvous.process import clean_environment
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.models.batches import PAD, Batch, collate, idle, split_rows
+from relax_hpc.training.models.batches import PAD, Batch, collate, idle_batch, split_rows
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
@@ -178,7 +178,7 @@ def micro_batches(rows: list[Row], options: argparse.Namespace, model: PolicyMod
     parts = [split_rows(rows[rank::RANKS], options.budget) for rank in range(RANKS)]
     mine = [collate(part, PAD, model.device) for part in parts[model.layout.data_rank]]
     return mine + [
-        idle(rows[0], str(model.device)) for _ in range(max(map(len, parts)) - len(mine))
+        idle_batch(rows[0], str(model.device)) for _ in range(max(map(len, parts)) - len(mine))
     ]
 
 

@@ -16,7 +16,7 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.training import parallel
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.kernels import prepare
 
@@ -28,11 +28,14 @@ def compare(model: Path, device: str, dtype: str) -> list[Figure]:
     layers'."""
     parallel.initialize_alone(device, 0, START_TIMEOUT_S)
     prepare("fused", device)
-    from relax_hpc.training.parity import Slice, distances
+    from relax_hpc.training.parity import LayerSlice, distances
     from relax_hpc.training.triton_logprobs import TritonKernels
 
-    of = Slice.of(
-        spec_of(read_config(model)), ModelConfig(dtype=dtype, device=device), ParallelConfig(), {}
+    of = LayerSlice.from_spec(
+        spec_from_config(read_config(model)),
+        ModelConfig(dtype=dtype, device=device),
+        ParallelConfig(),
+        {},
     )
     began, at_work = time.monotonic(), time.process_time()
     found = distances(of, "fused", TritonKernels())

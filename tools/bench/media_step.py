@@ -72,7 +72,9 @@ class Passes:
     def _media(self, rows: Rows) -> RowMedia | None:
         names = {span["media_id"] for row in rows for span in row["spans"]}
         return (
-            RowMedia.of({name: self.media[name] for name in names}, self.rules) if names else None
+            RowMedia.from_media({name: self.media[name] for name in names}, self.rules)
+            if names
+            else None
         )
 
 

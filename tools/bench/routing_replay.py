@@ -173,7 +173,7 @@ def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple
     """Of all sampled tokens |log-probability - the engine's|, and which share of the routes was the
     same."""
     from relax_hpc.training.models.batches import collate
-    from relax_hpc.training.route_agreement import Agreement
+    from relax_hpc.training.route_agreement import RouteAgreement
 
     policy, found = policy_of(model, ActorConfig()), []
     same = np.zeros(2)
@@ -186,7 +186,7 @@ def compared(model: Path, rows: Sequence[dict[str, Any]], routed: bool) -> tuple
             found.append(
                 np.abs(line[len(row["token_ids"]) - len(drawn) : len(row["token_ids"])] - drawn)
             )
-        agreement = Agreement([len(row["token_ids"]) for row in part])
+        agreement = RouteAgreement([len(row["token_ids"]) for row in part])
         agreement.add(batch, range(len(part)), policy.pack_split, policy.router_tokens(batch))
         same += agreement.table.sum(1).numpy()
     return np.concatenate(found), float(same[0] / max(same[1], 1.0))
@@ -271,11 +271,11 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
     from relax_hpc.rollout.engines.sglang.stream import Response
     from relax_hpc.rollout.samples import bad_routes, rows_of
     from relax_hpc.training.models.batches import collate
-    from relax_hpc.training.route_agreement import Agreement
+    from relax_hpc.training.route_agreement import RouteAgreement
     from relax_hpc.training.trainer import Trainer
 
     policy = policy_of(model, ActorConfig(), replay)
-    trainer = Trainer.of(policy, Grpo(), ActorConfig(), 1.0)
+    trainer = Trainer.from_settings(policy, Grpo(), ActorConfig(), 1.0)
     prompt = Prompt("p", tuple(range(3, 3 + PROMPT)), "", "")
 
     async def generations(shape: RouteShape, answers: Sequence[dict[str, Any]]) -> list[Generation]:
@@ -298,7 +298,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
         (batch.fields["old_logprobs"],) = policy.batch_logprobs([batch], 1.0)
         trainer.accumulate([batch])
         if also:
-            agreement = Agreement([len(row["token_ids"]) for row in rows])
+            agreement = RouteAgreement([len(row["token_ids"]) for row in rows])
             agreement.add(batch, range(len(rows)), policy.pack_split, policy.router_tokens(batch))
             agreement.shares()
         trainer.step(1e-6)
@@ -346,8 +346,8 @@ def own_time(on: bool) -> Iterator[list[float]]:
     ]
     places += [
         (PolicyModel, "_routes_of"),
-        (route_agreement.Agreement, "add"),
-        (route_agreement.Agreement, "shares"),
+        (route_agreement.RouteAgreement, "add"),
+        (route_agreement.RouteAgreement, "shares"),
     ]
     real = [
         (place, name, getattr(place, name))

@@ -60,7 +60,7 @@ from relax_hpc.training.weights.node_cache import Staging
 from relax_hpc.training.weights.publisher import Publisher
 from relax_hpc.training.weights.slab import MARK, open_slab
 from relax_hpc.training.weights.subscriber import News, Subscriber
-from relax_hpc.training.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo, TensorPart
 from relax_hpc.training.weights.transfers import Transfers
 from relax_hpc.training.weights.version_files import TENSORS
 
@@ -421,14 +421,14 @@ def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]
         )
 
 
-def slab_of(tensors: Mapping[str, Tensor], folder: Path) -> Path:
+def slab_of(tensors: Mapping[str, TensorInfo], folder: Path) -> Path:
     """What a node has of a version."""
     folder.mkdir(mode=0o700)
     with SafetensorsFile(folder / TENSORS, tensors):
         pass
     ends = itertools.accumulate((one.bytes for one in tensors.values()), initial=0)
     parts = tuple(
-        Part(name, 0, 0, tensors[name].shape[0], at)
+        TensorPart(name, 0, 0, tensors[name].shape[0], at)
         for name, at in zip(tensors, ends, strict=False)
     )
     whole = Chunk("all", sum(one.bytes for one in tensors.values()), "", parts)

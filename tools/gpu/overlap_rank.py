@@ -16,7 +16,7 @@ from shapes import hf_config, rows
 from relax_hpc.algorithms import Grpo
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.training import parallel
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 
 _FIRST = 2
 """Steps that bring kernels, and tell how often each parameter has a gradient."""
@@ -44,7 +44,7 @@ def measure(
     )
     from relax_hpc.training.models.batches import collate
 
-    samples = rows(count * ranks, length, spec_of(hf_config(shape)).vocab)[rank::ranks]
+    samples = rows(count * ranks, length, spec_from_config(hf_config(shape)).vocab)[rank::ranks]
     each = max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
     settings = settings_of(actor, device)
@@ -78,7 +78,7 @@ def _steps(
     model = PolicyModel(
         hf_config(shape), ModelConfig(dtype="bfloat16", device=device), settings.parallel, settings
     )
-    trainer, norms = Trainer.of(model, Grpo(), settings, 1.0), []
+    trainer, norms = Trainer.from_settings(model, Grpo(), settings, 1.0), []
 
     def step() -> None:
         trainer.accumulate(batches, last=True)

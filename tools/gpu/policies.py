@@ -42,4 +42,4 @@ def trainer(shape: str, actor: dict[str, Any], device: str) -> Trainer:
     model = policy(shape, settings, device)
     from relax_hpc.training.trainer import Trainer
 
-    return Trainer.of(model, Grpo(), settings, 1.0)
+    return Trainer.from_settings(model, Grpo(), settings, 1.0)

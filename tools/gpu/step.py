@@ -21,7 +21,7 @@ from shapes import hf_config, rows
 from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.config.schema import ActorConfig, Config
 from relax_hpc.ops.plan import roles
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.flops import peak_flops, training_flops
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def measure(
     """Of ``count`` rows of ``length`` tokens, in micro-batches of ``micro``: seconds of a step's
     parts, the most memory that was allocated, and what it was worked out to be. ``who``: ours, with
     the section ``actor`` of a configuration; alone; or peer."""
-    spec = spec_of(hf_config(shape))
+    spec = spec_from_config(hf_config(shape))
     samples, each = rows(count, length, spec.vocab), max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
     trained = trainer(shape, actor or {}, device) if who == "ours" else None
@@ -182,7 +182,8 @@ def worked_out(shape: str, length: int, micro: int, actor: ActorConfig) -> float
     actor.max_tokens_per_micro_batch = micro
     config.data.max_prompt_tokens, config.rollout.max_new_tokens = length // 8, length - length // 8
     return (
-        roles.actor(config, spec_of(hf_config(shape)), "actor", 1).peak - roles.CONTEXT_BYTES
+        roles.actor(config, spec_from_config(hf_config(shape)), "actor", 1).peak
+        - roles.CONTEXT_BYTES
     ) / 2**30
 
 

@@ -316,7 +316,7 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
 
 
 def _frozen(config: Config, model: Model) -> Iterator[str]:
-    found = model.spec.frozen_misfits(config.model.frozen_towers) if model.spec else ()
+    found = model.spec.frozen_tower_errors(config.model.frozen_towers) if model.spec else ()
     yield from (f"model.{misfit}" for misfit in found)
 
 
@@ -370,7 +370,7 @@ def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
 def _split(group: str, parallel: ParallelConfig, model: Model) -> Iterator[str]:
     key, tensor = f"{group}.parallel", parallel.tensor
     yield from (
-        f"{key}.{misfit}" for misfit in (model.spec.misfits(parallel) if model.spec else ())
+        f"{key}.{misfit}" for misfit in (model.spec.split_errors(parallel) if model.spec else ())
     )
     if parallel.sequence_parallel and tensor == 1:
         yield (

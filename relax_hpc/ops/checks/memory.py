@@ -42,5 +42,6 @@ def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
     others = {role for role in RANKED if getattr(config.model, f"{role}_path", "")}
     for role in placed.intersection(RANKED) - others:
         yield from (
-            f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel)
+            f"{role}.parallel.{misfit}"
+            for misfit in spec.split_errors(getattr(config, role).parallel)
         )

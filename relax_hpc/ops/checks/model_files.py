@@ -15,10 +15,10 @@ from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.base.terminal_text import one_line
 from relax_hpc.base.weight_files import Stored, check_tied, stored_tensors, weight_files
 from relax_hpc.config.schema import ModelConfig
-from relax_hpc.training.models.families import problems, spec_of
+from relax_hpc.training.models.families import config_problems, spec_from_config
 from relax_hpc.training.models.hf_mapping import check_names
 from relax_hpc.training.models.spec import ModelSpec
-from relax_hpc.training.models.stored_pieces import by_piece
+from relax_hpc.training.models.stored_pieces import split_into_pieces
 
 if TYPE_CHECKING:
     from relax_hpc.data.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
         if not name:
             from relax_hpc.training.models.tiny_model import model_config
 
-            return Model(spec=spec_of(model_config(config.tiny)))
+            return Model(spec=spec_from_config(model_config(config.tiny)))
     except ConfigError as error:
         return Model(problems=[str(error)])
     path = Path(name)
@@ -106,8 +106,8 @@ def spec_at(config: ModelConfig) -> ModelSpec:
     if not config.path:
         from relax_hpc.training.models.tiny_model import model_config
 
-        return spec_of(model_config(config.tiny))
-    return spec_of(read_json_object(Path(config.path) / "config.json"), config.ignore_keys)
+        return spec_from_config(model_config(config.tiny))
+    return spec_from_config(read_json_object(Path(config.path) / "config.json"), config.ignore_keys)
 
 
 def unread() -> list[str]:
@@ -120,8 +120,8 @@ def _look(path: Path, config: ModelConfig) -> Model:
     about, spec = path / "config.json", None
     try:
         found = read_json_object(about)
-        wrong = [f"{about}: {one}" for one in problems(found, config.ignore_keys)]
-        spec = None if wrong else spec_of(found, config.ignore_keys)
+        wrong = [f"{about}: {one}" for one in config_problems(found, config.ignore_keys)]
+        spec = None if wrong else spec_from_config(found, config.ignore_keys)
     except ConfigError as error:
         wrong = [str(error)]
     model = Model(spec=spec)
@@ -181,7 +181,9 @@ def _weights(path: Path, model: Model) -> Iterator[str]:
         tensors = _stored_tensors(path, tuple(map(stamp, files)))
         model.shapes |= {name: stored.shape for name, (_, stored) in tensors.items()}
         if model.spec:
-            check_names(model.spec, by_piece(model.spec, model.shapes, model.shapes)[1], str(path))
+            check_names(
+                model.spec, split_into_pieces(model.spec, model.shapes, model.shapes)[1], str(path)
+            )
             if model.spec.tied:
                 _check_tied(path, tuple(map(stamp, files)), model.spec.output, model.spec.embedding)
     except ConfigError as error:

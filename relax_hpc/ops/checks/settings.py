@@ -366,7 +366,7 @@ def _megatron(config: Config) -> Findings:
     # What nodes run may be another environment's.
     is_here = not config.site.python and config.site.container.runtime == "none"
     for section, settings in _trainers(config):
-        yield from megatron_settings.findings(settings, is_here, section)
+        yield from megatron_settings.setting_errors(settings, is_here, section)
 
 
 def _kernels(config: Config) -> Findings:

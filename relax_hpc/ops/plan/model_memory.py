@@ -11,8 +11,8 @@ import math
 from typing import NamedTuple
 
 from relax_hpc.config.schema import Kernels, ParallelConfig
-from relax_hpc.training.models.hf_mapping import of_experts, stage_entries
-from relax_hpc.training.models.pieces import Entry, Piece
+from relax_hpc.training.models.hf_mapping import select_experts, stage_entries
+from relax_hpc.training.models.pieces import FusedParameter, Piece
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.stages import stage_layers
 
@@ -61,11 +61,13 @@ def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int,
     return layers * layer[0] + rest[0], layers * layer[1] + rest[1]
 
 
-def _counted(spec: ModelSpec, parallel: ParallelConfig, entries: list[Entry]) -> tuple[int, int]:
+def _counted(
+    spec: ModelSpec, parallel: ParallelConfig, entries: list[FusedParameter]
+) -> tuple[int, int]:
     """Parameters of a rank out of ``entries``: those outside of experts, and those of its
     experts."""
     found = [0, 0]
-    for entry in of_experts(entries, range(spec.experts // parallel.expert)):
+    for entry in select_experts(entries, range(spec.experts // parallel.expert)):
         one_expert = entry.expert is not None
         tensor = parallel.expert_tensor if one_expert else parallel.tensor
         found[one_expert] += sum(_elements(piece, tensor) for piece in entry.pieces)

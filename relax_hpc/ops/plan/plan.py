@@ -17,7 +17,7 @@ from relax_hpc.ops.plan import roles
 from relax_hpc.ops.plan.footprint import GIB, Footprint
 from relax_hpc.ops.plan.model_memory import ITEM_BYTES, parameters
 from relax_hpc.ops.plan.remedies import remedies
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.spec import ModelSpec
 
 USABLE = 0.97
@@ -58,7 +58,7 @@ def _mended(config: Config, spec: ModelSpec, place: Place) -> Place:
 
     def fits(other: Config) -> bool:
         cuts = [getattr(other, role).parallel for role in RANKED if role in names]
-        if any(any(spec.misfits(cut)) for cut in cuts):
+        if any(any(spec.split_errors(cut)) for cut in cuts):
             return False
         return all(not one.lacks for one in _places(other, spec) if one.groups == place.groups)
 
@@ -134,7 +134,7 @@ def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
         hf_config = read_json_object(Path(directory) / "config.json")
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    return spec_of(hf_config, ignore_keys)
+    return spec_from_config(hf_config, ignore_keys)
 
 
 def _together(config: Config, found: list[Footprint]) -> float:

@@ -81,7 +81,7 @@ def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
     parallel = getattr(config, role).parallel
     yield from _of_experts(parallel, spec, role)
     while (tensor := parallel.tensor * 2) <= MAX_TENSOR:
-        if any(spec.misfits(replace(parallel, tensor=tensor, sequence_parallel=True))):
+        if any(spec.split_errors(replace(parallel, tensor=tensor, sequence_parallel=True))):
             return
         change: Change = {
             f"{role}.parallel.tensor": tensor,
@@ -94,7 +94,7 @@ def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
 
 
 def _of_experts(parallel: ParallelConfig, spec: ModelSpec, role: str) -> Iterator[Change]:
-    while not any(spec.misfits(replace(parallel, expert=(expert := parallel.expert * 2)))):
+    while not any(spec.split_errors(replace(parallel, expert=(expert := parallel.expert * 2)))):
         yield {f"{role}.parallel.expert": expert}
 
 

@@ -32,7 +32,7 @@ from relax_hpc.rollout.engines.seeded_draws import keyed_uniform, sample_token
 from relax_hpc.rollout.engines.stops import Stops
 from relax_hpc.rollout.engines.transformers_media import MediaInputs
 from relax_hpc.rollout.engines.update_gate import UpdateGate
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.stored_pieces import as_in_transformers
@@ -76,7 +76,7 @@ class TransformersEngine:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._placeholders = placeholders_of(self._model_dir)
         self._rules = Rules.of(self._model_dir) if self._placeholders else None
-        self._spec = spec_of(read_config(self._model_dir), self._ignored)
+        self._spec = spec_from_config(read_config(self._model_dir), self._ignored)
         self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:
             await asyncio.to_thread(move, self._model, self._device)
@@ -252,7 +252,7 @@ def load_weights(model: Any, directory: Path, spec: ModelSpec) -> None:
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")) or [directory / "model.safetensors"]:
         found |= {
-            name: tensor for name, tensor in load_file(path).items() if not spec.carries(name)
+            name: tensor for name, tensor in load_file(path).items() if not spec.is_untrained(name)
         }
     try:
         found = as_in_transformers(spec, found)

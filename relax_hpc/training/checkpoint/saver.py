@@ -58,7 +58,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SaveFailure:
     """Reason why something could not be saved; ``errno``: of a disk that may have room later, else
     0."""
 
@@ -66,10 +66,10 @@ class Failure:
     errno: int = 0
 
 
-class Unsaved(CheckpointError):
-    """Failure of a save, the same error in every rank."""
+class SaveFailedError(CheckpointError):
+    """SaveFailure of a save, the same error in every rank."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: SaveFailure) -> None:
         super().__init__(failure.why)
         self.failure = failure
 
@@ -203,7 +203,7 @@ class Saver:
             full.done()
         self.seconds = time.monotonic() - started
 
-    def _count(self, job: _Job, failure: Failure) -> None:
+    def _count(self, job: _Job, failure: SaveFailure) -> None:
         self.failed, self.failure = self.failed + 1, f"{job.directory}: {failure.why}"
         self._failed_anyway += not failure.errno
         if self.channel.rank == 0:
@@ -214,7 +214,7 @@ class Saver:
                 f"{failure.why}; allowed checkpoint.max_failures={self.max_failures}"
             )
 
-    def _gives_up(self, full: Patience, failure: Failure) -> bool:
+    def _gives_up(self, full: Patience, failure: SaveFailure) -> bool:
         """Whether the next save is due; else, after a while, it is time for the next try. The same
         in every rank."""
         full.loose = not self._awaited
@@ -225,7 +225,7 @@ class Saver:
             "next"
         ]
 
-    def _save(self, job: _Job) -> Failure | None:
+    def _save(self, job: _Job) -> SaveFailure | None:
         """Reason why it could not be saved, the same in every rank; None: it is."""
         partial = job.directory.with_name(f".{job.directory.name}.partial")
         rank, leads = self.channel.rank, self.channel.rank == 0
@@ -239,7 +239,7 @@ class Saver:
             mine = together(lambda: checksums_of(partial, files_of(partial, rank), sync=True))
             files = joined(self.channel.gather(mine))
             digest = together(lambda: leads and _finish(partial, job.directory, files, job.about))
-        except Unsaved as error:
+        except SaveFailedError as error:
             if leads:
                 say(f"checkpoint: {job.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
@@ -248,7 +248,7 @@ class Saver:
         return None
 
     def _together(self, folder: Path, act: Callable[[], T]) -> T:
-        """Have all ranks do their part; Unsaved, in all of them, if one cannot."""
+        """Have all ranks do their part; SaveFailedError, in all of them, if one cannot."""
         failure, done = ("", 0), None
         try:
             done = act()
@@ -262,7 +262,7 @@ class Saver:
         # What a full disk has not caused no room on it will mend.
         why, number = self.channel.tell(min(failed, key=lambda one: bool(one[1]), default=("", 0)))
         if why:
-            raise Unsaved(Failure(why, number))
+            raise SaveFailedError(SaveFailure(why, number))
         return cast(T, done)
 
 

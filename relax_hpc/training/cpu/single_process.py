@@ -172,7 +172,7 @@ def _newer(name: str, older: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, older)
 
 
-def keep_groups_alike() -> None:
+def use_one_backend() -> None:
     """Make all of megatron-core's groups of one kind, except of real ranks.
 
     It asks for gloo groups besides the others, to send from the host. Where the default group opens

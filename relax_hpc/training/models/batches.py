@@ -15,7 +15,7 @@ from relax_hpc.base.fields import FIELDS, loss_fields
 from relax_hpc.queue.row_ids import place_of
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.samplers import micro_batches
-from relax_hpc.training.models.packs import PackedRows, PackSplit, Places
+from relax_hpc.training.models.packs import PackedRows, PackLayout, PackSplit
 from relax_hpc.training.models.replay import Routes
 from relax_hpc.training.models.towers.encoder_input import MediaInputs
 from relax_hpc.training.models.towers.media import RowMedia, media_inputs
@@ -28,7 +28,7 @@ WHOLE = PackSplit()
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTokens:
     """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n]
     each."""
 
@@ -40,7 +40,7 @@ class Scored:
     places: Tensor
     """Numbers of the tokens' places among [b, s]."""
 
-    def placed(self, values: Tensor, shape: torch.Size) -> Tensor:
+    def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """``values`` [n, *tail] where they belong in `shape` [b, s], and 0 elsewhere: [b, s,
         *tail]; differentiable."""
         tail = values.shape[1:]
@@ -58,18 +58,18 @@ class Batch:
     tokens: Tensor
     """Token ids of the pack, [1, t] int64."""
     packed: PackedRows
-    """Places of the rows in the pack."""
+    """PackLayout of the rows in the pack."""
     mask: Tensor
     """Loss mask, [b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
-    """Tokens of each row; none of an `idle` one."""
+    """Tokens of each row; none of an `idle_batch` one."""
     episode_tokens: Tensor
     """Trained tokens of all rows of the row's episode, [b, 1] float32; other batches may have some
     of them."""
     shares: Tensor
     """Share of each trained token in its episode, [1, t] float32; 0 for others, and -1 where no row
     is."""
-    scored: Scored
+    scored: ScoredTokens
     """Tokens that are scored: those that are trained, and all of a row that says of none whether it
     is; the first of a row is predicted by nothing. Found on the host: a device would have to be
     waited for."""
@@ -102,8 +102,8 @@ def collate(
     episode. `media`: those that rows name in their `spans`.
     """
     lengths = [len(row["token_ids"]) for row in rows]
-    places = Places.of(lengths, split)
-    mine = places.of_rank(split.rank)
+    places = PackLayout.from_lengths(lengths, split)
+    mine = places.rank_indices(split.rank)
 
     def on_device(values: np.ndarray) -> Tensor:
         return upload(values, device)
@@ -122,7 +122,7 @@ def collate(
     given, positions = _media(rows, places, split, device, media)
     return Batch(
         tokens=on_device(tokens[mine][None]),
-        packed=places.rows(split.rank, device, positions),
+        packed=places.rank_rows(split.rank, device, positions),
         mask=on_device(mask),
         lengths=lengths,
         episode_tokens=on_device(counts[:, None]),
@@ -147,7 +147,7 @@ def collate_parts(
     media: RowMedia | None = None,
 ) -> list[Batch]:
     """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is
-    `idle`."""
+    `idle_batch`."""
     return [
         collate(
             [rows[n] for n in part],
@@ -159,12 +159,12 @@ def collate_parts(
             media,
         )
         if part
-        else idle(rows[0], device, split, also)
+        else idle_batch(rows[0], device, split, also)
         for part in parts
     ]
 
 
-def idle(
+def idle_batch(
     row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: Sequence[str] = ()
 ) -> Batch:
     """A micro-batch for a rank that has no row where others of its window have: it takes part in
@@ -193,7 +193,7 @@ def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np
 
 
 def _packed(
-    rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: Places
+    rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: PackLayout
 ) -> np.ndarray:
     """Field ``name`` of rows as they lie in the pack: [tokens of the whole pack, *tail]."""
     out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
@@ -204,7 +204,7 @@ def _packed(
 
 def _media(
     rows: Sequence[Row],
-    places: Places,
+    places: PackLayout,
     split: PackSplit,
     device: str | torch.device,
     media: RowMedia | None,
@@ -224,7 +224,7 @@ def _media(
 
 
 def _shares(
-    rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places
+    rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: PackLayout
 ) -> np.ndarray:
     """Shares of trained tokens, [tokens of the whole pack], see `Batch`; ``mask`` [b, s],
     ``counts`` [b] are of episodes."""
@@ -238,10 +238,10 @@ def _shares(
 def _scored(
     rows: Sequence[Row],
     tokens: np.ndarray,
-    places: Places,
+    places: PackLayout,
     mine: np.ndarray,
     on_device: Callable[[np.ndarray], Tensor],
-) -> Scored:
+) -> ScoredTokens:
     longest = max(len(row["token_ids"]) for row in rows)
     # Of each place: where in [b, s] stands what it predicts; -1: it predicts nothing that is
     # wanted.
@@ -253,7 +253,7 @@ def _scored(
         predicts[start + inside] = line * longest + inside + 1
     states = np.flatnonzero(predicts[mine] >= 0)
     # The next token may be another rank's.
-    return Scored(
+    return ScoredTokens(
         on_device(tokens[mine[states] + 1]), on_device(states), on_device(predicts[mine[states]])
     )
 

@@ -1,6 +1,6 @@
 """Families of models: the table by which `check`, the trainer and `convert` read a config.json.
 
-A key of config.json is understood (its value is checked, and used), harmless (nothing that is
+A key of config.json is checked_config (its value is checked, and used), harmless (nothing that is
 trained depends on it), or refused by name: a key that nobody here knows may change the arithmetic,
 and then the trained model is silently another one than the engine serves. `model.ignore_keys`
 overrules. Null counts as absent where transformers takes it so; where it does not load such a file,
@@ -91,35 +91,37 @@ _NOT_NULL_IN = {"qwen3": frozenset(["head_dim"]), "qwen3_vl": frozenset(["head_d
 """Further such keys by `model_type`; others load them."""
 
 
-def understood(
+def checked_config(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> dict[str, Any]:
     """The content of config.json without what is null or to be ignored. ConfigError naming all that
     is not known."""
-    if found := list(problems(hf_config, ignore_keys, use)):
+    if found := list(config_problems(hf_config, ignore_keys, use)):
         raise ConfigError(f"config.json: {'; '.join(found)}")
     return _without(hf_config, ignore_keys)
 
 
-def spec_of(
+def spec_from_config(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> ModelSpec:
-    """The model that config.json describes. ConfigError as `understood`."""
-    known = understood(hf_config, ignore_keys, use)
-    return FAMILIES[known["model_type"]].of(known)
+    """The model that config.json describes. ConfigError as `checked_config`."""
+    known = checked_config(hf_config, ignore_keys, use)
+    return FAMILIES[known["model_type"]].from_config(known)
 
 
-def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
+def route_shape_of_model(directory: Path, model: ModelConfig) -> RouteShape | None:
     """Shape of the routes that come with the tokens of a run whose model is in ``directory``; None:
     none come.
 
-    ConfigError as `understood`."""
+    ConfigError as `checked_config`."""
     if model.routing_replay == "off":
         return None
-    return spec_of(read_json_object(directory / "config.json"), model.ignore_keys).route_shape
+    return spec_from_config(
+        read_json_object(directory / "config.json"), model.ignore_keys
+    ).route_shape
 
 
-def problems(
+def config_problems(
     hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train"
 ) -> Iterator[str]:
     """Mistakes in the content of config.json: keys that are missing, not supported or unknown, one

@@ -38,7 +38,7 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
     token and one that it sees, each of `heads * head_dim` channels, and both of its products.
     """
     rows = list(lengths)
-    matrices = 2 * spec.multiplied() * sum(rows)
+    matrices = 2 * spec.matrix_elements() * sum(rows)
     return matrices + 2 * spec.layers * spec.heads * spec.head_dim * sum(
         length * length for length in rows
     )
@@ -60,7 +60,7 @@ def training_flops(
     )
     for kind, grid in media:
         tower = towers[kind]
-        found += (1 if tower.name in frozen else 3) * 2 * tower.multiplied(grid)
+        found += (1 if tower.name in frozen else 3) * 2 * tower.multiply_adds(grid)
     return found
 
 

@@ -76,12 +76,12 @@ class SafetensorFiles(Mapping[str, Any]):
         return {name: tuple(self[name].get_shape()) for name in self}
 
 
-def passengers_of(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
+def load_untrained_tensors(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """Tensors of a directory that are no part of what is trained."""
-    if not spec.passengers:
+    if not spec.untrained_prefixes:
         return {}
     with SafetensorFiles(directory) as files:
-        return {name: files[name][:] for name in files if spec.carries(name)}
+        return {name: files[name][:] for name in files if spec.is_untrained(name)}
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Hugging Face tensors <-> megatron-core parameters: names, fusing, tensor-parallel slices,
 vocabulary padding.
 
-Pure bookkeeping on names and tensors, used by every load and every export; names alone need no
+Pure bookkeeping on names and tensors, used by every load and every export; names single_form need no
 torch. A megatron-core parameter is made of one or more *pieces* (Hugging Face tensors). A piece is
 sliced first and fused after, so that a rank reads only its slices.
 """
@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.training.models.pieces import NAMES, Entry, Forms, Piece, StoredForm, alone
+from relax_hpc.training.models.pieces import (
+    NAMES,
+    Forms,
+    FusedParameter,
+    Piece,
+    StoredForm,
+    single_form,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +38,7 @@ def stored_forms(spec: ModelSpec) -> dict[str, Forms]:
     """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's
     copy, and those that hold several pieces."""
     pieces = all_pieces(spec)
-    forms = {name: (alone(piece),) for name, piece in pieces.items()}
+    forms = {name: (single_form(piece),) for name, piece in pieces.items()}
     if spec.tied:
         forms[spec.output] = forms[spec.embedding]
     return forms | spec.packed_forms(pieces)
@@ -44,7 +51,7 @@ def published_forms(spec: ModelSpec) -> dict[str, StoredForm]:
         name: forms[0] for name, forms in spec.packed_forms(pieces).items() if spec.published_packed
     }
     held = {piece.name for form in packed.values() for piece in form.pieces}
-    return {name: alone(piece) for name, piece in pieces.items() if name not in held} | packed
+    return {name: single_form(piece) for name, piece in pieces.items() if name not in held} | packed
 
 
 def stage_entries(
@@ -53,35 +60,37 @@ def stage_entries(
     first: bool,
     last: bool,
     modules: Literal["local", "te"] = "local",
-) -> list[Entry]:
+) -> list[FusedParameter]:
     """Parameters of the pipeline stage that holds `layers` (global), towers and embedding if
     `first` and logits if `last`."""
-    entries: list[Entry] = []
+    entries: list[FusedParameter] = []
     embedding = Piece(spec.embedding, (spec.vocab, spec.hidden), 0)
     if first:
         entries += (entry for tower in spec.towers for entry in tower.entries())
-        entries.append(Entry("embedding.word_embeddings.weight", (embedding,)))
+        entries.append(FusedParameter("embedding.word_embeddings.weight", (embedding,)))
     for local, index in enumerate(layers):
         entries += spec.layer_entries(
             f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}.", NAMES[modules]
         )
     if last:
         entries.append(
-            Entry(
+            FusedParameter(
                 "decoder.final_layernorm.weight",
                 (Piece(f"{spec.decoder}norm.weight", (spec.hidden,)),),
             )
         )
     if last and not spec.tied:
         entries.append(
-            Entry("output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),))
+            FusedParameter(
+                "output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),)
+            )
         )
     if last and spec.tied and not first:
-        entries.append(Entry("output_layer.weight", (embedding,)))
+        entries.append(FusedParameter("output_layer.weight", (embedding,)))
     return entries
 
 
-def of_experts(entries: Iterable[Entry], experts: range) -> list[Entry]:
+def select_experts(entries: Iterable[FusedParameter], experts: range) -> list[FusedParameter]:
     """Entries, out of ``entries``, of a rank to which ``experts`` were dealt: it numbers them from
     0."""
     found = []
@@ -107,7 +116,7 @@ def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: s
         if (
             name not in expected
             and not (spec.tied and name == spec.output)
-            and not spec.carries(name)
+            and not spec.is_untrained(name)
         ):
             raise ConfigError(
                 f"{source}: unknown tensor {name}; this is not the model that config.json describes"
@@ -121,7 +130,7 @@ def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: s
             )
 
 
-def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
+def cut_slice(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
     """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without the
     rows of zeros.
 
@@ -131,7 +140,7 @@ def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
     return tensor[:, start:stop] if piece.axis == 1 else tensor[start:stop]
 
 
-def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
+def join_slices(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
     """The whole tensor from the slices of all tensor-parallel ranks."""
     import torch
 
@@ -144,7 +153,7 @@ def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
     )
 
 
-def fuse(entry: Entry, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+def fuse(entry: FusedParameter, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key,
     value]."""
     import torch
@@ -159,7 +168,7 @@ def fuse(entry: Entry, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
 
 
 def split(
-    entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0
+    entry: FusedParameter, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0
 ) -> list[Tensor]:
     """Inverse of `fuse`, of tensor-parallel ``rank`` of ``tensor``."""
     views = split_views(entry, parameter, spec, tensor, rank)
@@ -167,7 +176,7 @@ def split(
 
 
 def split_views(
-    entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int
+    entry: FusedParameter, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int
 ) -> list[Tensor]:
     """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions,
     by group."""
@@ -179,7 +188,9 @@ def split_views(
     return list(parameter.chunk(2)) if entry.fuse == "rows" else [parameter]
 
 
-def unique_pieces(spec: ModelSpec, entries: Iterable[Entry]) -> list[tuple[Entry, Piece]]:
+def unique_pieces(
+    spec: ModelSpec, entries: Iterable[FusedParameter]
+) -> list[tuple[FusedParameter, Piece]]:
     """(entry, piece) pairs in order, the output layer's copy of a tied embedding left out."""
     return [
         (entry, piece)

@@ -23,13 +23,13 @@ _REFUSALS = (AssertionError, ValueError, TypeError, ImportError)
 
 def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
     """ConfigError if the model cannot be cut as `parallel` says."""
-    for misfit in spec.misfits(parallel):
+    for misfit in spec.split_errors(parallel):
         raise ConfigError(f"parallel.{misfit}")
 
 
 def check_frozen(spec: ModelSpec, model: ModelConfig) -> None:
     """ConfigError if the model has not the towers that are to be frozen."""
-    for misfit in spec.frozen_misfits(model.frozen_towers):
+    for misfit in spec.frozen_tower_errors(model.frozen_towers):
         raise ConfigError(f"model.{misfit}")
 
 
@@ -39,7 +39,7 @@ def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
 
     ``experts``: whether its layers have experts.
     """
-    if wrong := list(megatron_settings.findings(actor)):
+    if wrong := list(megatron_settings.setting_errors(actor)):
         raise ConfigError(*wrong)
     recompute = {
         "none": {},
@@ -50,7 +50,7 @@ def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
     }[actor.recompute]
     granularity = None if actor.recompute == "none" else actor.recompute
     grouped = {"moe_grouped_gemm": experts and actor.experts == "grouped"}
-    own = megatron_settings.of_owner(actor, "transformer")
+    own = megatron_settings.owner_settings(actor, "transformer")
     return {"recompute_granularity": granularity, **recompute, **grouped, **own}
 
 

@@ -108,7 +108,7 @@ _PLAIN = {
 
 
 @functools.cache
-def declared() -> Mapping[str, tuple[Owner, ast.expr]]:
+def declared_settings() -> Mapping[str, tuple[Owner, ast.expr]]:
     """Every setting that megatron-core declares: whose it is, and its annotation. None if it is not
     installed here."""
     spec = find_spec("megatron")
@@ -131,13 +131,13 @@ def declared() -> Mapping[str, tuple[Owner, ast.expr]]:
     return found
 
 
-def findings(
+def setting_errors(
     settings: TrainerConfig, is_here: bool = True, section: str = "actor"
 ) -> Iterator[str]:
     """Mistakes in `megatron` of a trainer's ``section``, one line each. ``is_here``: the
     megatron-core of this environment is the one that the run will have; else only what is decided
     elsewhere is known."""
-    known = declared() if is_here else {}
+    known = declared_settings() if is_here else {}
     for name, value in settings.megatron.items():
         key = f"{section}.megatron.{name}"
         if name in DECIDED:
@@ -156,9 +156,9 @@ def findings(
         yield f"{key}: found a value with {section}.recompute none; set that to full or selective"
 
 
-def of_owner(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
+def owner_settings(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
     """Settings out of `settings.megatron` that are ``owner``'s."""
-    known = declared()
+    known = declared_settings()
     return {
         name: value
         for name, value in settings.megatron.items()

@@ -5,9 +5,9 @@ Each of `context` ranks has two pieces of every row, one from its front and the 
 its end, so that all have the same work under a causal mask (zigzag; arXiv 2407.21783, section
 3.3.2):
 
->>> places = Places.of([5, 2], PackSplit(context=2))
+>>> places = PackLayout.from_lengths([5, 2], PackSplit(context=2))
 >>> # Rows padded to 8 and 4 tokens: pieces of 2 and 1.
->>> [places.of_rank(rank).tolist() for rank in range(2)]
+>>> [places.rank_indices(rank).tolist() for rank in range(2)]
 [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 """
 
@@ -44,16 +44,16 @@ class PackSplit:
     embeds: bool = True
     """Whether this rank's pipeline stage has the embedding, so that media come there."""
 
-    def share(self, places: Places) -> np.ndarray:
-        """Places whose embeddings this rank has, in its order: [total / context / sequence]."""
-        mine = places.of_rank(self.rank)
+    def embedded_indices(self, places: PackLayout) -> np.ndarray:
+        """PackLayout whose embeddings this rank has, in its order: [total / context / sequence]."""
+        mine = places.rank_indices(self.rank)
         size = len(mine) // self.sequence
         return mine[self.sequence_rank * size :][:size]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Places of the tokens of every row; padding at the end of the pack is a row by itself."""
+class PackLayout:
+    """PackLayout of the tokens of every row; padding at the end of the pack is a row by itself."""
 
     widths: np.ndarray
     """Tokens of each row with its padding, the row of padding last if there is one."""
@@ -62,7 +62,7 @@ class Places:
     context: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], split: PackSplit) -> Places:
+    def from_lengths(cls, lengths: Sequence[int], split: PackSplit) -> PackLayout:
         """Rows of `lengths` under `split`: only context parallelism pads within, to twice its ranks
         at most."""
         pieces = 2 * split.context if split.context > 1 else 1
@@ -83,8 +83,8 @@ class Places:
         """Position of each place in its row: [total]."""
         return np.arange(self.total) - np.repeat(self.starts, self.widths)
 
-    def of_rank(self, rank: int) -> np.ndarray:
-        """Places that a rank has, in its order: [total / context]."""
+    def rank_indices(self, rank: int) -> np.ndarray:
+        """PackLayout that a rank has, in its order: [total / context]."""
         return _spans(*self._pieces(rank))
 
     def _pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,23 +97,27 @@ class Places:
         )
         return firsts.reshape(-1), np.repeat(size, 2)
 
-    def rows(
+    def rank_rows(
         self, rank: int, device: str | torch.device, positions: np.ndarray | None = None
     ) -> PackedRows:
         """Rows of a rank as attention takes them; ``positions`` of all places, None: those in their
         rows."""
         firsts, sizes = self._pieces(rank)
-        positions = (self.positions() if positions is None else positions)[..., self.of_rank(rank)]
+        positions = (self.positions() if positions is None else positions)[
+            ..., self.rank_indices(rank)
+        ]
         if self.context == 1:
-            return PackedRows.of(positions, sizes, sizes, None, device)
+            return PackedRows.from_pieces(positions, sizes, sizes, None, device)
         # A piece looks at its row from the start to the piece's end.
         starts = np.repeat(self.starts, 2)
         seen = firsts + sizes - starts
-        return PackedRows.of(positions, sizes, seen, self.gathered()[_spans(starts, seen)], device)
+        return PackedRows.from_pieces(
+            positions, sizes, seen, self.gather_order()[_spans(starts, seen)], device
+        )
 
-    def gathered(self) -> np.ndarray:
+    def gather_order(self) -> np.ndarray:
         """Index of each place, [total], in the parts of all ranks one after the other."""
-        return np.argsort(np.concatenate([self.of_rank(rank) for rank in range(self.context)]))
+        return np.argsort(np.concatenate([self.rank_indices(rank) for rank in range(self.context)]))
 
 
 def _spans(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -157,7 +161,7 @@ class PackedRows:
     cp_group: Any = None
 
     @classmethod
-    def of(
+    def from_pieces(
         cls,
         positions: np.ndarray,
         queries: np.ndarray,

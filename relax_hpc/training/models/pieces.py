@@ -1,6 +1,6 @@
 """Pieces of parameters: what a megatron-core parameter is made of, and how files store it.
 
-A megatron-core parameter (`Entry`) consists of one or more Hugging Face tensors (`Piece`). This
+A megatron-core parameter (`FusedParameter`) consists of one or more Hugging Face tensors (`Piece`). This
 module needs no torch.
 """
 
@@ -80,7 +80,7 @@ class StoredForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FusedParameter:
     """A megatron-core parameter of one pipeline stage and the pieces that it is fused of."""
 
     name: str
@@ -102,11 +102,11 @@ Forms = tuple[StoredForm, ...]
 has it last."""
 
 
-def alone(piece: Piece) -> StoredForm:
+def single_form(piece: Piece) -> StoredForm:
     """Form of a tensor that holds one piece."""
     return StoredForm(piece.shape, (piece,))
 
 
-def form_of(forms: Forms, shape: tuple[int, ...]) -> StoredForm | None:
+def find_form(forms: Forms, shape: tuple[int, ...]) -> StoredForm | None:
     """The form of a tensor of that ``shape``; None: there is none."""
     return next((form for form in forms if form.shape == shape), None)

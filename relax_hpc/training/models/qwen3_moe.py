@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.base.routes import RouteShape
-from relax_hpc.training.models.pieces import NAMES, Entry, Forms, Piece, StoredForm
+from relax_hpc.training.models.pieces import NAMES, Forms, FusedParameter, Piece, StoredForm
 from relax_hpc.training.models.rules import EXPERTS, FLAG, MAX_LAYER_EXPERTS, SIZE, Rule, one_of
 from relax_hpc.training.models.spec import ModelSpec
 
@@ -87,9 +87,9 @@ class Qwen3Moe(ModelSpec):
         inner = found.pop("intermediate_size")
         return found if parallel.expert > 1 else found | {"moe_intermediate_size": inner}
 
-    def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
-        """See `ModelSpec.misfits`."""
-        yield from super().misfits(parallel)
+    def split_errors(self, parallel: ParallelConfig) -> Iterator[str]:
+        """See `ModelSpec.split_errors`."""
+        yield from super().split_errors(parallel)
         expert, stage = parallel.expert, parallel.tensor * parallel.context * parallel.data
         if self.experts % expert:
             yield (
@@ -104,17 +104,19 @@ class Qwen3Moe(ModelSpec):
                 "each tensor rank would send every token to the experts once more"
             )
 
-    def mlp_multiplied(self) -> int:
-        """See `ModelSpec.mlp_multiplied`: the router, and the experts of a token."""
-        return self.hidden * self.experts + self.chosen * super().mlp_multiplied()
+    def mlp_matrix_elements(self) -> int:
+        """See `ModelSpec.mlp_matrix_elements`: the router, and the experts of a token."""
+        return self.hidden * self.experts + self.chosen * super().mlp_matrix_elements()
 
-    def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+    def mlp_entries(
+        self, ours: str, theirs: str, norms: Mapping[str, str]
+    ) -> Iterator[FusedParameter]:
         """See `ModelSpec.mlp_entries`."""
         # Beside experts no layer spec fuses the norm.
         norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
-        yield Entry(ours + NAMES["local"]["mlp_norm"], (norm,))
+        yield FusedParameter(ours + NAMES["local"]["mlp_norm"], (norm,))
         router = Piece(f"{theirs}mlp.gate.weight", (self.experts, self.hidden))
-        yield Entry(f"{ours}mlp.router.weight", (router,))
+        yield FusedParameter(f"{ours}mlp.router.weight", (router,))
         for expert in range(self.experts):
             names = f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}mlp.experts.{expert}."
             yield from self.gated(*names, self.inner, expert)

@@ -80,7 +80,10 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
         """See `ModelSpec.sizes`."""
         found = super().sizes(known)
         return found | {
-            "towers": (*found["towers"], AudioTower.of(known["audio_config"], cls.audio_place))
+            "towers": (
+                *found["towers"],
+                AudioTower.from_config(known["audio_config"], cls.audio_place),
+            )
         }
 
 
@@ -95,7 +98,7 @@ class Qwen3OmniMoe(Qwen3OmniMoeThinker):
     output = "thinker.lm_head.weight"
     tower_place = "thinker.visual."
     audio_place = "thinker.audio_tower."
-    passengers = ("talker.", "code2wav.")
+    untrained_prefixes = ("talker.", "code2wav.")
 
     @classmethod
     def sections(cls) -> dict[str, Section]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from relax_hpc.base.routes import RouteShape
-from relax_hpc.training.models.pieces import Blocks, Entry, Forms, Piece
+from relax_hpc.training.models.pieces import Blocks, Forms, FusedParameter, Piece
 from relax_hpc.training.models.rules import (
     DECODER,
     NUMBER,
@@ -24,7 +24,7 @@ from relax_hpc.training.models.rules import (
     rope,
     rope_theta,
 )
-from relax_hpc.training.models.stages import stage_layers, stage_misfits
+from relax_hpc.training.models.stages import stage_errors, stage_layers
 from relax_hpc.training.models.towers.tower import Tower
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ModelSpec:
     """Beginning of the names of the decoder's tensors in Hugging Face files."""
     output: ClassVar[str] = "lm_head.weight"
     """Name of the output layer's tensor there."""
-    passengers: ClassVar[tuple[str, ...]] = ()
+    untrained_prefixes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors there that are no part of what is trained."""
     published_packed: ClassVar[bool] = False
     """Whether it is published with several pieces in one tensor, see `packed_forms`."""
@@ -104,7 +104,7 @@ class ModelSpec:
     # -- config.json -------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, known: Mapping[str, Any]) -> Self:
+    def from_config(cls, known: Mapping[str, Any]) -> Self:
         """Build from the `understood` content of config.json."""
         return cls(**cls.sizes(known))
 
@@ -185,7 +185,7 @@ class ModelSpec:
             "intermediate_size": self.inner,
         }
 
-    def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
+    def split_errors(self, parallel: ParallelConfig) -> Iterator[str]:
         """Reasons why ranks cannot split the model so, one line each, beginning with the field."""
         for key, size in self.widths(parallel).items():
             if size % parallel.tensor:
@@ -202,7 +202,7 @@ class ModelSpec:
                 "values"
             )
             yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
-        stages = list(stage_misfits(self.layers, parallel))
+        stages = list(stage_errors(self.layers, parallel))
         yield from stages or self._shallow_stages(parallel)
         if parallel.expert > 1 and not self.experts:
             yield (
@@ -210,7 +210,7 @@ class ModelSpec:
                 "experts"
             )
 
-    def frozen_misfits(self, names: Sequence[str]) -> Iterator[str]:
+    def frozen_tower_errors(self, names: Sequence[str]) -> Iterator[str]:
         """Reason why the towers of these ``names`` cannot be frozen, a line that begins with the
         field."""
         there = [tower.name for tower in self.towers]
@@ -248,29 +248,31 @@ class ModelSpec:
         size."""
         return -(-self.vocab // tensor) * tensor
 
-    def multiplied(self) -> int:
+    def matrix_elements(self) -> int:
         """Elements of all matrices that a token is multiplied by; the embedding counts as output
         layer alone."""
         attention = 2 * self.hidden * (self.heads + self.groups) * self.head_dim
-        return self.layers * (attention + self.mlp_multiplied()) + self.hidden * self.vocab
+        return self.layers * (attention + self.mlp_matrix_elements()) + self.hidden * self.vocab
 
-    def mlp_multiplied(self) -> int:
+    def mlp_matrix_elements(self) -> int:
         """Elements of the matrices of a layer's feed-forward part that a token is multiplied by."""
         return 3 * self.hidden * self.inner
 
     # -- names of weights --------------------------------------------------------------------------
 
     @classmethod
-    def carries(cls, name: str) -> bool:
+    def is_untrained(cls, name: str) -> bool:
         """Whether a tensor of that name is one of the `passengers`."""
-        return name.startswith(cls.passengers)
+        return name.startswith(cls.untrained_prefixes)
 
     @property
     def embedding(self) -> str:
         """Name of the embedding's tensor in Hugging Face files."""
         return f"{self.decoder}embed_tokens.weight"
 
-    def layer_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> list[Entry]:
+    def layer_entries(
+        self, ours: str, theirs: str, norms: Mapping[str, str]
+    ) -> list[FusedParameter]:
         """The parameters of a layer: megatron-core's names begin with ``ours``, Hugging Face's with
         ``theirs``.
 
@@ -284,7 +286,7 @@ class ModelSpec:
 
     def attention_entries(
         self, ours: str, theirs: str, norms: Mapping[str, str]
-    ) -> Iterator[Entry]:
+    ) -> Iterator[FusedParameter]:
         """Parameters of a layer's attention; see `layer_entries`."""
         query, value, place = (
             self.heads * self.head_dim,
@@ -296,32 +298,34 @@ class ModelSpec:
             blocks = Blocks(self.groups, self.group_rows, first)
             qkv.append(Piece(f"{place}{letter}_proj.weight", (rows, self.hidden), 0, blocks))
             first += rows // self.groups
-        yield Entry(
+        yield FusedParameter(
             ours + norms["input_norm"], (Piece(f"{theirs}input_layernorm.weight", (self.hidden,)),)
         )
-        yield Entry(f"{ours}self_attention.linear_qkv.weight", tuple(qkv), "qkv")
+        yield FusedParameter(f"{ours}self_attention.linear_qkv.weight", tuple(qkv), "qkv")
         for letter in "qk" if self.qk_norm else "":
             norm = Piece(f"{place}{letter}_norm.weight", (self.head_dim,))
-            yield Entry(f"{ours}self_attention.{letter}_layernorm.weight", (norm,))
+            yield FusedParameter(f"{ours}self_attention.{letter}_layernorm.weight", (norm,))
         out = Piece(f"{place}o_proj.weight", (self.hidden, query), 1)
-        yield Entry(f"{ours}self_attention.linear_proj.weight", (out,))
+        yield FusedParameter(f"{ours}self_attention.linear_proj.weight", (out,))
 
-    def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+    def mlp_entries(
+        self, ours: str, theirs: str, norms: Mapping[str, str]
+    ) -> Iterator[FusedParameter]:
         """Parameters of a layer's feed-forward part; see `layer_entries`."""
         norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
-        yield Entry(ours + norms["mlp_norm"], (norm,))
+        yield FusedParameter(ours + norms["mlp_norm"], (norm,))
         yield from self.gated(f"{ours}mlp.", f"{theirs}mlp.", self.inner)
 
     def gated(
         self, ours: str, theirs: str, inner: int, expert: int | None = None
-    ) -> Iterator[Entry]:
+    ) -> Iterator[FusedParameter]:
         """A gated feed-forward layer, or one ``expert`` of many."""
         gate_up = tuple(
             Piece(f"{theirs}{name}_proj.weight", (inner, self.hidden), 0) for name in ("gate", "up")
         )
-        yield Entry(f"{ours}linear_fc1.weight", gate_up, "rows", expert)
+        yield FusedParameter(f"{ours}linear_fc1.weight", gate_up, "rows", expert)
         down = Piece(f"{theirs}down_proj.weight", (self.hidden, inner), 1)
-        yield Entry(f"{ours}linear_fc2.weight", (down,), expert=expert)
+        yield FusedParameter(f"{ours}linear_fc2.weight", (down,), expert=expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, Forms]:
         """Tensors that hold several ``pieces`` in some files, by name."""

@@ -25,10 +25,10 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def stage_misfits(layers: int, parallel: ParallelConfig) -> Iterator[str]:
+def stage_errors(layers: int, parallel: ParallelConfig) -> Iterator[str]:
     """Reason why stages cannot share ``layers`` so, a line that begins with the field.
 
-    >>> misfit = next(stage_misfits(28, ParallelConfig(pipeline=4, last_stage_layers=5)))
+    >>> misfit = next(stage_errors(28, ParallelConfig(pipeline=4, last_stage_layers=5)))
     >>> misfit.partition(", allowed: ")[0]
     'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages'
     """

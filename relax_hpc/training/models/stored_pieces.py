@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.training.models.hf_mapping import all_pieces, published_forms
-from relax_hpc.training.models.pieces import Piece, StoredForm, form_of
+from relax_hpc.training.models.pieces import Piece, StoredForm, find_form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,20 +43,22 @@ class StoredPiece:
         )
 
 
-def by_piece(
+def split_into_pieces(
     spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes
 ) -> tuple[Mapping[str, Any], Shapes]:
     """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold
     several."""
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
-    there = ((name, form_of(some, shapes[name])) for name, some in forms.items() if name in shapes)
+    there = (
+        (name, find_form(some, shapes[name])) for name, some in forms.items() if name in shapes
+    )
     found = {name: form for name, form in there if form}
     if not found:
         return source, shapes
     pieces: dict[str, Any] = {name: source[name] for name in source if name not in found}
     sizes = {name: shape for name, shape in shapes.items() if name not in found}
     for name, form in found.items():
-        for piece, block, first in places(form):
+        for piece, block, first in piece_positions(form):
             pieces[piece.name] = StoredPiece(
                 source[name], block, first, piece.shape[0], form.turned
             )
@@ -64,7 +66,7 @@ def by_piece(
     return pieces, sizes
 
 
-def places(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
+def piece_positions(form: StoredForm) -> Iterator[tuple[Piece, int, int]]:
     """Pieces of a tensor that holds several, with the number of the block, and of the first row
     there, of each."""
     for number, block in enumerate(form.blocks):
@@ -82,7 +84,7 @@ def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Te
 def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole ``tensors`` of files as transformers 5 has them in memory: all experts of a layer in
     one, none turned around."""
-    pieces, _ = by_piece(
+    pieces, _ = split_into_pieces(
         spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     )
     forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}

@@ -20,14 +20,14 @@ _BINS, _CHANNELS, _HEADS = 64, 8, 2
 """Mel bins, channels of the convolutions, heads."""
 
 
-def hearing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
+def omni_config(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
     """The config.json of a Qwen3-Omni of `shape` that does not speak, whose language model has that
     of ``text``. ``first``: id of the first of the tokens of vision."""
     types = "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"
     behind = first + len(tiny_vision.TOKENS)
     thinker = {
         "model_type": "qwen3_omni_moe_thinker",
-        **tiny_vision.parts(shape, text, first, types),
+        **tiny_vision.model_parts(shape, text, first, types),
         "audio_config": _tower(shape),
         "position_id_per_seconds": 13,
         **{name: behind + number for number, name in enumerate(_NAMES)},

@@ -15,7 +15,7 @@ from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.base.imports import many_imports
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.training.models import tiny_audio, tiny_vision
-from relax_hpc.training.models.families import spec_of
+from relax_hpc.training.models.families import spec_from_config
 from relax_hpc.training.models.hf_mapping import published_forms
 from relax_hpc.training.models.tiny_tokenizer import (
     BOS_ID,
@@ -90,10 +90,10 @@ def model_config(shape: TinyModelConfig) -> dict[str, Any]:
                 "vision_layers and num_experts: "
                 "what hears is a Qwen3-Omni, which sees too, and has experts"
             )
-        return tiny_audio.hearing(shape, text, first)
+        return tiny_audio.omni_config(shape, text, first)
     if not shape.vision_layers:
         return text
-    return tiny_vision.seeing(shape, text, first)
+    return tiny_vision.vision_language_config(shape, text, first)
 
 
 def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
@@ -152,7 +152,8 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
     return {
-        name: form.shape for name, form in published_forms(spec_of(model_config(shape))).items()
+        name: form.shape
+        for name, form in published_forms(spec_from_config(model_config(shape))).items()
     }
 
 

@@ -18,18 +18,20 @@ _PIXELS = {"shortest_edge": 1024, "longest_edge": 1 << 20}
 """Fewest and most pixels of an image: one token, and 1,024 of them."""
 
 
-def seeing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
+def vision_language_config(
+    shape: TinyModelConfig, text: dict[str, Any], first: int
+) -> dict[str, Any]:
     """The config.json of a Qwen3-VL of `shape`, dense or with experts, whose language model has
     that of ``text``. ``first``: id of the first of `TOKENS`."""
     kind, name = ("qwen3_vl_moe", "Qwen3VLMoe") if shape.num_experts else ("qwen3_vl", "Qwen3VL")
     return {
         "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": kind,
-        **parts(shape, text, first, (f"{kind}_text", kind)),
+        **model_parts(shape, text, first, (f"{kind}_text", kind)),
     }
 
 
-def parts(
+def model_parts(
     shape: TinyModelConfig, text: dict[str, Any], first: int, types: tuple[str, str]
 ) -> dict[str, Any]:
     """Entries of config.json for a language model and the tower before it, of these ``types``. See

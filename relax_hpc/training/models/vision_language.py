@@ -91,7 +91,7 @@ class VisionLanguage(ModelSpec):
             "tie_word_embeddings": known.get("tie_word_embeddings", False)
         }
         return super().sizes(text) | {
-            "towers": (cls.vision.of(known["vision_config"], cls.tower_place),),
+            "towers": (cls.vision.from_config(known["vision_config"], cls.tower_place),),
             "rotary_sections": tuple(rope(text).get("mrope_section", _USUAL_SECTIONS)),
             "placeholders": tuple(sorted({known[key] for key in cls.placeholder_keys})),
         }

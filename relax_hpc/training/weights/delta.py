@@ -1,4 +1,4 @@
-"""Deltas of a record against an older one: changed blocks, as differences that compress well.
+"""AnchorDeltas of a record against an older one: changed blocks, as differences that compress well.
 
 A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the
 exclusive or of old and new is nearly all zeros, more so with the first bytes of all numbers
@@ -17,7 +17,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.training.weights.manifest import Chunk, Delta, checksum
 from relax_hpc.training.weights.ring import SlabRing
-from relax_hpc.training.weights.tensors import ITEM_BYTES, Tensor
+from relax_hpc.training.weights.tensors import ITEM_BYTES, TensorInfo
 
 BLOCK_BYTES = 64 << 10
 _HEAD = struct.Struct("<4sQBI")
@@ -25,12 +25,12 @@ _MAGIC = b"RLXD"
 _LEVEL = 1
 
 
-class Deltas:
+class AnchorDeltas:
     """One actor rank's: keeps a copy of the last anchor, and offers what differs from it beside
     each whole version."""
 
     def __init__(
-        self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, Tensor], every: int
+        self, pool: SlabPool, ring: SlabRing, tensors: Mapping[str, TensorInfo], every: int
     ) -> None:
         """``every``: versions from one anchor to the next; 0: there are none."""
         self.every, self.anchor = every, Version(0, 0)

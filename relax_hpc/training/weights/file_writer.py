@@ -23,8 +23,8 @@ from relax_hpc.training.weights.file_form import FileForm
 from relax_hpc.training.weights.manifest import Manifest
 from relax_hpc.training.weights.node_cache import staging_root
 from relax_hpc.training.weights.pull import Puller
-from relax_hpc.training.weights.untrained_tensors import FILE, Untrained
-from relax_hpc.training.weights.version_files import Division, finish, write_share
+from relax_hpc.training.weights.untrained_tensors import FILE, UntrainedTensors
+from relax_hpc.training.weights.version_files import FileDivision, finish, write_share
 
 _PARTIAL = ".model.partial"
 
@@ -56,7 +56,9 @@ class FileWriter:
         """``channel``: used by nothing else."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self._puller, self._form = Puller(planes, settings.read_timeout_s), form
-        self._untrained = Untrained(run.model, form.untrained if client else (), run.weights / FILE)
+        self._untrained = UntrainedTensors(
+            run.model, form.untrained if client else (), run.weights / FILE
+        )
         """Tensors that versions have beside those of ranks, in the leader."""
         self.work = Background("weights, files", self._write, device)
 
@@ -82,7 +84,7 @@ class FileWriter:
             if not due["write"]:
                 full.done()
                 return
-            division = Division(self.channel.size, due["more"], self._form)
+            division = FileDivision(self.channel.size, due["more"], self._form)
             number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, division)
             if not number:
                 full.done()
@@ -90,7 +92,7 @@ class FileWriter:
             full.failed(OSError(number, "cannot be written"))
             time.sleep(max(0.0, full.again_at - time.monotonic()))
 
-    def _try(self, job: _Job, manifest: Manifest, partial: Path, division: Division) -> int:
+    def _try(self, job: _Job, manifest: Manifest, partial: Path, division: FileDivision) -> int:
         """Write it once; the number of the error after which it is to be tried again, 0 if it is
         not."""
         gathered = self.channel.gather(self._share(manifest, partial, division, job.sync))
@@ -103,7 +105,7 @@ class FileWriter:
         job: _Job,
         manifest: Manifest,
         partial: Path,
-        division: Division,
+        division: FileDivision,
         gathered: list[dict[str, Any]],
     ) -> int:
         """Finish the files, in the leader, when all ranks have written theirs, or failed."""
@@ -129,7 +131,7 @@ class FileWriter:
         return number
 
     def _share(
-        self, manifest: Manifest, partial: Path, division: Division, sync: bool
+        self, manifest: Manifest, partial: Path, division: FileDivision, sync: bool
     ) -> dict[str, Any]:
         """Checksums of what this rank has written, or why it has not."""
         rank = self.channel.rank

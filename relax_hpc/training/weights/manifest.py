@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from relax_hpc.base.errors import RelaxError
-from relax_hpc.training.weights.tensors import ITEM_BYTES, Part, Tensor, uncovered
+from relax_hpc.training.weights.tensors import ITEM_BYTES, TensorInfo, TensorPart, coverage_error
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -38,7 +38,7 @@ class Chunk:
     name: str
     bytes: int
     digest: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     planes: dict[str, dict[str, Any]] = field(default_factory=dict)
     delta: Delta | None = None
 
@@ -47,10 +47,10 @@ class Chunk:
         return asdict(self)
 
     @classmethod
-    def of(cls, value: dict[str, Any]) -> Chunk:
+    def from_plain(cls, value: dict[str, Any]) -> Chunk:
         """Inverse of `plain`."""
         delta = value["delta"]
-        parts = tuple(Part(**part) for part in value["parts"])
+        parts = tuple(TensorPart(**part) for part in value["parts"])
         return cls(**{**value, "parts": parts, "delta": Delta(**delta) if delta else None})
 
 
@@ -69,7 +69,7 @@ class Manifest:
     """Manifest of a whole version."""
 
     version: str
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
     chunks: tuple[Chunk, ...]
     anchor: str = ""
     """Version that deltas are made against: this one itself, for those to come, or an older one."""
@@ -80,7 +80,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Manifest as it is written. ValueError if the chunks are not a partition of the
         tensors."""
-        if wrong := uncovered(
+        if wrong := coverage_error(
             self.tensors, [part for chunk in self.chunks for part in chunk.parts]
         ):
             raise ValueError(f"version {self.version}: {wrong}")
@@ -98,13 +98,13 @@ class Manifest:
                 f"format {value['format_version']}, this program reads {FORMAT_VERSION}"
             )
         tensors = {
-            name: Tensor(one["dtype"], tuple(one["shape"]))
+            name: TensorInfo(one["dtype"], tuple(one["shape"]))
             for name, one in value["tensors"].items()
         }
         if unknown := {one.dtype for one in tensors.values()} - ITEM_BYTES.keys():
             raise ValueError(f"types {sorted(unknown)}, this program reads {sorted(ITEM_BYTES)}")
-        chunks = tuple(map(Chunk.of, value["chunks"]))
-        if wrong := uncovered(tensors, [part for chunk in chunks for part in chunk.parts]):
+        chunks = tuple(map(Chunk.from_plain, value["chunks"]))
+        if wrong := coverage_error(tensors, [part for chunk in chunks for part in chunk.parts]):
             raise ValueError(wrong)
         for chunk in chunks:
             ends = [part.offset + part.bytes(tensors[part.name]) for part in chunk.parts]
@@ -156,23 +156,23 @@ def read_journaled(path: Path, expected: str, decode: Any) -> Any:
         raise WeightsError(f"{path}: {error}") from error
 
 
-def chunks_of(
-    parts: Sequence[tuple[str, int, int, int]], tensors: Mapping[str, Tensor], limit: int
-) -> list[tuple[int, int, tuple[Part, ...]]]:
+def lay_out_chunks(
+    parts: Sequence[tuple[str, int, int, int]], tensors: Mapping[str, TensorInfo], limit: int
+) -> list[tuple[int, int, tuple[TensorPart, ...]]]:
     """Lay out a rank's parts (name, axis, start, stop) one after the other: (begin, end, parts) of
     each chunk.
 
     Chunks are up to ``limit`` bytes long, or one part; offsets of parts are within their chunk.
     """
-    chunks: list[tuple[int, int, tuple[Part, ...]]] = []
+    chunks: list[tuple[int, int, tuple[TensorPart, ...]]] = []
     begin, end, mine = 0, 0, []
     for name, axis, start, stop in parts:
-        size = Part(name, axis, start, stop, 0).bytes(tensors[name])
+        size = TensorPart(name, axis, start, stop, 0).bytes(tensors[name])
         if mine and end - begin + size > limit:
             chunks.append((begin, end, tuple(mine)))
             begin, mine = -(-end // _ALIGNED) * _ALIGNED, []
             end = begin
         at = -(-end // _ALIGNED) * _ALIGNED
-        mine.append(Part(name, axis, start, stop, at - begin))
+        mine.append(TensorPart(name, axis, start, stop, at - begin))
         end = at + size
     return [*chunks, (begin, end, tuple(mine))] if mine else chunks

@@ -48,15 +48,15 @@ def clear_staging(run: RunDir) -> None:
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedFolder:
     """Folder that stays as it is until `release`."""
 
     path: Path
     _fd: int
 
-    def again(self) -> Staged:
+    def again(self) -> StagedFolder:
         """Folder as another holder's, which stays until both have released it."""
-        return Staged(self.path, os.dup(self._fd))
+        return StagedFolder(self.path, os.dup(self._fd))
 
     def release(self) -> None:
         """Nobody may look into the files any more, mapped or not. Safe to call twice."""
@@ -80,7 +80,7 @@ class Staging:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def get(self, name: str, make: Callable[[Path], None], patience_s: float) -> Staged:
+    def get(self, name: str, make: Callable[[Path], None], patience_s: float) -> StagedFolder:
         """Folder ``name``, made by ``make(folder)`` unless it is there; others wait while one
         process makes it.
 
@@ -105,7 +105,7 @@ class Staging:
                 fd = self._lock(name, fcntl.LOCK_SH)
             if fd is not None:
                 if (self.root / name).exists() and self._is_current(name, fd):
-                    return Staged(self.root / name, fd)
+                    return StagedFolder(self.root / name, fd)
                 os.close(fd)
             if time.monotonic() > deadline:
                 raise DeadlineError(

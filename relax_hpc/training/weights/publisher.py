@@ -25,12 +25,12 @@ from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.net.rendezvous.channel import Channel
 from relax_hpc.net.transport import Plane, SlabPool
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.training.weights.delta import Deltas
+from relax_hpc.training.weights.delta import AnchorDeltas
 from relax_hpc.training.weights.file_form import FileForm
 from relax_hpc.training.weights.file_writer import FileWriter
 from relax_hpc.training.weights.manifest import MANIFEST, Chunk, FileSums, Manifest, digest
-from relax_hpc.training.weights.ring import SlabRing, Slice
-from relax_hpc.training.weights.tensors import Tensor
+from relax_hpc.training.weights.ring import SlabRing, WeightSlice
+from relax_hpc.training.weights.tensors import TensorInfo
 from relax_hpc.training.weights.version_files import FOLDER, check_unchanged, small_sums
 
 
@@ -55,8 +55,8 @@ class Publisher:
         channel: Callable[[], Channel],
         planes: Sequence[Plane],
         pool: SlabPool,
-        tensors: Mapping[str, Tensor],
-        slices: Sequence[Slice],
+        tensors: Mapping[str, TensorInfo],
+        slices: Sequence[WeightSlice],
         slabs: int,
         settings: WeightsConfig,
         refresh_every: int = 0,
@@ -81,7 +81,7 @@ class Publisher:
         if client is not None:
             check_unchanged(run.weights, run.model)
             self._small = small_sums(run.model)
-        self._deltas = Deltas(pool, self.ring, tensors, settings.anchor_every)
+        self._deltas = AnchorDeltas(pool, self.ring, tensors, settings.anchor_every)
         self.work = Background("weights", self._publish, device)
 
     def publish(self, version: Version, last: bool = False) -> None:
@@ -135,7 +135,7 @@ class Publisher:
         parts = self.channel.gather([chunk.plain() for chunk in chunks])
         manifest = None
         if parts is not None:
-            everything = tuple(Chunk.of(one) for part in parts for one in part)
+            everything = tuple(Chunk.from_plain(one) for part in parts for one in part)
             manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
         self.channel.lead(
             lambda: self._announce(job.version, self.run.weights / str(job.version), manifest)
@@ -158,7 +158,7 @@ class Publisher:
                 f"{directory}: {error.strerror}; version {version} is not published"
             ) from error
         keep = set(self.client.weights.publish(version, digest(text)).result())
-        for name in old_directories(self.run, version):
+        for name in older_version_folders(self.run, version):
             if name not in keep and not self._is_kept(name):
                 shutil.rmtree(self.run.weights / name, ignore_errors=True)
 
@@ -180,7 +180,7 @@ def _write_manifest(directory: Path, text: bytes) -> None:
     temporary.rename(directory)
 
 
-def old_directories(run: RunDir, version: Version) -> list[str]:
+def older_version_folders(run: RunDir, version: Version) -> list[str]:
     """Directories in <run>/weights from before ``version``: published or not, half written by a
     dead actor or whole."""
     found: list[str] = []

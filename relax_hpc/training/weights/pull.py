@@ -13,7 +13,7 @@ from relax_hpc.net.transport import Plane, PlaneError, TcpPlane
 from relax_hpc.training.weights import delta
 from relax_hpc.training.weights.manifest import Chunk, Manifest, WeightsError, checksum
 from relax_hpc.training.weights.relay import NAME as RELAY
-from relax_hpc.training.weights.relay import Sources
+from relax_hpc.training.weights.relay import VersionSources
 from relax_hpc.training.weights.tensors import SafetensorsFile
 
 _AT_ONCE = 2
@@ -46,7 +46,7 @@ class Puller:
         chunks: Iterable[Chunk],
         into: SafetensorsFile,
         anchor: Anchor | None = None,
-        sources: Sources | None = None,
+        sources: VersionSources | None = None,
         got: Callable[[Chunk], object] = lambda _: None,
     ) -> None:
         """Put ``chunks`` of a version into a file, and tell ``got`` of each, in any thread.
@@ -86,7 +86,11 @@ class Puller:
         )
 
     def _ways(
-        self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None, sources: Sources | None
+        self,
+        chunk: Chunk,
+        into: SafetensorsFile,
+        anchor: Anchor | None,
+        sources: VersionSources | None,
     ) -> Iterator[Way]:
         """Ways to get a chunk, the best first. Within a node the whole is there at no cost."""
         for plane in self.planes:
@@ -102,7 +106,7 @@ class Puller:
                 yield plane.name, chunk.bytes, partial(self._copy, plane, chunk, into)
 
     def _relayed(
-        self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: Sources
+        self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: VersionSources
     ) -> None:
         record = sources.read(plane, chunk, self.timeout_s, partial(_check, chunk, RELAY))
         for part in chunk.parts:

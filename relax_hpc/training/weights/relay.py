@@ -23,7 +23,7 @@ from relax_hpc.net.transport import Descriptor, Plane, PlaneError, TcpPlane
 from relax_hpc.net.transport.tcp import Coming, record_in
 from relax_hpc.queue.controller.relays import FAN_OUT
 from relax_hpc.training.weights.manifest import Chunk, Manifest
-from relax_hpc.training.weights.node_cache import Staged
+from relax_hpc.training.weights.node_cache import StagedFolder
 from relax_hpc.training.weights.tensors import SafetensorsFile
 
 Ask = Callable[[str, Descriptor], Sequence[Descriptor]]
@@ -38,17 +38,17 @@ _SILENCE_S = 5.0
 for."""
 
 
-class Share:
+class SharedVersion:
     """The records of one version that this node has. Any thread."""
 
     def __init__(self, manifest: Manifest, path: Path) -> None:
         """``path``: file that the records are put into."""
         self._chunks = {chunk.name: chunk for chunk in manifest.chunks}
-        self._file: SafetensorsFile | None = SafetensorsFile.reading(path, manifest.tensors)
+        self._file: SafetensorsFile | None = SafetensorsFile.open_existing(path, manifest.tensors)
         self._has: set[str] = set()
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._last: tuple[str, weakref.ref[np.ndarray] | None] = ("", None)
-        self._held: Staged | None = None
+        self._held: StagedFolder | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Note that ``chunk`` is verified, and in the file."""
@@ -79,7 +79,7 @@ class Share:
                 self._last = name, weakref.ref(record)
             return memoryview(record)
 
-    def hold(self, staged: Staged) -> None:
+    def hold(self, staged: StagedFolder) -> None:
         """The file lies in this folder by now, which is not to be used for another version until
         the `end`."""
         with self._reading:
@@ -97,8 +97,8 @@ class Share:
             self._held.release()
 
 
-class Sources:
-    """Sources of a version on other nodes, the best first: one that fails once is asked no more."""
+class VersionSources:
+    """VersionSources of a version on other nodes, the best first: one that fails once is asked no more."""
 
     def __init__(self, folders: Sequence[Descriptor]) -> None:
         self._folders = list(folders)
@@ -136,14 +136,16 @@ class Relay:
 
     def __init__(self, plane: TcpPlane, ask: Ask) -> None:
         self._plane, self._ask = plane, ask
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, SharedVersion] = {}
 
     @contextmanager
-    def pulling(self, manifest: Manifest, path: Path) -> Iterator[tuple[Share, Sources]]:
+    def pulling(
+        self, manifest: Manifest, path: Path
+    ) -> Iterator[tuple[SharedVersion, VersionSources]]:
         """Pass ``manifest``'s version on while the file at ``path`` is filled, and from then on."""
         version = manifest.version
         self._end(version)
-        share = self._shares[version] = Share(manifest, path)
+        share = self._shares[version] = SharedVersion(manifest, path)
         try:
             yield (
                 share,
@@ -153,14 +155,14 @@ class Relay:
             self._end(version)
             raise
 
-    def _sources(self, version: str, where: Descriptor) -> Sources:
+    def _sources(self, version: str, where: Descriptor) -> VersionSources:
         try:
-            return Sources(self._ask(version, where))
+            return VersionSources(self._ask(version, where))
         except (DeadlineError, RefusedError):
             # A hub of older code, or one that is away: the actor is there for everybody.
-            return Sources([])
+            return VersionSources([])
 
-    def settle(self, staged: Staged) -> None:
+    def settle(self, staged: StagedFolder) -> None:
         """The version of ``staged`` is there, by whomever: older ones are passed on no more."""
         self.close(but=staged.path.name)
         share = self._shares.get(staged.path.name)
@@ -184,8 +186,8 @@ class Relay:
             share.end()
 
 
-def pays(config: Config) -> bool:
-    """Whether a relay pays: more nodes read than would read from the actor anyway."""
+def relay_pays(config: Config) -> bool:
+    """Whether a relay relay_pays: more nodes read than would read from the actor anyway."""
     nodes = sum(
         group.resources.nodes
         for group in config.groups.values()
@@ -194,7 +196,7 @@ def pays(config: Config) -> bool:
     return config.layout != "local" and nodes > FAN_OUT
 
 
-def relay_on(planes: Sequence[Plane], ask: Ask | None) -> Relay | None:
+def make_relay(planes: Sequence[Plane], ask: Ask | None) -> Relay | None:
     """Passing on goes by sockets: what is read one-sidedly costs its maker no more than the link,
     and is not."""
     plane = next((plane for plane in planes if isinstance(plane, TcpPlane)), None)

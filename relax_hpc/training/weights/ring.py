@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from relax_hpc.base.host_memory import pin
 from relax_hpc.base.parallel_copies import Copier
 from relax_hpc.net.transport import Plane, PlaneError, Slab, SlabPool
-from relax_hpc.training.weights.manifest import Chunk, checksum, chunks_of
-from relax_hpc.training.weights.tensors import Part, Tensor, torch_type
+from relax_hpc.training.weights.manifest import Chunk, checksum, lay_out_chunks
+from relax_hpc.training.weights.tensors import TensorInfo, TensorPart, torch_type
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Slice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it
+class WeightSlice:
+    """WeightSlice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it
     as it is now, in any strides, with the elements in the order of the whole tensor's."""
 
     name: str
@@ -38,8 +38,8 @@ class SlabRing:
         self,
         pool: SlabPool,
         planes: Sequence[Plane],
-        tensors: Mapping[str, Tensor],
-        slices: Sequence[Slice],
+        tensors: Mapping[str, TensorInfo],
+        slices: Sequence[WeightSlice],
         count: int,
         limit: int,
         pinned: bool,
@@ -49,7 +49,7 @@ class SlabRing:
         import torch
 
         self.planes, self.slices = planes, slices
-        self.chunks = chunks_of(
+        self.chunks = lay_out_chunks(
             [(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit
         )
         self.bytes = self.chunks[-1][1] if self.chunks else 0
@@ -111,7 +111,11 @@ class SlabRing:
             name, record = f"{prefix}-{index:04d}", self.record(number, index)
             made.append(
                 Chunk(
-                    name, end - begin, checksum(record), parts, offers_of(self.planes, name, record)
+                    name,
+                    end - begin,
+                    checksum(record),
+                    parts,
+                    publish_record(self.planes, name, record),
                 )
             )
             self._offered[number].append((name, None))
@@ -123,7 +127,7 @@ class SlabRing:
         slab = self._pool.take(len(data))
         slab.memory[: len(data)] = data
         self._offered[number].append((name, slab))
-        return offers_of(self.planes, name, slab.memory[: len(data)])
+        return publish_record(self.planes, name, slab.memory[: len(data)])
 
     def withdraw(self, number: int) -> None:
         """Offer slab ``number`` no more."""
@@ -141,7 +145,7 @@ class SlabRing:
             self.withdraw(number)
 
 
-def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[str, dict]:
+def publish_record(planes: Sequence[Plane], name: str, record: memoryview) -> dict[str, dict]:
     """Publish ``record`` on each plane that can; its descriptors."""
     offers = {}
     for plane in planes:
@@ -150,7 +154,7 @@ def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[st
     return offers
 
 
-def _room(memory: torch.Tensor, at: int, part: Part, whole: Tensor) -> torch.Tensor:
+def _room(memory: torch.Tensor, at: int, part: TensorPart, whole: TensorInfo) -> torch.Tensor:
     return memory[at : at + part.bytes(whole)].view(torch_type(whole.dtype))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.training.weights.manifest import Manifest, WeightsError
-from relax_hpc.training.weights.tensors import header_of, torch_type
+from relax_hpc.training.weights.tensors import file_header, torch_type
 from relax_hpc.training.weights.version_files import TENSORS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def open_slab(folder: Path) -> dict[str, torch.Tensor]:
     is not as its manifest says.
     """
     manifest = _manifest_of(folder)
-    path, (header, offsets) = folder / TENSORS, header_of(manifest.tensors)
+    path, (header, offsets) = folder / TENSORS, file_header(manifest.tensors)
     size = len(header) + sum(one.bytes for one in manifest.tensors.values())
     try:
         with path.open("rb") as file:

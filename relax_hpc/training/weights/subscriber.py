@@ -18,9 +18,9 @@ from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.net.transport import Descriptor, Plane
 from relax_hpc.queue.client import News, QueueClient
 from relax_hpc.training.weights.manifest import Manifest, WeightsError, read_manifest
-from relax_hpc.training.weights.node_cache import Staged, Staging, staging_root
+from relax_hpc.training.weights.node_cache import StagedFolder, Staging, staging_root
 from relax_hpc.training.weights.pull import Anchor, Puller
-from relax_hpc.training.weights.relay import Ask, relay_on
+from relax_hpc.training.weights.relay import Ask, make_relay
 from relax_hpc.training.weights.slab import MARK
 from relax_hpc.training.weights.tensors import SafetensorsFile
 from relax_hpc.training.weights.version_files import TENSORS, check_small, copy_small, copy_verified
@@ -45,12 +45,12 @@ class Fetcher:
         self.run, self.settings = run, settings
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
-        self.relay = relay_on(planes, ask)
-        self._anchor: Staged | None = None
+        self.relay = make_relay(planes, ask)
+        self._anchor: StagedFolder | None = None
         """Folder of the anchor that later versions come as differences to; held as long as it may
         be needed."""
 
-    def fetch(self, news: News) -> Staged:
+    def fetch(self, news: News) -> StagedFolder:
         """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in
         one line."""
         try:
@@ -63,7 +63,7 @@ class Fetcher:
         except OSError as error:
             raise WeightsError(f"version {news.version}: {error}") from error
 
-    def fetch_in_time(self, news: News) -> Staged:
+    def fetch_in_time(self, news: News) -> StagedFolder:
         """Fetch as of `fetch`, tried again for a while."""
         deadline = time.monotonic() + self.settings.read_timeout_s
         for pause in _pauses():
@@ -75,7 +75,7 @@ class Fetcher:
                 time.sleep(pause)
         raise AssertionError("there are always more pauses")
 
-    def _get(self, news: News) -> Staged:
+    def _get(self, news: News) -> StagedFolder:
         # Who makes it has limits of its own, for each record; whoever waits for that must not give
         # up before.
         patience_s = self.settings.write_timeout_s
@@ -97,7 +97,7 @@ class Fetcher:
             )
         return False
 
-    def _hold(self, staged: Staged) -> None:
+    def _hold(self, staged: StagedFolder) -> None:
         if self._anchor is not None:
             self._anchor.release()
         self._anchor = staged
@@ -133,7 +133,7 @@ class Fetcher:
         """The anchor that this process holds, if it is a single file of the same tensors."""
         if self._anchor is not None and self._anchor.path.name == manifest.anchor:
             with contextlib.suppress(OSError, ValueError):
-                file = SafetensorsFile.reading(self._anchor.path / TENSORS, manifest.tensors)
+                file = SafetensorsFile.open_existing(self._anchor.path / TENSORS, manifest.tensors)
                 return Anchor(manifest.anchor, stack.enter_context(file))
         return None
 
@@ -180,7 +180,7 @@ class Subscriber:
             max(self.serving, self._given_up), self.every, evaluator=evaluator
         )
 
-    def fetch(self, announced: News) -> tuple[News, Staged] | None:
+    def fetch(self, announced: News) -> tuple[News, StagedFolder] | None:
         """The announced version, or a newer one; None if none can be had: then the last good one
         stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s

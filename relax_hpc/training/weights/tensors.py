@@ -44,7 +44,7 @@ def torch_type(dtype: str) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorInfo:
     """A whole tensor; `dtype` as safetensors names it."""
 
     dtype: str
@@ -56,10 +56,10 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class InnerTensor:
     """Place of a tensor inside of one that holds several, blocks of rows."""
 
-    tensor: Tensor
+    tensor: TensorInfo
     holder: str
     """Name of the one that holds it."""
     block: int
@@ -70,7 +70,7 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Rows `start` to `stop` along `axis` of tensor `name`, at `offset` of a record, in C order."""
 
     name: str
@@ -79,18 +79,18 @@ class Part:
     stop: int
     offset: int
 
-    def shape(self, whole: Tensor) -> tuple[int, ...]:
+    def shape(self, whole: TensorInfo) -> tuple[int, ...]:
         """Shape of this part."""
         return (*whole.shape[: self.axis], self.stop - self.start, *whole.shape[self.axis + 1 :])
 
-    def bytes(self, whole: Tensor) -> int:
+    def bytes(self, whole: TensorInfo) -> int:
         return math.prod(self.shape(whole)) * ITEM_BYTES[whole.dtype]
 
 
-def uncovered(tensors: Mapping[str, Tensor], parts: list[Part]) -> str:
+def coverage_error(tensors: Mapping[str, TensorInfo], parts: list[TensorPart]) -> str:
     """Problem of ``parts`` as a partition of ``tensors``; empty: each element lies in exactly
     one."""
-    found: dict[str, list[Part]] = {name: [] for name in tensors}
+    found: dict[str, list[TensorPart]] = {name: [] for name in tensors}
     for part in parts:
         if part.name not in found:
             return f"a part of {part.name}, which is no tensor of this version"
@@ -135,7 +135,7 @@ def header_text(
     return text + " " * (-len(text.encode()) % _ALIGNED)
 
 
-def header_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+def file_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
     """The beginning of a safetensors file of ``tensors``, and where in the file each of them lies.
 
     Wide types come first, so that all are aligned.
@@ -150,23 +150,26 @@ def header_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, dict(zip(order, ends, strict=False))
 
 
-_NOTHING: Mapping[str, Inside] = MappingProxyType({})
+_NOTHING: Mapping[str, InnerTensor] = MappingProxyType({})
 
 
 class SafetensorsFile:
     """A safetensors file that is filled part by part, in any order and by several threads.
 
-    >>> file = SafetensorsFile(path, {"w": Tensor("F32", (2, 3))})
-    >>> file.put(Part("w", 0, 0, 2, 0), memoryview(bytes(24)))
+    >>> file = SafetensorsFile(path, {"w": TensorInfo("F32", (2, 3))})
+    >>> file.put(TensorPart("w", 0, 0, 2, 0), memoryview(bytes(24)))
     >>> file.close()
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], inside: Mapping[str, Inside] = _NOTHING
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        inside: Mapping[str, InnerTensor] = _NOTHING,
     ) -> None:
         """Make ``path``, or use its memory again if it is there. ``inside``: tensors that lie in
         one of ``tensors``. OSError: no room."""
-        header, self._offsets = header_of(tensors)
+        header, self._offsets = file_header(tensors)
         self.tensors, self._inside = tensors, inside
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
         path.touch(mode=0o600)
@@ -183,10 +186,10 @@ class SafetensorsFile:
         self._data = np.frombuffer(self._memory, np.uint8)
 
     @classmethod
-    def reading(cls, path: Path, tensors: Mapping[str, Tensor]) -> SafetensorsFile:
+    def open_existing(cls, path: Path, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
         """A file that is there, to `get` parts from. ValueError: it is not laid out as this program
         does it."""
-        header, offsets = header_of(tensors)
+        header, offsets = file_header(tensors)
         self = cls.__new__(cls)
         self.tensors, self._offsets, self._inside = tensors, offsets, _NOTHING
         self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
@@ -199,7 +202,7 @@ class SafetensorsFile:
         self._data = np.frombuffer(self._memory, np.uint8)
         return self
 
-    def put(self, part: Part, record: memoryview) -> None:
+    def put(self, part: TensorPart, record: memoryview) -> None:
         """Copy ``part`` from where it lies in ``record``. Parts of other tensors than the file's
         are passed over."""
         inside = self._inside.get(part.name)
@@ -213,12 +216,12 @@ class SafetensorsFile:
             for first in range(0, len(given), strip or 1):
                 room[first : first + strip] = given[first : first + strip]
 
-    def get(self, part: Part, record: memoryview) -> None:
+    def get(self, part: TensorPart, record: memoryview) -> None:
         """Copy ``part`` to where it lies in ``record``."""
         whole = self.tensors[part.name]
         _array(record, part.offset, part.shape(whole), whole)[...] = self._room(part, whole)
 
-    def _room(self, part: Part, whole: Tensor) -> np.ndarray:
+    def _room(self, part: TensorPart, whole: TensorInfo) -> np.ndarray:
         inside = self._inside.get(part.name)
         array = self._whole(inside.holder)[inside.block] if inside else self._whole(part.name)
         if inside:
@@ -250,7 +253,9 @@ class SafetensorsFile:
         self.close()
 
 
-def _array(memory: memoryview, offset: int, shape: tuple[int, ...], whole: Tensor) -> np.ndarray:
+def _array(
+    memory: memoryview, offset: int, shape: tuple[int, ...], whole: TensorInfo
+) -> np.ndarray:
     item = ITEM_BYTES[whole.dtype]
     count = math.prod(shape)
     return np.frombuffer(memory[offset : offset + count * item], np.dtype(f"u{item}")).reshape(

@@ -16,29 +16,29 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.weight_files import TYPE_BYTES, Stored, read_header, read_pieces, weight_files
 from relax_hpc.training.weights.manifest import FileSums, WeightsError
 from relax_hpc.training.weights.summed_files import write_summed
-from relax_hpc.training.weights.tensors import Tensor, header_of
+from relax_hpc.training.weights.tensors import TensorInfo, file_header
 
 FILE = "untrained.safetensors"
 """Name of the file in a run's folder of weights."""
 
 
-class Untrained:
-    """Untrained tensors of a ``model``, a Hugging Face directory: those whose names have such
-    ``beginnings``.
+class UntrainedTensors:
+    """UntrainedTensors tensors of a ``model``, a Hugging Face directory: those whose names have such
+    ``prefixes``.
 
     They are written to ``path`` when a version first needs them. WeightsError: a file of the model
     cannot be read.
     """
 
-    def __init__(self, model: Path, beginnings: Sequence[str], path: Path) -> None:
-        paths = weight_files(model) if beginnings else []
+    def __init__(self, model: Path, prefixes: Sequence[str], path: Path) -> None:
+        paths = weight_files(model) if prefixes else []
         stored: dict[str, tuple[Path, Stored]] = {}
         for file in paths:
             tensors = _read_tensors(file)
-            names = [name for name in tensors if name.startswith(tuple(beginnings))]
+            names = [name for name in tensors if name.startswith(tuple(prefixes))]
             stored |= {name: (file, tensors[name]) for name in names}
-        whole = {name: Tensor(entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
-        self._header, order = header_of(whole)
+        whole = {name: TensorInfo(entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
+        self._header, order = file_header(whole)
         self._stored = {name: stored[name] for name in order}
         self._path = path
         self._sums: dict[str, Any] = {}

@@ -27,8 +27,8 @@ from relax_hpc.training.weights.manifest import (
 )
 from relax_hpc.training.weights.pull import Puller
 from relax_hpc.training.weights.summed_files import PIECE_BYTES, copy_summed, write_summed
-from relax_hpc.training.weights.tensors import SafetensorsFile, Tensor
-from relax_hpc.training.weights.untrained_tensors import Untrained
+from relax_hpc.training.weights.tensors import SafetensorsFile, TensorInfo
+from relax_hpc.training.weights.untrained_tensors import UntrainedTensors
 
 FOLDER = "model"
 """Name of the model's folder in the directory of a version."""
@@ -56,11 +56,11 @@ _MEANING += ("vocab.json", "merges.txt", "*.jinja", "*processor_config.json", "c
 during a run."""
 
 
-def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
+def shares(tensors: Mapping[str, TensorInfo], writers: int) -> list[list[str]]:
     """Names of the tensors that each of ``writers`` writes: neighbours by name, of about equal
     bytes; some may get none.
 
-    >>> shares({name: Tensor("U8", (10,)) for name in "abcd"}, 2)
+    >>> shares({name: TensorInfo("U8", (10,)) for name in "abcd"}, 2)
     [['a', 'b'], ['c', 'd']]
     """
     total, seen = sum(tensor.bytes for tensor in tensors.values()), 0
@@ -72,15 +72,15 @@ def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """Division of versions over files: one of each writer, and one more if something is not
+class FileDivision:
+    """FileDivision of versions over files: one of each writer, and one more if something is not
     trained."""
 
     writers: int
     more: bool = False
     form: FileForm = field(default_factory=FileForm)
 
-    def shares(self, manifest: Manifest) -> list[dict[str, Tensor]]:
+    def shares(self, manifest: Manifest) -> list[dict[str, TensorInfo]]:
         """Tensors of each writer's file."""
         stored = self.form.stored(manifest.tensors)
         return [{name: stored[name] for name in names} for names in shares(stored, self.writers)]
@@ -95,7 +95,7 @@ def write_share(
     puller: Puller,
     folder: Path,
     number: int,
-    division: Division,
+    division: FileDivision,
     memory: Path,
     sync: bool,
 ) -> FileSums:
@@ -134,8 +134,8 @@ def finish(
     partial: Path,
     source: Path,
     sums: Sequence[FileSums],
-    division: Division,
-    untrained: Untrained,
+    division: FileDivision,
+    untrained: UntrainedTensors,
     sync: bool,
 ) -> str:
     """Complete ``partial``, where every share is written, with the small files of the model

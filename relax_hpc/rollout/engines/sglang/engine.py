@@ -21,7 +21,7 @@ from relax_hpc.rollout.engines.sglang.client import SglangClient
 from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG, refuse_own, routes_misfit
 from relax_hpc.rollout.engines.sglang.process import START_FLOOR_S, Launch, ServerProcess
 from relax_hpc.tasks import environment_of
-from relax_hpc.training.models.families import routes_of
+from relax_hpc.training.models.families import route_shape_of_model
 
 _EXIT_GRACE_S = 1.0
 _TOLD_TOKENS = 64
@@ -82,7 +82,7 @@ class SglangEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
-        self._routes = routes_of(self._model_dir, self._config.model)
+        self._routes = route_shape_of_model(self._model_dir, self._config.model)
         if self._routes and (misfit := routes_misfit()):
             raise ConfigError(misfit)
         self._open.push_async_callback(self.server.close)

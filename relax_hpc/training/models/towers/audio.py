@@ -80,7 +80,7 @@ class AudioTower(Tower):
         return Section(rules, tuple(_SIZES), _contradictions)
 
     @classmethod
-    def of(cls, known: Mapping[str, Any], place: str) -> Self:
+    def from_config(cls, known: Mapping[str, Any], place: str) -> Self:
         """Build from the content of `audio_config`."""
         return cls(place=place, **{name: known[key] for key, name in _SIZES.items()})
 
@@ -100,8 +100,8 @@ class AudioTower(Tower):
         ends = convolved * _FRAMES + self.channels * height + 4 * self.width
         return TowerSizes(1, self.width, block, ends)
 
-    def multiplied(self, grid: Grid) -> int:
-        """See `Tower.multiplied`; convolutions look no further than a chunk, attention no further
+    def multiply_adds(self, grid: Grid) -> int:
+        """See `Tower.multiply_adds`; convolutions look no further than a chunk, attention no further
         than a window."""
         chunks, rest = divmod(grid[2], 2 * self.half)
         windows, last = divmod(grid[2], self.window)

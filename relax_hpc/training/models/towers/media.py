@@ -14,7 +14,7 @@ from relax_hpc.data.multimodal.features import raw_features
 from relax_hpc.data.multimodal.medium import Grid, Kind, Medium
 from relax_hpc.data.multimodal.positions import positions
 from relax_hpc.data.multimodal.rules import Rules
-from relax_hpc.training.models.packs import PackSplit, Places
+from relax_hpc.training.models.packs import PackLayout, PackSplit
 from relax_hpc.training.models.towers.audio import AudioTower
 from relax_hpc.training.models.towers.encoder_input import MediaInputs, TowerMedia
 from relax_hpc.training.models.towers.vision import VisionTower
@@ -37,7 +37,7 @@ class TowerInput:
     """Tokens in whose places its embeddings come."""
 
     @classmethod
-    def of(cls, medium: Medium, rules: Rules) -> Self:
+    def from_medium(cls, medium: Medium, rules: Rules) -> Self:
         """Build from a stored medium by the ``rules`` of the model's family."""
         return cls(medium.kind, raw_features(medium, rules), medium.grid, rules.tokens(medium))
 
@@ -53,7 +53,7 @@ class RowMedia:
     rules: Rules
 
     @classmethod
-    def of(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
+    def from_media(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
         """Build from stored media by their ids. Not in the thread that trains: values of a large
         image take a while."""
 
@@ -61,14 +61,16 @@ class RowMedia:
             return positions(len(row["token_ids"]), row["spans"], media, rules)
 
         return cls(
-            {name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row, rules
+            {name: TowerInput.from_medium(medium, rules) for name, medium in media.items()},
+            of_row,
+            rules,
         )
 
 
 def media_inputs(
     rows: Sequence[Row],
     media: RowMedia,
-    places: Places,
+    places: PackLayout,
     split: PackSplit,
     device: str | torch.device,
 ) -> MediaInputs:
@@ -78,7 +80,7 @@ def media_inputs(
     BadMedium: spans that media do not fit.
     """
     mine = np.full(places.total, -1, np.int64)
-    kept = split.share(places)
+    kept = split.embedded_indices(places)
     mine[kept] = np.arange(len(kept))
     found: dict[str, _Gathered] = {}
     for start, row in zip(places.starts, rows, strict=False):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.data.multimodal.medium import Grid, Kind
-from relax_hpc.training.models.pieces import Entry, Piece
+from relax_hpc.training.models.pieces import FusedParameter, Piece
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Tower(abc.ABC):
         """Sizes of what it keeps for the backward pass."""
 
     @abc.abstractmethod
-    def multiplied(self, grid: Grid) -> int:
+    def multiply_adds(self, grid: Grid) -> int:
         """Multiplications and additions of one forward pass of a medium of that ``grid``: those of
         matrices, convolutions and both products of attention."""
 
@@ -93,10 +93,12 @@ class Tower(abc.ABC):
         """Embeddings of ``media`` and what is added to each of the first layers' results, [1 +
         levels, n, out]."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[FusedParameter]:
         """Parameters of it, which no rank cuts."""
         for name, shape in self.shapes():
-            yield Entry(f"towers.{self.name}.{name}", (Piece(f"{self.place}{name}", shape),))
+            yield FusedParameter(
+                f"towers.{self.name}.{name}", (Piece(f"{self.place}{name}", shape),)
+            )
 
 
 def linear(name: str, rows: int, columns: int) -> Shapes:

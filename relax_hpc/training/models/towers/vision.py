@@ -96,7 +96,7 @@ class VisionTower(Tower):
         return Section(rules, (*_SIZES, "deepstack_visual_indexes"))
 
     @classmethod
-    def of(cls, known: Mapping[str, Any], place: str) -> Self:
+    def from_config(cls, known: Mapping[str, Any], place: str) -> Self:
         """Build from the content of `vision_config`."""
         sizes = {name: known[key] for key, name in _SIZES.items()}
         deep, activation = (
@@ -121,8 +121,8 @@ class VisionTower(Tower):
         ends = self.merge**2 * values + (4 + 3 * self.levels) * self.merged
         return TowerSizes(self.merge**2, self.width, block, ends)
 
-    def multiplied(self, grid: Grid) -> int:
-        """See `Tower.multiplied`; patches attend to those of the same time."""
+    def multiply_adds(self, grid: Grid) -> int:
+        """See `Tower.multiply_adds`; patches attend to those of the same time."""
         time, frame = grid[0], grid[1] * grid[2]
         values = self.channels * self.temporal * self.patch**2
         layer = 4 * self.width**2 + 2 * self.width * self.inner + 2 * frame * self.width
