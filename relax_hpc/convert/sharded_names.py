@@ -1,7 +1,8 @@
 """Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along
 leading axes.
 
-The names and shapes of single parameters come from `relax_hpc.training.models.pieces.FusedParameter`.
+The names and shapes of single parameters come from
+`relax_hpc.training.models.pieces.FusedParameter`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,11 @@ def freed_gradient_memory(module: Any) -> Iterator[None]:
 
 
 def offload_main_parameters(parts: Sequence[Any]) -> dict[Tensor, Tensor]:
-    """Main parameters -> copies in host memory. Until `offload_optimizer` one element of each stands for it
-    on the GPU: torch lets no gradient be where the parameter is not. ConfigError: the node has too
-    little memory."""
+    """Main parameters -> copies in host memory. ConfigError: the node has too little memory.
+
+    Until `offload_optimizer`, one element of each parameter stays on the GPU: torch requires a
+    gradient to be on the device of its parameter.
+    """
     mains = [main for part in parts for main in _main_parameters(part)]
     rooms = _on_host(mains, any(main.is_cuda for main in mains), "main parameters") if mains else []
     for main, room in zip(mains, rooms, strict=True):

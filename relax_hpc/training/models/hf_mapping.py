@@ -1,9 +1,9 @@
-"""Hugging Face tensors <-> megatron-core parameters: names, fusing, tensor-parallel slices,
-vocabulary padding.
+"""Mapping between Hugging Face tensors and megatron-core parameters: names, fusing, tensor-parallel
+slices, padding of the vocabulary.
 
-Pure bookkeeping on names and tensors, used by every load and every export; names single_form need no
-torch. A megatron-core parameter is made of one or more *pieces* (Hugging Face tensors). A piece is
-sliced first and fused after, so that a rank reads only its slices.
+Every load and every export uses these functions. The names need no torch. A megatron-core parameter
+is fused from one or more *pieces* (Hugging Face tensors). A piece is sliced before it is fused, so
+that a rank reads only its slices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pieces of parameters: what a megatron-core parameter is made of, and how files store it.
 
-A megatron-core parameter (`FusedParameter`) consists of one or more Hugging Face tensors (`Piece`). This
-module needs no torch.
+A megatron-core parameter (`FusedParameter`) consists of one or more Hugging Face tensors
+(`Piece`). This module needs no torch.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class SharedVersion:
 
 
 class VersionSources:
-    """VersionSources of a version on other nodes, the best first: one that fails once is asked no more."""
+    """Other nodes that have a version, the best first. One that has failed is not asked again."""
 
     def __init__(self, folders: Sequence[Descriptor]) -> None:
         self._folders = list(folders)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """WeightSlice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it
-    as it is now, in any strides, with the elements in the order of the whole tensor's."""
+    """Slice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` returns
+    its current values, in any strides, with elements in the order of the whole tensor."""
 
     name: str
     axis: int

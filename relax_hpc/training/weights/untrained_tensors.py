@@ -23,8 +23,7 @@ FILE = "untrained.safetensors"
 
 
 class UntrainedTensors:
-    """UntrainedTensors tensors of a ``model``, a Hugging Face directory: those whose names have such
-    ``prefixes``.
+    """Tensors of a Hugging Face directory ``model`` whose names begin with one of ``prefixes``.
 
     They are written to ``path`` when a version first needs them. WeightsError: a file of the model
     cannot be read.

@@ -101,8 +101,8 @@ class AudioTower(Tower):
         return TowerSizes(1, self.width, block, ends)
 
     def multiply_adds(self, grid: Grid) -> int:
-        """See `Tower.multiply_adds`; convolutions look no further than a chunk, attention no further
-        than a window."""
+        """See `Tower.multiply_adds`. A convolution stays within a chunk, attention within a
+        window."""
         chunks, rest = divmod(grid[2], 2 * self.half)
         windows, last = divmod(grid[2], self.window)
         pairs = windows * sound_tokens(self.window) ** 2 + sound_tokens(last) ** 2
