@@ -1,4 +1,4 @@
-"""docs/extending.md: each example is what somebody would copy, so each is run."""
+"""docs/extending/: users copy the examples of these pages, so a test runs each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers.pages import ROOT, Example, examples
 
-EXAMPLES = list(examples(ROOT / "docs" / "extending.md"))
+PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
+EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
 @pytest.mark.run

@@ -35,8 +35,6 @@ TABLES = {
     "example": examples.block,
 }
 """Name -> from the word behind it in the marker, if there is one, to the lines."""
-_PACKAGE_LINES = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)
-"""Every commit changes these; `--check` looks at the packages alone."""
 _TABLE = re.compile(r"(<!-- table (\w+) ?([\w-]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -53,12 +51,6 @@ def pages() -> Iterator[tuple[Path, str]]:
             yield path, _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
 
 
-def _same(old: str, new: str, exactly: bool) -> bool:
-    return (
-        old == new if exactly else _PACKAGE_LINES.sub(r"\1", old) == _PACKAGE_LINES.sub(r"\1", new)
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,7 +58,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check, stale = parser.parse_args().check, []
     for path, text in pages():
-        if not path.exists() or not _same(path.read_text(), text, exactly=not check):
+        if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Code blocks of docs/extending.md that are files of examples/."""
+"""Code blocks of docs/extending/ that are files of examples/."""
 
 from __future__ import annotations
 

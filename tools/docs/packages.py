@@ -1,33 +1,49 @@
-"""The packages of relax_hpc: files, lines, and which other packages they import."""
+"""The packages of relax_hpc: what each holds, and which other packages it imports."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "relax_hpc"
 _TOP = "."
 
 
-def packages(root: Path) -> dict[str, dict[str, Any]]:
-    """By its path below relax_hpc each folder with modules: {files, lines, imports}, these being
-    other packages of the first level; modules of the top level count as none, as everything may
-    import them."""
-    base, found = root / NAME, dict[str, dict[str, Any]]()
+@dataclass
+class Package:
+    """The first sentence of a package's docstring, and the packages that its modules import."""
+
+    summary: str = ""
+    imports: set[str] = field(default_factory=set)
+
+
+def packages(root: Path) -> dict[str, Package]:
+    """Each folder with modules, by its path below relax_hpc.
+
+    Imports are other packages of the first level. Modules of the top level do not count, because
+    every package may import them.
+    """
+    base = root / NAME
+    by_name: dict[str, Package] = {}
     for path in sorted(base.rglob("*.py")):
-        name, text = str(path.parent.relative_to(base)), path.read_text()
-        about = found.setdefault(name, {"files": 0, "lines": 0, "imports": set()})
-        about["files"] += 1
-        about["lines"] += text.count("\n")
-        about["imports"] |= {
-            other for other in imported(ast.parse(text)) if (base / other).is_dir()
-        }
-    for name, about in found.items():
-        about["imports"] = sorted(about["imports"] - {name.partition("/")[0]})
-    return found
+        name = str(path.parent.relative_to(base))
+        package = by_name.setdefault(name, Package())
+        tree = ast.parse(path.read_text())
+        if path.name == "__init__.py":
+            package.summary = _first_sentence(ast.get_docstring(tree) or "")
+        package.imports |= {other for other in imported(tree) if (base / other).is_dir()}
+    for name, package in by_name.items():
+        package.imports.discard(name.partition("/")[0])
+    return by_name
+
+
+def _first_sentence(docstring: str) -> str:
+    text = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s", text)[0].removesuffix(".")
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -47,16 +63,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def table(_: str) -> str:
     """Lines of the table of packages."""
-    found = packages(ROOT)
-    rows = [
-        (f"`{'relax_hpc' if name == _TOP else name}/`", about)
-        for name, about in sorted(found.items())
-    ]
-    total = {key: sum(about[key] for _, about in rows) for key in ("files", "lines")}
-    lines = ["| package | files | lines | imports |", "|---|---|---|---|"]
-    lines += [
-        f"| {name} | {a['files']} | {a['lines']:,} | {', '.join(a['imports'])} |"
-        for name, a in rows
-    ]
-    imports = sum(len(about["imports"]) for _, about in rows)
-    return "\n".join([*lines, f"| `all/` | {total['files']} | {total['lines']:,} | {imports} |"])
+    lines = ["| package | holds | imports |", "|---|---|---|"]
+    for name, package in sorted(packages(ROOT).items()):
+        shown = NAME if name == _TOP else name
+        lines.append(f"| `{shown}/` | {package.summary} | {', '.join(sorted(package.imports))} |")
+    return "\n".join(lines)
