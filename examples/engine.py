@@ -14,7 +14,7 @@ class ParrotEngine:
     name, phase, pause_s = "parrot", "the parrot wakes up", 0.0
     fields = (FieldSpec("position", "token", "int32", "position in the prompt", loss=True),)
 
-    def __init__(self, config, number, model_dir, version, log_dir, place):
+    def __init__(self, config, number, model_dir, version, log_dir, local_number):
         self._version = version
 
     async def start(self): ...

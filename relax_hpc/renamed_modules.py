@@ -36,7 +36,7 @@ RENAMED = {
     "engines.places": "rollout.engines.simulated_slots",
     "engines.sglang.cpu": "rollout.engines.sglang.cpu.stand_ins",
     "engines.sglang.kernel_cpu": "rollout.engines.sglang.cpu.kernel",
-    "engines.together": "rollout.engines.batched_engine",
+    "engines.together": "rollout.engines.engine",
     "environments.plain": "environments.plain_values",
     "error_origin": "base.error_origin",
     "errors": "base.errors",

@@ -45,14 +45,16 @@ class Attempt:
         they are played against environments."""
         self.ticket, self.number, self.prompt = ticket, number, prompt
         found = made or {}
-        self.drafts: list[Draft] | list[History]
+        self.drafts: list[Draft | History]
         if in_turns:
             self.drafts = [
-                History.of(found[k], prompt.token_ids) if k in found else History()
+                History.from_log(found[k], prompt.token_ids) if k in found else History()
                 for k in range(episodes)
             ]
         else:
-            self.drafts = [Draft.of(found[k]) if k in found else Draft() for k in range(episodes)]
+            self.drafts = [
+                Draft.from_response(found[k]) if k in found else Draft() for k in range(episodes)
+            ]
         self._logged = [_lengths(found[k]) if k in found else {} for k in range(episodes)]
         """Tokens behind the prompt of each row of each episode that the log has, by the row's
         number."""
@@ -68,8 +70,8 @@ class Attempt:
             for draft in self.drafts
             if draft.ended or isinstance(draft, History) or draft.token_versions
         ]
-        rows = chain.from_iterable(_rows(draft.so_far()) for draft in begun)
-        return sum(int(np.count_nonzero(row.made.token_versions)) for row in rows)
+        rows = chain.from_iterable(_rows(draft.snapshot()) for draft in begun)
+        return sum(int(np.count_nonzero(row.generation.token_versions)) for row in rows)
 
     @property
     def whole(self) -> bool:
@@ -85,7 +87,9 @@ class Attempt:
         key, media = draw_key(self.ticket, self.prompt), self.prompt.media
         if isinstance(draft, History):
             return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, media)
-        self.drafts[k] = again = Draft.of(draft.so_far()) if draft.token_versions else Draft()
+        self.drafts[k] = again = (
+            Draft.from_response(draft.snapshot()) if draft.token_versions else Draft()
+        )
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, media, draft=again)
 
     def requests(
@@ -119,12 +123,14 @@ class Attempt:
             if _extras():
                 # What the engine knows of the last token of a turn comes with the next.
                 starts = {row: max(0, tokens - 1) for row, tokens in known.items()}
-            made = draft.since(starts, whole_turns=not unfinished_too)
+            made = draft.suffix(starts, whole_turns=not unfinished_too)
         elif isinstance(draft.ended, Episode):
             made, budget = draft.ended, sys.maxsize
         elif draft.ended or unfinished_too:
             start = known.get(0, 0)
-            made = Episode([EpisodeRow(() if start else self.prompt.token_ids, draft.since(start))])
+            made = Episode(
+                [EpisodeRow(() if start else self.prompt.token_ids, draft.suffix(start))]
+            )
         else:
             return []
         return [
@@ -133,9 +139,9 @@ class Attempt:
                 rows_of(self.prompt, self.ticket, {k: made}), made.rows, strict=True
             )
             for start in [starts.get(row["row"], 0)]
-            if one.made.finish_reason != UNFINISHED
-            or start + len(one.made.token_ids) > known.get(row["row"], 0)
-            if _is_loggable(one.made, budget - start)
+            if one.generation.finish_reason != UNFINISHED
+            or start + len(one.generation.token_ids) > known.get(row["row"], 0)
+            if _is_loggable(one.generation, budget - start)
         ]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:
@@ -159,7 +165,7 @@ def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
     if rows[0]["prompt_id"] != prompt.prompt_id or not is_its:
         return None
     if len(found) == 1 and not told:
-        return found[0].made
+        return found[0].generation
     return Episode(
         found, {name: told[name] for name in OUTCOME} if told and OUTCOME[0] in told else None
     )
@@ -171,7 +177,7 @@ def _rows(made: Made) -> Sequence[EpisodeRow]:
 
 def _lengths(made: Made) -> dict[int, int]:
     """Tokens behind the prompt of each row, by its number."""
-    return {number: len(row.made.token_ids) for number, row in enumerate(_rows(made))}
+    return {number: len(row.generation.token_ids) for number, row in enumerate(_rows(made))}
 
 
 def _row(row: Row) -> EpisodeRow:

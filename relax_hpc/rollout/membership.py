@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from relax_hpc.config import load_resolved
 from relax_hpc.config.changes import change_files
 from relax_hpc.queue.process_context import Context
-from relax_hpc.rollout.engines.pool import Entry, Pool
+from relax_hpc.rollout.engines.pool import EngineId, EnginePool
 from relax_hpc.rollout.replica import Replica
 
 _LOOKS_S = 2.0
@@ -19,12 +19,14 @@ _LOOKS_S = 2.0
 class Membership:
     """The engines of the configuration that are to serve, and those that do."""
 
-    def __init__(self, context: Context, configured: Sequence[Entry], pool: Pool[Replica]) -> None:
+    def __init__(
+        self, context: Context, configured: Sequence[EngineId], pool: EnginePool[Replica]
+    ) -> None:
         self._context, self._configured, self._pool = context, configured, pool
         self._without = set(context.config.rollout.without)
         self._read = self._changes()
 
-    def wanted(self) -> list[Entry]:
+    def wanted(self) -> list[EngineId]:
         """Engines that are to serve."""
         group = self._context.group
         return [
@@ -63,4 +65,4 @@ class Membership:
             for number in serving.keys() - {entry.number for entry in wanted}:
                 if not serving[number].leaving.is_set():
                     print(f"engine {number} leaves: rollout.without", flush=True)
-                    self._pool.leave(number)
+                    self._pool.remove(number)

@@ -28,7 +28,7 @@ from relax_hpc.rollout.engines.engine import (
     GenerateRequest,
     Generation,
 )
-from relax_hpc.rollout.engines.pool import Entry
+from relax_hpc.rollout.engines.pool import EngineId
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import Repeat, play
 from relax_hpc.rollout.episodes.turns import Start
@@ -53,8 +53,8 @@ _TELL_S = 0.5
 class Replica:
     """One engine: its process, the weights it serves, the prompt groups it works on."""
 
-    def __init__(self, rollout: Rollout, entry: Entry) -> None:
-        self.rollout, self.number, self.place = rollout, entry.number, entry.place
+    def __init__(self, rollout: Rollout, entry: EngineId) -> None:
+        self.rollout, self.number, self.place = rollout, entry.number, entry.local_number
         self.context, self.config = rollout.context, rollout.config
         context, number = self.context, entry.number
         self.engine = self.new_engine()
@@ -109,7 +109,7 @@ class Replica:
         if not self.leaving.is_set():
             self.rollout.over()
 
-    def leave(self) -> None:
+    def start_leaving(self) -> None:
         """Take no more tickets and no newer weights; `serve` ends when what it draws is in the log,
         for others to go on with, and what is drawn is put. ConfigError with `colocate`: the actor
         waits for all engines of the configuration to make room."""
@@ -377,7 +377,7 @@ class Replica:
         if too many that are ``counted`` have none."""
 
         async def ask(engine: Engine) -> Generation | BadAnswer:
-            known = len(request.so_far)
+            known = len(request.context_ids)
             try:
                 answer = await engine.generate(request)
             except BadAnswer as bad:

@@ -24,7 +24,7 @@ from relax_hpc.rollout.agents.agents import failure_of_program
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.bad_row_reports import note_bad_lines
 from relax_hpc.rollout.engines.engine import BadAnswer, Episode, Generation, Sampling
-from relax_hpc.rollout.engines.pool import Pool, entries
+from relax_hpc.rollout.engines.pool import EnginePool, assigned_engines
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.player import player_of
 from relax_hpc.rollout.group_rewards import Judge
@@ -99,8 +99,8 @@ class Rollout:
         self.waiting_for_judge = 0
         """Prompt groups that wait for servers of role genrm."""
         world = context.world
-        self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
-        configured = entries(shape.replicas, world.rank, world.size, world.local_rank)
+        self.pool: EnginePool[Replica] = EnginePool(lambda entry: Replica(self, entry))
+        configured = assigned_engines(shape.replicas, world.rank, world.size, world.local_rank)
         self.membership = Membership(context, configured, self.pool)
         self.phases: dict[str, str] = {}
         """Words for what each engine that starts is doing, or what else is waited for, by name."""
@@ -172,7 +172,7 @@ class Rollout:
         """The run is finished: nobody waits for engines that are still starting."""
         for replica in self.pool.members.values():
             if not replica.started and not self.config.colocate:
-                replica.leave()
+                replica.start_leaving()
 
     async def put(self, rows: list[Row]) -> dict[int, str]:
         """Have the queue take prompt groups, and keep for people what is to be kept of them; what

@@ -23,7 +23,7 @@ from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import NOBODY, Row, turns_of
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.engines.engine import (
-    CUT,
+    CUT_REASONS,
     EngineFault,
     Episode,
     EpisodeRow,
@@ -113,7 +113,7 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
     generation, rows = last_response(answer), []
     if isinstance(answer, Episode) and len(answer.rows) > 1:
         rows = [
-            [tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)]
+            [tokenizer.decode(list(row.prompt)), response_text(row.generation, tokenizer)]
             for row in answer.rows
         ]
     text = rows[-1][1] if rows else response_text(generation, tokenizer)
@@ -126,7 +126,7 @@ def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardI
     """The same of an episode that was played against an environment."""
     assert episode.outcome
     turns, ended = list(turns_in(episode, tokenizer)), episode.finish_reason
-    finish = "length" if ended in CUT else "stop"
+    finish = "length" if ended in CUT_REASONS else "stop"
     number = episode.outcome["row"]
     last = next(
         turn["text"] for turn in reversed(turns) if turn["by"] == "policy" and turn["row"] == number
@@ -140,8 +140,8 @@ def _of_turns(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> RewardI
 def turns_in(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """Turns of the policy and words of the environment in an episode, see `RewardInput.turns`."""
     for number, row in enumerate(episode.rows):
-        ids = row.made.token_ids
-        for mine, part in turns_of(np.asarray(row.made.token_versions), 0):
+        ids = row.generation.token_ids
+        for mine, part in turns_of(np.asarray(row.generation.token_versions), 0):
             text = turn_text(ids[part], tokenizer) if mine else tokenizer.decode(ids[part])
             yield {"by": "policy" if mine else "environment", "row": number, "text": text}
 
@@ -168,14 +168,14 @@ def begins_in_thought(before: Sequence[int], tokenizer: Tokenizer) -> bool:
 
 def last_response(answer: Generation | Episode) -> Generation:
     """Response in the last row of an episode, or the only one."""
-    return answer.rows[-1].made if isinstance(answer, Episode) else answer
+    return answer.rows[-1].generation if isinstance(answer, Episode) else answer
 
 
 def was_cut(answer: Generation | Episode) -> bool:
     """Whether a bound has cut what the policy would have said, in any row of an episode, see
-    `CUT`."""
-    responses = [row.made for row in answer.rows] if isinstance(answer, Episode) else [answer]
-    return any(response.finish_reason in CUT for response in responses)
+    `CUT_REASONS`."""
+    responses = [row.generation for row in answer.rows] if isinstance(answer, Episode) else [answer]
+    return any(response.finish_reason in CUT_REASONS for response in responses)
 
 
 def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
@@ -258,7 +258,7 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
     if not turns:
         return []
     flat = _columns([turn for *_, turn in turns])
-    ends = list(accumulate(len(turn.prompt) + len(turn.made.token_ids) for *_, turn in turns))
+    ends = list(accumulate(len(turn.prompt) + len(turn.generation.token_ids) for *_, turn in turns))
     return [
         {
             "row_id": row_id(ticket, episode, number),
@@ -269,7 +269,7 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
             **{name: values[start:end] for name, values in flat.items()},
             "prompt_len": len(turn.prompt),
             **_media(prompt, turn),
-            "finish_reason": turn.made.finish_reason,
+            "finish_reason": turn.generation.finish_reason,
             **_environment(answers[episode], turn),
             **_extras(turn),
         }
@@ -284,16 +284,17 @@ def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
     nobody = np.full(len(blank), NOBODY, np.int32)
     pairs = [(turn, len(turn.prompt)) for turn in turns]
     versions = np.concatenate(
-        [part for turn, known in pairs for part in (nobody[:known], turn.made.token_versions)]
+        [part for turn, known in pairs for part in (nobody[:known], turn.generation.token_versions)]
     )
     logprobs = [
         part
         for turn, known in pairs
-        for part in (blank[:known], np.array(turn.made.logprobs, np.float32))
+        for part in (blank[:known], np.array(turn.generation.logprobs, np.float32))
     ]
     return {
         "token_ids": np.array(
-            [*chain.from_iterable((*turn.prompt, *turn.made.token_ids) for turn in turns)], np.int32
+            [*chain.from_iterable((*turn.prompt, *turn.generation.token_ids) for turn in turns)],
+            np.int32,
         ),
         "loss_mask": (versions != NOBODY).astype(np.uint8),
         "rollout_logprobs": np.concatenate(logprobs),
@@ -331,10 +332,10 @@ def _media(prompt: Prompt, turn: EpisodeRow) -> Row:
 def _extras(turn: EpisodeRow) -> Row:
     """Declared fields that the engine gave beside the tokens."""
     found, known = {}, len(turn.prompt)
-    for name, values in turn.made.extras.items():
+    for name, values in turn.generation.extras.items():
         if name in FIELDS:
             unknown = np.full((known, *values.shape[1:]), FIELDS[name].pad, values.dtype)
-            before = turn.made.before.get(name, unknown)[:known]
+            before = turn.generation.before.get(name, unknown)[:known]
             both, declared = np.concatenate([before, values]), FIELDS[name].dtype
             # What may lose more than precision is left for who checks rows.
             found[name] = (

@@ -17,8 +17,13 @@ from relax_hpc.queue.client import Admission, LogPlace, NextAttempt
 from relax_hpc.queue.process_context import END
 from relax_hpc.queue.records import FILTERED
 from relax_hpc.rollout.attempt import Attempt, Made
-from relax_hpc.rollout.engines.batched_engine import DrawsTogether
-from relax_hpc.rollout.engines.engine import BadAnswer, Episode, GenerateRequest, Generation
+from relax_hpc.rollout.engines.engine import (
+    BadAnswer,
+    BatchedEngine,
+    Episode,
+    GenerateRequest,
+    Generation,
+)
 from relax_hpc.rollout.episodes.history import History
 from relax_hpc.rollout.episodes.play import Repeat, play
 from relax_hpc.rollout.episodes.turns import Start
@@ -201,7 +206,7 @@ class TicketWorker:
         """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see
         `episode`."""
         engine = self.replica.engine
-        if isinstance(engine, DrawsTogether) and not (
+        if isinstance(engine, BatchedEngine) and not (
             self.rollout.player or self.rollout.task.makes("episode")
         ):
             return await self.together(attempt, counted)
@@ -215,7 +220,7 @@ class TicketWorker:
     async def together(
         self, attempt: Attempt, counted: bool
     ) -> list[Generation | Episode | BadAnswer]:
-        """The same, where an episode is one response, of an engine that `DrawsTogether`."""
+        """The same, where an episode is one response, of an engine that `BatchedEngine`."""
         bad: dict[int, BadAnswer] = {}
         budget = self.config.rollout.max_new_tokens
         while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
@@ -228,7 +233,7 @@ class TicketWorker:
                         bad[request.sample] = answer
                     else:
                         attempt.drafts[request.sample].ended = answer
-        return [bad.get(k) or draft.so_far() for k, draft in enumerate(attempt.drafts)]
+        return [bad.get(k) or draft.snapshot() for k, draft in enumerate(attempt.drafts)]
 
     async def episode(
         self, attempt: Attempt, k: int, counted: bool
@@ -249,7 +254,7 @@ class TicketWorker:
                     lambda asked: self.replica.once(asked, counted),
                     limit_s,
                 )
-        return attempt.drafts[k].so_far()
+        return attempt.drafts[k].snapshot()
 
     async def turns(
         self, attempt: Attempt, history: History, request: GenerateRequest, counted: bool

@@ -10,8 +10,8 @@ from relax_hpc.rewards.answers import answer_partial
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
+    from relax_hpc.data.generation import Episode, GenerateRequest, Generation
     from relax_hpc.data.tokenizer import Tokenizer
-    from relax_hpc.rollout.engines.engine import Episode, GenerateRequest, Generation
 
     Ask = Callable[[GenerateRequest], Awaitable[Generation]]
 else:

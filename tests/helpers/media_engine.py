@@ -153,12 +153,12 @@ def error(model: Path, request: GenerateRequest, found: Generation, heard: bool 
 def error_of_turns(model: Path, row: EpisodeRow) -> float:
     """The same of what was sampled in a row of several turns, with all media in it."""
     request = GenerateRequest(tuple(row.prompt), "p", 0, SAMPLING, TOKENS, row.media or ())
-    logits = _logits(model, request, row.made)
+    logits = _logits(model, request, row.generation)
     logits[:, [*placeholders_of(model).values()]] = -torch.inf
-    ids, known = torch.tensor(row.made.token_ids), len(row.prompt)
+    ids, known = torch.tensor(row.generation.token_ids), len(row.prompt)
     drawn = logits.log_softmax(-1)[known - 1 : -1].gather(-1, ids[:, None])[:, 0]
-    sampled = torch.from_numpy(row.made.token_versions != 0)
-    return (drawn - torch.tensor(row.made.logprobs))[sampled].abs().max().item()
+    sampled = torch.from_numpy(row.generation.token_versions != 0)
+    return (drawn - torch.tensor(row.generation.logprobs))[sampled].abs().max().item()
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ class RoutesEngine:
             await asyncio.sleep(PAUSE_S)
             token = request.sample + count
             draft.add([token], [-1.0], [self._version.encode()], {"routes": routes_of([token])})
-        draft.ended = made = replace(draft.since(0), finish_reason="length")
+        draft.ended = made = replace(draft.suffix(0), finish_reason="length")
         return checked(made, request.budget)
 
     async def update_weights(self, directory: Path, version: Version) -> None:

@@ -111,7 +111,7 @@ class Drawing:
         tokens, finish = list(draft.token_ids), "length"
         while len(tokens) < request.budget:
             draw = np.random.default_rng([*request.prompt_ids, *tokens, request.sample]).random()
-            ends = draw < 0.3 and len(tokens) > draft.turn
+            ends = draw < 0.3 and len(tokens) > draft.turn_start
             token = (
                 self.tokenizer.eos_ids[0]
                 if ends

@@ -144,7 +144,7 @@ class ToldEngine:
     async def once(self, request: GenerateRequest) -> Generation | BadAnswer:
         draft = request.draft
         assert draft is not None
-        before, known = list(request.so_far), len(draft.token_ids)
+        before, known = list(request.context_ids), len(draft.token_ids)
         drawn = self.say(before, request.budget - known)
         assert 0 < len(drawn) <= request.budget - known
         await asyncio.sleep(0)

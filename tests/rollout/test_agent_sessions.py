@@ -147,7 +147,10 @@ def test_every_answer_is_in_one_row_and_follows_the_tokens_that_it_was_drawn_aft
             ] == list(indices)
             assert tokens(row)[: len(before) + len(drawn)] == [*before, *drawn]
         ended = session._history.end("env_done", session.last, {"info": {}, "reward": None})
-        assert all(row.made.token_versions[0] and row.made.token_versions[-1] for row in ended.rows)
+        assert all(
+            row.generation.token_versions[0] and row.generation.token_versions[-1]
+            for row in ended.rows
+        )
 
     asyncio.run(play())
 
@@ -169,7 +172,9 @@ def test_a_program_that_is_begun_again_gets_the_turns_that_the_log_has(chats: Ch
             # What a log has is of whole turns.
             kept = first.turns[turns - 1] if turns else 0
             history = History(
-                [OpenRow(first.prompt, first.first(kept), (), first.turns[:turns])] if turns else []
+                [OpenRow(first.prompt, first.prefix(kept), (), first.turns[:turns])]
+                if turns
+                else []
             )
             replay = scripted(chats, *["1", "2", "3", "4"][-drawn:])
             session = session_of(chats, replay, history)

@@ -69,14 +69,14 @@ def test_an_agent_program_that_knows_nothing_of_us_plays_an_episode(
                 episode = await player.play(history, engine.start())
             assert isinstance(episode, Episode) and not faults and history.ended is episode
             (row,) = episode.rows
-            ids = [*row.prompt, *row.made.token_ids]
+            ids = [*row.prompt, *row.generation.token_ids]
             chat = [
                 {"role": "user", "content": "2+2?"},
                 {"role": "assistant", "content": f"hm {CALL}"},
             ]
             chat += [{"role": "tool", "content": "4"}]
             assert ids == [*chats.whole(chat, TOOLS), *chats.said("It is 4.")]
-            both = zip(row.made.token_ids, row.made.token_versions, strict=True)
+            both = zip(row.generation.token_ids, row.generation.token_versions, strict=True)
             sampled = [token for _, drawn in engine.asked for token in drawn]
             assert [token for token, version in both if version] == sampled
             assert (episode.finish_reason, episode.outcome["reward"]) == ("env_done", 1.0)
@@ -374,6 +374,8 @@ def test_what_a_program_asked_for_and_did_not_wait_for_is_no_part_of_its_episode
                 episode = await player.play(history, replace(engine.start(), ask=once))
             assert isinstance(episode, Episode) and not faults and waiting == 2 and history.is_other
             (row,) = episode.rows
-            assert row.made.token_ids == chats.said("ok") and episode.finish_reason == "env_done"
+            assert (
+                row.generation.token_ids == chats.said("ok") and episode.finish_reason == "env_done"
+            )
 
     asyncio.run(play())

@@ -68,7 +68,7 @@ def test_the_engine_runs_on_its_device_or_refuses(tmp_path: Path) -> None:
     request = GenerateRequest(prompt, "p", 0, sampling(), 8)
     config = make_config("transformers")
     config.model.device = "cuda"
-    engine = make_engine(config, 1, models[0], Version(3, 0), models[0], place=0)
+    engine = make_engine(config, 1, models[0], Version(3, 0), models[0], local_number=0)
 
     async def scene() -> str:
         try:

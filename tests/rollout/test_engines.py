@@ -304,7 +304,7 @@ def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     for count in (5, limit):
         drafted = np.full(count, Version(1, 7).encode(), np.int32)
-        draft = Draft.of(
+        draft = Draft.from_response(
             Generation(whole.token_ids[:count], whole.logprobs[:count], drafted, "partial")
         )
         [answer] = served.generate(ask(prompt, temperature=0.0, budget=limit, draft=draft))
@@ -326,19 +326,19 @@ def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Serv
     class Watched(Draft):
         def add(self, *more: Sequence[int]) -> None:
             super().add(*more)
-            seen.append((self, self.so_far()))
+            seen.append((self, self.snapshot()))
 
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "ended" and value is not None:
-                seen.append((self, self.so_far()))
+                seen.append((self, self.snapshot()))
 
     prompt, limit = PROMPTS[0], 200
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     last = Generation(
         whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial"
     )
-    drafts = [Watched.of(last), Watched()]
+    drafts = [Watched.from_response(last), Watched()]
     asked = [ask(prompt, "p", k, limit, draft, temperature=0.0) for k, draft in enumerate(drafts)]
     assert [answer.token_ids for answer in served.generate(*asked)] == [whole.token_ids] * 2
     assert [draft for draft, made in seen if made.finish_reason == "length"] == drafts

@@ -421,7 +421,7 @@ def test_a_reward_sees_all_rows_of_an_episode() -> None:
         "length",
         {"level": 3},
     )
-    for one in (Episode([first]), first.made):
+    for one in (Episode([first]), first.generation):
         seen = reward_input(prompt, one, Spelled())
         assert (seen.response_text, seen.rows, seen.finish_reason) == ("d", [], "stop")
 

@@ -16,7 +16,7 @@ from relax_hpc.config import Config, dump
 from relax_hpc.config.changes import add_change, change_files
 from relax_hpc.rollout.engines import make_engine
 from relax_hpc.rollout.engines.engine import GenerateRequest, Generation
-from relax_hpc.rollout.engines.pool import Entry, entries
+from relax_hpc.rollout.engines.pool import EngineId, assigned_engines
 from relax_hpc.rollout.replica import Replica
 from tests.helpers.audit import audit
 from tests.runs.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
@@ -27,11 +27,11 @@ SLOW = "0/p100"
 
 
 def test_ranks_have_equal_numbers_of_engines() -> None:
-    assert entries(4, 1, 2, local_rank=1) == [Entry(2, 2), Entry(3, 3)]
+    assert assigned_engines(4, 1, 2, local_rank=1) == [EngineId(2, 2), EngineId(3, 3)]
     with pytest.raises(
         ConfigError, match=r"rollout\.replicas: found 3 for 2 ranks .* multiples of 2"
     ):
-        entries(3, 0, 2)
+        assigned_engines(3, 0, 2)
 
 
 def test_an_engine_of_ones_own_is_found_by_its_path_and_a_misspelled_kind_by_the_nearest() -> None:
@@ -60,7 +60,7 @@ def test_an_engine_that_takes_turns_with_the_actor_may_not_leave() -> None:
     with pytest.raises(
         ConfigError, match=r"colocate: engine 1 may not leave, .* --resume and fewer"
     ):
-        replica.leave()
+        replica.start_leaving()
 
 
 class HeldEngine(FaultyEngine):

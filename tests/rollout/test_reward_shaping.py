@@ -27,7 +27,7 @@ from relax_hpc.config import load
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.ops.checks.settings import check
 from relax_hpc.roles.advantages import shuffled
-from relax_hpc.rollout.engines.engine import Ended, Episode, EpisodeRow, Generation
+from relax_hpc.rollout.engines.engine import Episode, EpisodeRow, FinishReason, Generation
 from relax_hpc.rollout.samples import group_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -163,7 +163,7 @@ def test_episodes_that_were_cut_are_left_out_and_their_rewards_count() -> None:
 
 
 @pytest.mark.parametrize("cut_row", [0, 1])
-@pytest.mark.parametrize("end", get_args(Ended))
+@pytest.mark.parametrize("end", get_args(FinishReason))
 def test_an_episode_is_left_out_if_any_of_its_rows_was_cut(end: str, cut_row: int) -> None:
     """A row that was cut, by whichever bound, is no whole attempt: the rows before and behind it
     are not either. The other ends are the policy's or its environment's own, or a bound in

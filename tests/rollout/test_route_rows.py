@@ -101,7 +101,7 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
         {NAME: np.concatenate([routes(1, 5), SHAPE.none(1)])},
         {NAME: routes(asked, 6)},
     )
-    whole = first.going_on(said, second)
+    whole = first.concat_turns(said, second)
     assert whole.token_ids == [5, 5, 5, 5, 1, 2, 6, 6] and whole.token_versions.tolist() == [
         3
     ] * 4 + [0, 0, 4, 4]
@@ -115,7 +115,7 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
         second.extras[NAME],
     ]
     assert np.array_equal(row[NAME], np.concatenate(expected))
-    assert Draft.of(whole).so_far() is whole
+    assert Draft.from_response(whole).snapshot() is whole
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class LogMachine(RuleBasedStateMachine):
         self.drawn += tokens
         draft.add(made, [-float(token % 5) for token in made], [version] * tokens)
         if ends and draft.token_ids:
-            draft.ended = Generation(*vars_of(draft.so_far()), "stop")
+            draft.ended = Generation(*vars_of(draft.snapshot()), "stop")
 
     @rule(ticket=tickets, unfinished_too=st.booleans(), answered=st.booleans())
     def append(self, ticket: int, unfinished_too: bool, answered: bool) -> None:
@@ -105,7 +105,7 @@ class LogMachine(RuleBasedStateMachine):
         self.known[ticket] = self.read(ticket)
         for k, draft in enumerate(attempt.drafts):
             made = self.known[ticket].get(k)
-            whole = draft.so_far()
+            whole = draft.snapshot()
             if made and (unfinished_too or made.finish_reason != UNFINISHED):
                 assert (
                     vars_of(made)[0] == whole.token_ids
@@ -256,8 +256,11 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
     again = Attempt(4, 0, PROMPT, 2, {1: answer_of(segments, PROMPT)})
     assert again.request(1, None, 9) is None and again.news(True, 1) == [] and not again.whole
     for found, row in zip(again.drafts[1].ended.rows, rows, strict=True):
-        assert (tuple(found.prompt), vars_of(found.made)[:2]) == (row.prompt, vars_of(row.made)[:2])
-        assert found.made.token_versions.tolist() == row.made.token_versions.tolist()
+        assert (tuple(found.prompt), vars_of(found.generation)[:2]) == (
+            row.prompt,
+            vars_of(row.generation)[:2],
+        )
+        assert found.generation.token_versions.tolist() == row.generation.token_versions.tolist()
     assert answer_of(segments, Prompt("p", (7, 8), "text", "answer")) is None
 
 

@@ -183,7 +183,7 @@ def drafts_after(*kinds: int, served: Version = SERVED) -> list[Draft]:
     """What requests of these kinds have left in their drafts, of which the first has a token from
     before."""
     before = Generation([3], [-0.1], np.array([Version(1, 2).encode()], np.int32), "partial")
-    drafts = [Draft.of(before), *(Draft() for _ in kinds[1:])]
+    drafts = [Draft.from_response(before), *(Draft() for _ in kinds[1:])]
     requests = [request(kind, k, drafts[k]) for k, kind in enumerate(kinds)]
 
     async def generate() -> None:
@@ -203,8 +203,8 @@ def test_what_a_server_told_before_it_failed_is_in_the_drafts() -> None:
     assert first.ended.token_versions.tolist() == [Version(1, n).encode() for n in (2, 3, 3, 4)]
     assert (
         not second.ended
-        and second.so_far().token_ids == [7, 7]
-        and second.so_far().logprobs == [-0.5, -0.5]
+        and second.snapshot().token_ids == [7, 7]
+        and second.snapshot().logprobs == [-0.5, -0.5]
     )
     assert second.token_versions == [SERVED.encode()] * 2
 
@@ -216,7 +216,7 @@ def test_tokens_that_may_be_of_other_weights_wait_for_the_end_of_the_response() 
 
 
 def test_of_a_response_that_is_whole_nothing_is_asked() -> None:
-    whole = Draft.of(Generation([3] * 4, [-0.1] * 4, np.ones(4, np.int32), "partial"))
+    whole = Draft.from_response(Generation([3] * 4, [-0.1] * 4, np.ones(4, np.int32), "partial"))
 
     async def generate() -> Generation:
         async with client_and_server() as (client, _):

@@ -16,9 +16,9 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.rollout.engines import make_engine
-from relax_hpc.rollout.engines.batched_engine import DrawsTogether
 from relax_hpc.rollout.engines.engine import (
     BadAnswer,
+    BatchedEngine,
     Draft,
     EngineFault,
     GenerateRequest,
@@ -110,8 +110,8 @@ def test_a_turn_goes_on_from_what_was_said_whose_texts_end_nothing(model: Path) 
         digits = replace(SAMPLING, stop=("......", *map(str, range(10))))
         request = replace(ask("p4"), sampling=digits, budget=400)
         first = await engine.generate(replace(request, draft=Draft()))
-        draft, said = Draft.after(first), engine._tokenizer.encode("4,7", special=False)
-        draft.hear(said)
+        draft, said = Draft.after_turn(first), engine._tokenizer.encode("4,7", special=False)
+        draft.append_observation(said)
         return first, await engine.generate(replace(request, draft=draft)), said
 
     first, both, said = asyncio.run(two())
@@ -212,7 +212,7 @@ def test_all_of_a_prompt_in_one_call_are_as_one_by_one(model: Path) -> None:
 
     async def together() -> list[Generation | BadAnswer]:
         engine = await started(model, concurrency=3, response_s=3200.0)
-        assert isinstance(engine, DrawsTogether)
+        assert isinstance(engine, BatchedEngine)
         return await engine.generate_all([replace(REQUESTS[0], media=("m",)), *REQUESTS[1:8]])
 
     found = run_on_a_clock(together())

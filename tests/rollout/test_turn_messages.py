@@ -90,7 +90,7 @@ def test_a_template_sees_the_roles_of_all_messages_so_far() -> None:
     )
     source += "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
     episode, _ = play(Contexts, source, "<|im_start|>1user go<|im_end|><|im_start|>assistant ")
-    texts = [spelled(row.prompt, row.made) for row in episode.rows]
+    texts = [spelled(row.prompt, row.generation) for row in episode.rows]
     numbers = [
         [int(number) for number in re.findall(r"<\|im_start\|>(\d+)", text)] for text in texts
     ]

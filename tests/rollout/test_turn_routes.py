@@ -49,7 +49,9 @@ class Reading(Drawing):
         assert request.draft
         response = Response(request, self.version, SHAPE)
         known = len(request.draft.token_versions)
-        drawn = (await super().__call__(replace(request, draft=request.draft.again()))).token_ids
+        drawn = (
+            await super().__call__(replace(request, draft=request.draft.fresh_copy()))
+        ).token_ids
         finish = {"type": "length" if len(drawn) == request.budget else "stop"}
         told = 0
         for count, token in enumerate(drawn[known:], start=known + 1):

@@ -113,7 +113,7 @@ def test_who_goes_on_keeps_the_routes_that_the_draft_has(served, models) -> None
     async def interrupted() -> Draft:
         drawing = asyncio.create_task(engine.generate(ask(LONG, draft)))
         await until(drawing, draft, 1)
-        known = Draft.of(draft.so_far())
+        known = Draft.from_response(draft.snapshot())
         drawing.cancel()
         await asyncio.wait([drawing])
         return known
@@ -125,8 +125,8 @@ def test_who_goes_on_keeps_the_routes_that_the_draft_has(served, models) -> None
         and equal(routes, own_routes(models[0], np.array([*ids, 0]))[:-1]).all()
     )
     # Such as the engine would not give.
-    marked = replace(known.so_far(), extras={NAME: np.full_like(known.extras[NAME], 7)})
-    made = runner.run(engine.generate(ask(len(known.token_ids) + 9, Draft.of(marked))))
+    marked = replace(known.snapshot(), extras={NAME: np.full_like(known.extras[NAME], 7)})
+    made = runner.run(engine.generate(ask(len(known.token_ids) + 9, Draft.from_response(marked))))
     longer, kept = whole(made)
     assert np.array_equal(longer[: len(ids)], ids) and (kept[len(PROMPT) : len(ids)] == 7).all()
     assert equal(kept[len(ids) :], own_routes(models[0], longer)[len(ids) :]).all()
@@ -137,8 +137,8 @@ def test_what_others_say_between_turns_has_the_routes_of_who_first_read_it(serve
     runner, engine = served
     turn = runner.run(engine.generate(ask(9)))
     # Such as the engine would not give.
-    draft = Draft.after(replace(turn, extras={NAME: np.full_like(turn.extras[NAME], 7)}))
-    draft.hear([3, 8, 6])
+    draft = Draft.after_turn(replace(turn, extras={NAME: np.full_like(turn.extras[NAME], 7)}))
+    draft.append_observation([3, 8, 6])
     made = runner.run(engine.generate(ask(20, draft)))
     ids, routes = whole(made)
     first = len(PROMPT) + len(turn.token_ids) - 1

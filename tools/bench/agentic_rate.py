@@ -137,7 +137,8 @@ async def played(
         turns: list[Turn] = []
 
         async def ask(request: GenerateRequest) -> Generation:
-            before, known = request.so_far, sum(len(turn.heard) + turn.tokens for turn in turns)
+            before = request.context_ids
+            known = sum(len(turn.heard) + turn.tokens for turn in turns)
             made = await engine.generate(request)
             tally.add(len(before), made.cached)
             turns.append(

@@ -124,7 +124,7 @@ def find(samples: Iterable[Sample], name: str, of: str = "", step: int | None = 
 
 def differences(found: Kept, again: Episode) -> Iterator[str]:
     """Differences of an episode that its environment has gone through to an end."""
-    rows = [[*row.prompt, *row.made.token_ids] for row in again.rows]
+    rows = [[*row.prompt, *row.generation.token_ids] for row in again.rows]
     if rows != [sample["recording"]["token_ids"] for sample in found.samples]:
         yield "its tokens are others"
     if (now := again.finish_reason) != (then := found.first["finish_reason"]):

@@ -33,7 +33,7 @@ from relax_hpc.rollout.agents.options import AgentOptions
 from relax_hpc.rollout.agents.program import Program
 from relax_hpc.rollout.agents.rendering import Renderer
 from relax_hpc.rollout.agents.session import Session
-from relax_hpc.rollout.engines.engine import BadAnswer, Ended, Episode
+from relax_hpc.rollout.engines.engine import BadAnswer, Episode, FinishReason
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.turns import Start
 
@@ -49,7 +49,7 @@ class ProgramEnd:
 
     row: OpenRow
     """Row of the newest answer."""
-    reason: Ended
+    reason: FinishReason
     outcome: Mapping[str, Any]
     """`info` and `reward`, see `Episode.outcome`."""
 
@@ -230,7 +230,7 @@ def _end_episode(history: History, end: ProgramEnd) -> Episode:
             history.rows.remove(row)
         elif row.length == row.turns[-1]:
             continue
-        row.draft = row.first(row.turns[-1] if row.turns else 0)
+        row.draft = row.prefix(row.turns[-1] if row.turns else 0)
         # The log may have the answers that are left out here.
         history.is_other = True
     return history.end(end.reason, end.row, end.outcome)

@@ -10,7 +10,7 @@ import numpy as np
 from relax_hpc.config.schema import EnvironmentConfig
 from relax_hpc.queue.row_ids import MAX_ROWS
 from relax_hpc.rollout.agents.chat import Refused, TooLong
-from relax_hpc.rollout.engines.engine import Ended
+from relax_hpc.rollout.engines.engine import FinishReason
 from relax_hpc.rollout.episodes.history import OpenRow
 from relax_hpc.rollout.episodes.turn_budget import room
 
@@ -24,13 +24,15 @@ class Bounds:
     """Tokens that a row may have behind its prompt."""
     window: int
     """Tokens that a row may have."""
-    met: Ended | None = field(default=None, init=False)
+    met: FinishReason | None = field(default=None, init=False)
     """Bound for which the last request was refused; None: it was not refused. A program that
     compacts its history and gets another answer has not ended at the bound."""
     asked: int = field(default=0, init=False)
     """Turns so far."""
 
-    def next_turn(self, rows: Sequence[OpenRow], row: OpenRow, known: int) -> tuple[int, Ended]:
+    def next_turn(
+        self, rows: Sequence[OpenRow], row: OpenRow, known: int
+    ) -> tuple[int, FinishReason]:
         """Tokens that another turn may have, and what limits it; it goes to ``row``, which may be
         none of the ``rows`` yet, behind its first ``known`` tokens. Refused: there is no room."""
         is_new = not any(row is known_row for known_row in rows)

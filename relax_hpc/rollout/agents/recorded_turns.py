@@ -24,7 +24,7 @@ class Recorded:
         if not 0 <= start < row.length or not versions[start] or (start and versions[start - 1]):
             return None
         end = next((end for end in row.turns if end > start), row.length)
-        return row.first(end), end in row.turns
+        return row.prefix(end), end in row.turns
 
     def has_more(self, number: int, start: int) -> bool:
         """Whether row ``number`` has anything behind its first ``start`` tokens after the

@@ -31,7 +31,7 @@ from relax_hpc.rollout.agents.dialects.responses import name_of
 from relax_hpc.rollout.agents.gateway.front import Reply
 from relax_hpc.rollout.agents.recorded_turns import Recorded
 from relax_hpc.rollout.agents.rendering import Renderer, Tools
-from relax_hpc.rollout.engines.engine import BadAnswer, Draft, Ended
+from relax_hpc.rollout.engines.engine import BadAnswer, Draft, FinishReason
 from relax_hpc.rollout.engines.stops import with_stops
 from relax_hpc.rollout.episodes.history import History, OpenRow
 from relax_hpc.rollout.episodes.turns import Start
@@ -77,7 +77,7 @@ class _Pending:
     """Connections that wait for the reply."""
     answer: _Point | None = None
     """End of its answer."""
-    cut: Ended | None = None
+    cut: FinishReason | None = None
     """Bound that has cut its answer."""
     is_read: bool = False
     """Whether a connection got the reply."""
@@ -129,7 +129,7 @@ class Session:
         """Error because of which there is no answer: of the engine, or of whoever asks it."""
         self.last: OpenRow | None = None
         """Row of the newest answer that a client has read."""
-        self._cut: Ended | None = None
+        self._cut: FinishReason | None = None
         """Bound that has cut that answer."""
         self.over = asyncio.Event()
         """Event that is set when nothing will be answered any more."""
@@ -185,7 +185,7 @@ class Session:
                 answer.row.turns.pop()
 
     @property
-    def reason(self) -> Ended:
+    def reason(self) -> FinishReason:
         """Reason why the episode has ended, if its program has."""
         return self._bounds.met or self._cut or "env_done"
 
@@ -294,7 +294,7 @@ class Session:
         """Leave out the turn that is being drawn in ``row``: its client has hung up and will not
         read it."""
         if row.turns:
-            row.draft = row.first(row.turns[-1])
+            row.draft = row.prefix(row.turns[-1])
         else:
             self._history.rows.remove(row)
         # The log of the episode may have a part of it.
@@ -330,17 +330,19 @@ class Session:
         if self._recorded.has_more(number, start):
             self._history.is_other = True
         if row.length:
-            row.draft.hear(tokens[len(row.prompt) + row.length :])
+            row.draft.append_observation(tokens[len(row.prompt) + row.length :])
         return False
 
     async def _draw(self, row: OpenRow, budget: int, stop: tuple[str, ...]) -> None:
         """Add a turn to ``row``, which has at most ``budget`` tokens behind its prompt then.
         BadAnswer, Repeat."""
         sampling = self._start.request.sampling
-        answer = await self._start.drawn(row, budget, with_stops(sampling, stop, self._tokenizer))
+        answer = await self._start.draw_turn(
+            row, budget, with_stops(sampling, stop, self._tokenizer)
+        )
         if answer.finish_reason == "abort":
             raise BadAnswer("dead", "the engine gave an answer up")
-        row.draft = Draft.after(answer)
+        row.draft = Draft.after_turn(answer)
 
 
 def _take_back(request: _Pending) -> None:

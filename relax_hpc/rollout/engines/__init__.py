@@ -1,7 +1,7 @@
-"""Inference engines: one request, one answer; `make_engine` finds them by the name of their kind.
+"""Inference engines, each of which answers requests; `make_engine` creates one by its kind.
 
-A plug-in is `package.module:Class` in `rollout.engine.kind`: a class as `engine.Engine`, which is
-made with the arguments of `make_engine`.
+A plug-in is `package.module:Class` in `rollout.engine.kind`: a class with the methods of
+`engine.Engine`, which is called with the arguments of `make_engine`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ def make_engine(
     model_dir: Path,
     version: Version,
     log_dir: Path,
-    place: int | None = None,
+    local_number: int | None = None,
 ) -> Engine:
-    """The engine that `config.rollout.engine.kind` names, not started.
+    """The engine of the kind `config.rollout.engine.kind`, not started.
 
-    ``model_dir`` holds the weights of ``version``. ``number`` is the engine's number in its group,
-    and ``place`` its number on its node, by which it finds its GPUs; the default is ``number``.
-    ConfigError: the kind is unknown.
+    ``model_dir`` has the weights of ``version``. ``number`` is the engine's number in its group.
+    ``local_number`` is its number on its node, which determines its GPUs; the default is
+    ``number``. ConfigError: the kind is unknown.
     """
     kind = config.rollout.engine.kind
     engine = engine_class(kind)
     _check_fields_are_declared(kind, engine)
-    return engine(config, number, model_dir, version, log_dir, number if place is None else place)
+    if local_number is None:
+        local_number = number
+    return engine(config, number, model_dir, version, log_dir, local_number)
 
 
 def _check_fields_are_declared(kind: str, engine: type) -> None:
-    """ConfigError if loading the configuration did not declare the fields of a built-in class."""
+    """ConfigError if the fields of a built-in class were not declared when the configuration was
+    loaded: `declared_fields` reads only the class body."""
     fields = getattr(engine, "fields", ())
     undeclared = [spec.name for spec in fields if spec.name not in FIELDS]
     if undeclared and ":" not in kind:

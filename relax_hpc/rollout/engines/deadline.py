@@ -1,4 +1,4 @@
-"""The deadline of an engine that says nothing."""
+"""The timeout of requests to an engine that sends no output."""
 
 from __future__ import annotations
 
@@ -10,90 +10,90 @@ from types import TracebackType
 from typing import Any
 
 
-class Silence:
-    """Ends requests to an engine that has said nothing for ``seconds``, to any of them.
+class SilenceTimeout:
+    """Cancels requests to an engine that has sent no output to any request for ``seconds``.
 
-    A long response is no silence, nor is one that waits in the engine for others to end. For one
-    event loop. What is heard costs the same however many requests wait: one timer looks after all
-    of them.
+    The length of a response does not matter, nor does the time for which it is queued in the engine
+    behind others. For one event loop. One timer serves all requests, so that the cost of an output
+    does not depend on the number of requests.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._begun: dict[Limited, float] = {}
-        """Requests, the oldest first -> when each began."""
-        self._heard = -math.inf
-        self._excuses = 0
+        self._started: dict[RequestTimeout, float] = {}
+        """Requests in flight, the oldest first -> start time; seconds of the loop's clock."""
+        self._last_output = -math.inf
+        self._suspensions = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def limited(self) -> Limited:
-        """`with` it around one request. TimeoutError: it was silent for too long."""
-        return Limited(self)
+    def for_request(self) -> RequestTimeout:
+        """Context manager for one request. It raises TimeoutError after too long a silence."""
+        return RequestTimeout(self)
 
-    def heard(self) -> None:
-        """Note that the engine has said something."""
-        self._heard = asyncio.get_running_loop().time()
+    def note_output(self) -> None:
+        """Record that the engine has sent output."""
+        self._last_output = asyncio.get_running_loop().time()
 
     @contextmanager
-    def excused(self) -> Iterator[None]:
-        """Expect nothing of the engine while the body runs: its silence does not count."""
-        self._excuses += 1
+    def suspended(self) -> Iterator[None]:
+        """Do not time out while the body runs: the engine is not expected to send output."""
+        self._suspensions += 1
         try:
             yield
         finally:
-            self._excuses -= 1
-            self.heard()
-            self._arm()
+            self._suspensions -= 1
+            self.note_output()
+            self._set_timer()
 
-    def begin(self, limit: Limited) -> None:
-        """Note that a request begins, which ``limit`` would end."""
-        self._begun[limit] = asyncio.get_running_loop().time()
-        self._arm()
+    def add(self, request: RequestTimeout) -> None:
+        """Start the timeout of a ``request``."""
+        self._started[request] = asyncio.get_running_loop().time()
+        self._set_timer()
 
-    def end(self, limit: Limited) -> None:
-        """Note that the request of ``limit`` has ended."""
-        self._begun.pop(limit, None)
-        if not self._begun and self._timer:
+    def remove(self, request: RequestTimeout) -> None:
+        """Stop the timeout of a ``request`` that has ended."""
+        self._started.pop(request, None)
+        if not self._started and self._timer:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self) -> None:
-        if self._timer is None and self._begun and not self._excuses:
-            oldest = next(iter(self._begun.values()))
-            due = max(oldest, self._heard) + self.seconds
-            self._timer = asyncio.get_running_loop().call_at(due, self._look)
+    def _set_timer(self) -> None:
+        if self._timer is None and self._started and not self._suspensions:
+            oldest = next(iter(self._started.values()))
+            due = max(oldest, self._last_output) + self.seconds
+            self._timer = asyncio.get_running_loop().call_at(due, self._expire_silent)
 
-    def _look(self) -> None:
+    def _expire_silent(self) -> None:
         self._timer, now = None, asyncio.get_running_loop().time()
-        if not self._excuses:
+        if not self._suspensions:
             silent = [
-                limit
-                for limit, begun in self._begun.items()
-                if max(begun, self._heard) + self.seconds <= now
+                request
+                for request, started in self._started.items()
+                if max(started, self._last_output) + self.seconds <= now
             ]
-            for limit in silent:
-                del self._begun[limit]
-                limit.expire()
-        self._arm()
+            for request in silent:
+                del self._started[request]
+                request.expire()
+        self._set_timer()
 
 
-class Limited:
-    """See `Silence.limited`: as `asyncio.timeout`, for less, as each response of an engine pays for
-    it."""
+class RequestTimeout:
+    """See `SilenceTimeout.for_request`. It works like `asyncio.timeout` but is cheaper, because
+    each response of an engine needs one."""
 
-    __slots__ = ("_before", "_ended", "_silence", "_task")
+    __slots__ = ("_cancellations_before", "_expired", "_silence", "_task")
 
-    def __init__(self, silence: Silence) -> None:
-        self._silence, self._ended = silence, False
+    def __init__(self, silence: SilenceTimeout) -> None:
+        self._silence, self._expired = silence, False
         self._task: asyncio.Task[Any]
-        self._before = 0
-        """Requests to cancel the task that were made by others before."""
+        self._cancellations_before = 0
+        """Cancellations of the task that were requested before this context was entered."""
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._task, self._before = task, task.cancelling()
-        self._silence.begin(self)
+        self._task, self._cancellations_before = task, task.cancelling()
+        self._silence.add(self)
 
     def __exit__(
         self,
@@ -101,11 +101,16 @@ class Limited:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._silence.end(self)
-        if self._ended and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+        self._silence.remove(self)
+        # As in asyncio.timeout: a cancellation that another caller requested stays one.
+        if (
+            self._expired
+            and self._task.uncancel() <= self._cancellations_before
+            and kind is asyncio.CancelledError
+        ):
             raise TimeoutError from error
 
     def expire(self) -> None:
-        """End the request."""
-        self._ended = True
+        """Cancel the request."""
+        self._expired = True
         self._task.cancel()

@@ -1,5 +1,5 @@
-"""Checks of settings by kind of engine. It imports no engine, so that a configuration is checked
-without an engine's libraries."""
+"""Checks of settings by kind of engine. No engine is imported, so that a configuration can be
+checked without the libraries of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ returns its findings, one line each. A kind that is not listed has no settings t
 
 
 def findings_of(kind: str, config: Config) -> Iterable[str]:
-    """Mistakes of ``config`` for engines of ``kind``, one line each. ConfigError: it is unknown."""
+    """Mistakes in ``config`` for engines of ``kind``, one line each. ConfigError: the kind is
+    unknown."""
     if kind not in ENGINE_CLASSES:
         engine_class(kind)
         return ()

@@ -1,7 +1,7 @@
-"""The engines of a rank: entries that may join and leave while the run goes on.
+"""The engines of a rank. Engines may join and leave during the run.
 
-Those of the configuration are there from the beginning. An entry's number is its own in the whole
-group: by it the queue knows the engine as a reader of weights.
+The engines of the configuration join at the start. The number of an engine is unique in the whole
+group; the queue knows the engine by this number as a reader of weights.
 """
 
 from __future__ import annotations
@@ -15,75 +15,76 @@ from relax_hpc.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An engine that may serve."""
+class EngineId:
+    """The numbers of an engine."""
 
     number: int
     """Number among the engines of the group."""
-    place: int
-    """Number among the engines of its node, by which it finds its GPUs."""
+    local_number: int
+    """Number among the engines of its node, which determines its GPUs."""
 
 
-def entries(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[Entry]:
-    """The engines that a configuration gives to ``rank``, out of the group's ``replicas``.
+def assigned_engines(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[EngineId]:
+    """The engines that a configuration assigns to ``rank``, out of the group's ``replicas``.
 
-    ConfigError: the ranks cannot have equal numbers of them.
+    ConfigError: ``replicas`` is not a multiple of the number of ``ranks``.
 
-    >>> entries(4, rank=1, ranks=2)
-    [Entry(number=2, place=0), Entry(number=3, place=1)]
+    >>> assigned_engines(4, rank=1, ranks=2)
+    [EngineId(number=2, local_number=0), EngineId(number=3, local_number=1)]
     """
     if replicas % ranks:
         raise ConfigError(
             f"rollout.replicas: found {replicas} for {ranks} ranks of the group, allowed: "
             f"multiples of {ranks}; change it, rollout.processes, or resources.nodes of the group"
         )
-    each = replicas // ranks
-    return [Entry(rank * each + k, local_rank * each + k) for k in range(each)]
+    count = replicas // ranks
+    return [EngineId(rank * count + k, local_rank * count + k) for k in range(count)]
 
 
-class Member(Protocol):
-    """Member of a pool, which serves one entry."""
+class PoolMember(Protocol):
+    """Runs one engine of a pool."""
 
     async def serve(self) -> None:
-        """Return when the run is finished, or once it is asked to leave and has handed on what it
-        has."""
+        """Return when the run is finished, or when the engine has left and has handed over its
+        unfinished work."""
 
-    def leave(self) -> None:
-        """Have it take no more work."""
-
-
-M = TypeVar("M", bound=Member)
+    def start_leaving(self) -> None:
+        """Take no more work."""
 
 
-class Pool(Generic[M]):
-    """Serves entries, each by a member of its own; the first failure of one ends all."""
+M = TypeVar("M", bound=PoolMember)
 
-    def __init__(self, make: Callable[[Entry], M]) -> None:
-        self._make = make
+
+class EnginePool(Generic[M]):
+    """Runs a member for each engine. The first failure of a member ends all of them."""
+
+    def __init__(self, make_member: Callable[[EngineId], M]) -> None:
+        self._make_member = make_member
         self.members: dict[int, M] = {}
-        """Members that serve, by number."""
+        """Members that serve, by the number of their engine."""
         self._tasks: asyncio.TaskGroup | None = None
 
-    async def serve(self, first: list[Entry]) -> None:
-        """Return when all that have joined have ended."""
+    async def serve(self, engines: list[EngineId]) -> None:
+        """Start ``engines``; return when all engines that have joined have ended."""
         async with asyncio.TaskGroup() as self._tasks:
-            for entry in first:
-                self.join(entry)
+            for engine in engines:
+                self.join(engine)
 
-    def join(self, entry: Entry) -> M:
-        """Have an engine serve from now on. ValueError: there is one of that number."""
-        if entry.number in self.members:
-            raise ValueError(f"engine {entry.number} serves already")
-        assert self._tasks, "join while the pool serves"
-        self.members[entry.number] = member = self._make(entry)
-        self._tasks.create_task(self._served(entry.number, member.serve()))
+    def join(self, engine: EngineId) -> M:
+        """Start an engine. ValueError: an engine with this number is serving."""
+        if engine.number in self.members:
+            raise ValueError(f"engine {engine.number} is already serving")
+        assert self._tasks, "join is called while the pool serves"
+        member = self._make_member(engine)
+        self.members[engine.number] = member
+        self._tasks.create_task(self._run(engine.number, member.serve()))
         return member
 
-    def leave(self, number: int) -> None:
-        """Have an engine end; others go on with what was asked of it."""
-        self.members[number].leave()
+    def remove(self, number: int) -> None:
+        """Let an engine leave. Other engines continue its unfinished work."""
+        self.members[number].start_leaving()
 
-    async def _served(self, number: int, serving: Coroutine[None, None, None]) -> None:
+    async def _run(self, number: int, serving: Coroutine[None, None, None]) -> None:
         try:
             await serving
         finally:

@@ -1,5 +1,5 @@
-"""Draws that depend on their key alone: a seeded engine gives the same response whatever it is
-asked beside it."""
+"""Random numbers that depend only on a key: the responses of a seeded engine do not depend on its
+other requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from relax_hpc.rollout.engines.engine import Sampling
+    from relax_hpc.data.generation import Sampling
 
 
 def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
-    """A uniform number in [0, 1) that depends on its key alone: 53 bits of BLAKE2b. `position` 0 is
+    """A uniform number in [0, 1) that depends only on its key: 53 bits of BLAKE2b. `position` 0 is
     the first token after the prompt.
     """
     key = f"{seed}\0{prompt_id}\0{sample}\0{position}".encode()
@@ -26,10 +26,10 @@ def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> floa
 def sample_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int, float]:
     """A token of `logits` [vocabulary] and its log-probability in nats.
 
-    The inverse of the cumulative distribution, in float64 and in the order of token ids, at
-    `uniform`. The log-probability is float32 log_softmax(logits / temperature), over what `top_k`,
-    `top_p` and `min_p` leave. Temperature 0 takes the most probable token, with its log-probability
-    at temperature 1.
+    The token is the inverse of the cumulative distribution at `uniform`, in float64 and in the
+    order of token ids. The log-probability is float32 log_softmax(logits / temperature) over the
+    tokens that `top_k`, `top_p` and `min_p` keep. Temperature 0 takes the most probable token, with
+    its log-probability at temperature 1.
     """
     logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1).cpu()
     if sampling.temperature == 0:
@@ -39,18 +39,18 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tu
     if not sampling.is_cut:
         token = _inverse_cdf(weights, uniform)
         return token, float(logprobs[token])
-    left = cut(weights, sampling)
-    token = _inverse_cdf(left, uniform)
-    return token, min(0.0, float(logprobs[token]) - math.log(left.sum()))
+    kept_weights = cut(weights, sampling)
+    token = _inverse_cdf(kept_weights, uniform)
+    return token, min(0.0, float(logprobs[token]) - math.log(kept_weights.sum()))
 
 
 def cut(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """``probabilities`` [vocabulary], 0 where one of three leaves a token out; of ties the smaller
-    ids stay.
+    """``probabilities`` [vocabulary] with 0 for the tokens that a setting excludes. Among equal
+    probabilities the smaller ids are kept.
 
-    `top_k`: it is none of the k most probable. `top_p`: those that are more probable have that mass
-    already. `min_p`: it is less probable than that share of the most probable one. Each is of the
-    whole, as in SGLang.
+    `top_k` excludes all but the k most probable tokens. `top_p` excludes a token if the more
+    probable ones have that mass together. `min_p` excludes a token below that share of the largest
+    probability. As in SGLang, each setting is applied to the whole distribution.
     """
     order = np.argsort(-probabilities, kind="stable")
     ordered = probabilities[order]
@@ -59,13 +59,13 @@ def cut(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     )
     kept[sampling.top_k or len(kept) :] = False
     kept[0] = True
-    left = np.zeros_like(probabilities)
-    left[order[kept]] = ordered[kept]
-    return left
+    kept_probabilities = np.zeros_like(probabilities)
+    kept_probabilities[order[kept]] = ordered[kept]
+    return kept_probabilities
 
 
 def _inverse_cdf(weights: np.ndarray, uniform: float) -> int:
     cumulative = np.cumsum(weights)
     token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # Rounding may put the point at the very end.
+    # Rounding may put the point behind the last token with a weight.
     return min(token, int(np.flatnonzero(weights)[-1]))

@@ -1,8 +1,8 @@
-"""An engine that draws tokens evenly and takes as long as it is told: to measure and to break what
-is around engines.
+"""An engine that samples tokens uniformly, with configured response times. It serves to measure and
+to test the components around engines.
 
-It runs no model, needs no GPU and imports no torch; media it takes, and does not look at.
-Log-probabilities are those of a policy that has learned nothing.
+It runs no model, needs no GPU and does not import torch. It accepts media and ignores them. Its
+log-probabilities are those of a uniform distribution.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.media import places_of
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.rollout.engines.deadline import Silence
+from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Draft,
-    Ended,
     EngineFault,
+    FinishReason,
     GenerateRequest,
     Generation,
     checked,
     require_model,
 )
 from relax_hpc.rollout.engines.seeded_draws import keyed_uniform
-from relax_hpc.rollout.engines.simulated_slots import Places, Response
+from relax_hpc.rollout.engines.simulated_slots import SimulatedResponse, Slots
 from relax_hpc.rollout.engines.stops import Stops
 from relax_hpc.rollout.engines.update_gate import UpdateGate
 
 _PACE = -1
-"""Key of the draw of a response's time, in the place of a token's position."""
+"""Key of the random number for the duration of a response, instead of a token's position."""
 
 
 class SimulatedEngine:
-    """`Engine` without a model: tokens and times depend on (seed, prompt_id, sample) alone."""
+    """`Engine` without a model: tokens and durations depend only on (seed, prompt_id, sample)."""
 
     name = "simulated"
     phase = "the engine is starting"
@@ -50,19 +50,21 @@ class SimulatedEngine:
         self, config: Config, _: int, model_dir: Path, version: Version, *__: object
     ) -> None:
         self._settings = config.rollout.engine.simulated
-        self._silence = Silence(config.rollout.engine.request_timeout_s)
+        self._silence = SilenceTimeout(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
-        self._places, self._gate = Places(self._settings.concurrency, self._sample), UpdateGate()
-        self._waits = config.rollout.partial_rollout == "off"
+        self._slots = Slots(self._settings.concurrency, self._sample)
+        self._gate = UpdateGate()
+        self._updates_when_empty = config.rollout.partial_rollout == "off"
 
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
         banned = {place.placeholder for place in places_of(self._model_dir).values()}
-        self._drawn = [token for token in range(self._tokenizer.vocab_size) if token not in banned]
-        """Tokens that may be drawn: all but those that stand for media."""
-        self._logprob = -math.log(len(self._drawn))
+        vocabulary = range(self._tokenizer.vocab_size)
+        self._candidates = [token for token in vocabulary if token not in banned]
+        """Tokens that may be sampled: all but the placeholders of media."""
+        self._logprob = -math.log(len(self._candidates))
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
@@ -74,56 +76,56 @@ class SimulatedEngine:
     async def generate_all(
         self, requests: Sequence[GenerateRequest]
     ) -> list[Generation | BadAnswer]:
-        """See `DrawsTogether`."""
+        """See `BatchedEngine`."""
         await self._gate.enter()
         try:
-            with self._silence.limited():
-                return await self._draw(requests)
+            with self._silence.for_request():
+                return await self._generate(requests)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
         finally:
             self._gate.leave()
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        """See `Engine.update_weights`; what is being drawn goes on under the new version, if not
-        waited for."""
+        """See `Engine.update_weights`. Unless the update waits for them, running requests continue
+        with the new version."""
         if not any(directory.glob("*.safetensors")):
             raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
-        async with self._gate.update(when_empty=self._waits):
+        async with self._gate.update(when_empty=self._updates_when_empty):
             self._version = version
 
     async def release(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: the engine holds no device memory."""
 
     async def wait_dead(self) -> str:
-        """Never returns: there is no process but this one."""
+        """Never return: the engine has no process of its own."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the engine has no process of its own."""
 
-    async def _draw(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
-        responses: list[Response] = []
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
+        responses: list[SimulatedResponse] = []
         for request in requests:
-            tokens, end = self._response(request)
+            tokens, finish_reason = self._response(request)
             draft = request.draft or Draft()
-            responses.append(
-                Response(tokens, end, draft, self.seconds(request) / (request.budget - draft.turn))
-            )
-        await self._places.draw(responses)
+            pause_s = self.seconds(request) / (request.budget - draft.turn_start)
+            responses.append(SimulatedResponse(tokens, finish_reason, draft, pause_s))
+        await self._slots.generate(responses)
         return [self._answer(*pair) for pair in zip(requests, responses, strict=True)]
 
     @staticmethod
-    def _answer(request: GenerateRequest, response: Response) -> Generation | BadAnswer:
+    def _answer(request: GenerateRequest, response: SimulatedResponse) -> Generation | BadAnswer:
         try:
-            assert response.made, "drawn by now"
-            return checked(response.made, request.budget)
+            assert response.generation, "the slots have generated it"
+            return checked(response.generation, request.budget)
         except BadAnswer as bad:
             return bad
 
-    def _sample(self, response: Response) -> Generation | None:
-        """Draw the next token of a response; return the whole response if it was the last one."""
-        self._silence.heard()
+    def _sample(self, response: SimulatedResponse) -> Generation | None:
+        """Add the next token of a response to its draft; return the whole response after its last
+        token."""
+        self._silence.note_output()
         draft, version, logprob = response.draft, self._version.encode(), self._logprob
         count = len(draft.token_versions) + 1
         if count < len(response.tokens):
@@ -134,7 +136,7 @@ class SimulatedEngine:
             tokens,
             logprobs,
             np.array([*draft.token_versions, version], np.int32),
-            response.ended_by,
+            response.finish_reason,
         )
         return draft.ended
 
@@ -142,23 +144,23 @@ class SimulatedEngine:
         """Tokens of the whole response to a request."""
         return self._response(request)[0]
 
-    def _response(self, request: GenerateRequest) -> tuple[list[int], Ended]:
+    def _response(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
         """Tokens of the whole response to a request, and the reason why it ends."""
-        stops = Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
+        stops = Stops.from_sampling(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
         draft = request.draft or Draft()
-        found, turn = list(draft.token_ids), draft.turn
-        for position in range(len(found), request.budget):
+        tokens, turn_start = list(draft.token_ids), draft.turn_start
+        for position in range(len(tokens), request.budget):
             uniform = keyed_uniform(
                 request.sampling.seed, request.prompt_id, request.sample, position
             )
-            found.append(self._drawn[int(uniform * len(self._drawn))])
-            if stops.met(found, turn):
-                return found, "stop"
-        return found, "length"
+            tokens.append(self._candidates[int(uniform * len(self._candidates))])
+            if stops.met(tokens, turn_start):
+                return tokens, "stop"
+        return tokens, "length"
 
     def seconds(self, request: GenerateRequest) -> float:
-        """Seconds that a response of the whole budget takes: lognormal, its median and sigma from
-        the configuration."""
+        """Seconds for a response of the whole budget: lognormal, with the median and sigma of the
+        configuration."""
         if not self._settings.sigma:
             return self._settings.response_s
         uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, _PACE)

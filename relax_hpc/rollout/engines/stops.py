@@ -1,4 +1,4 @@
-"""Ends of a response that is drawn token by token."""
+"""Tokens and texts that end a response which is sampled token by token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from relax_hpc.rollout.engines.engine import Sampling
+from relax_hpc.data.generation import Sampling
 
 
 class Decoder(Protocol):
@@ -17,7 +17,7 @@ class Decoder(Protocol):
     def name_of(self, number: int) -> str: ...
 
 
-class Names(Protocol):
+class Encoder(Protocol):
     """Tokenizer that knows its special tokens, such as `relax_hpc.data.tokenizer.Tokenizer`."""
 
     special_names: tuple[str, ...]
@@ -27,43 +27,44 @@ class Names(Protocol):
     ) -> list[int]: ...
 
 
-def with_stops(sampling: Sampling, texts: Sequence[str], tokenizer: Names) -> Sampling:
+def with_stops(sampling: Sampling, texts: Sequence[str], tokenizer: Encoder) -> Sampling:
     """``sampling`` that also ends a response at each of ``texts``. The name of a special token
-    means that token: responses are decoded without special tokens, so its text would never
+    stands for that token: responses are decoded without special tokens, so its text would never
     match."""
     special = [text for text in texts if text in tokenizer.special_names]
     ids = [tokenizer.encode(text, special=False, special_tokens=True)[0] for text in special]
-    others = [text for text in texts if text not in special]
+    plain_texts = [text for text in texts if text not in special]
     return replace(
         sampling,
         stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ids))),
-        stop=(*sampling.stop, *others),
+        stop=(*sampling.stop, *plain_texts),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """The ends of one response: tokens, or texts that the last tokens have completed."""
+    """Tokens that end one response, and texts that end it when its last tokens complete them."""
 
     tokens: frozenset[int]
     texts: tuple[str, ...]
     tokenizer: Decoder
 
     @classmethod
-    def of(cls, sampling: Sampling, ends: Collection[int], tokenizer: Decoder) -> Stops:
-        """Stops of a request: those that were asked for, and the model's own ``ends``."""
+    def from_sampling(cls, sampling: Sampling, ends: Collection[int], tokenizer: Decoder) -> Stops:
+        """Stops of a request: those of its ``sampling``, and the end tokens ``ends`` of the
+        model."""
         return cls(frozenset({*sampling.stop_token_ids, *ends}), sampling.stop, tokenizer)
 
     def met(self, token_ids: Sequence[int], turn: int = 0) -> bool:
-        """Whether the last of the response's tokens so far ends its turn, which begins at
-        ``turn``."""
+        """Whether the last of the ``token_ids`` ends the response. ``turn``: index of the first
+        token of the present turn; texts of earlier turns do not count."""
         if token_ids[-1] in self.tokens:
             return True
         if not self.texts:
             return False
         if self.tokenizer.name_of(token_ids[-1]) in self.texts:
             return True
-        # A token has at least a byte, so that no text is in more tokens than it has bytes.
-        most = max(len(text.encode()) for text in self.texts)
-        tail = self.tokenizer.decode(list(token_ids[max(turn, len(token_ids) - most) :]))
+        # A token has at least one byte, so a text spans at most as many tokens as it has bytes.
+        max_tokens = max(len(text.encode()) for text in self.texts)
+        tail = self.tokenizer.decode(list(token_ids[max(turn, len(token_ids) - max_tokens) :]))
         return any(text in tail for text in self.texts)

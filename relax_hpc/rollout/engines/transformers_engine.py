@@ -1,5 +1,5 @@
-"""A small engine in this process: slow, and on a CPU reproducible bit for bit whatever is generated
-beside a sample."""
+"""A small engine in this process. It is slow. On a CPU its responses are reproducible bit for bit
+and do not depend on its other requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.imports import many_imports
@@ -18,7 +18,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.tokenizer import load_tokenizer
 from relax_hpc.queue.storage.media import placeholders_of
-from relax_hpc.rollout.engines.deadline import Silence
+from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import (
     Draft,
     EngineFault,
@@ -37,13 +37,17 @@ from relax_hpc.training.models.hf_files import read_config
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.stored_pieces import as_in_transformers
 
-_IMPORTING = threading.Lock()
-_GIVE_UP_S = 1.0
-"""Seconds for a thread to end whose response nobody waits for."""
+if TYPE_CHECKING:
+    import torch
+
+_IMPORT_LOCK = threading.Lock()
+_ABORT_S = 1.0
+"""Seconds for the thread of a cancelled request to end."""
 
 
 class TransformersEngine:
-    """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
+    """`Engine` that runs a Hugging Face model, one sample at a time, with a cache of keys and
+    values."""
 
     name = "transformers"
     phase = "transformers is loading weights"
@@ -56,22 +60,24 @@ class TransformersEngine:
         model_dir: Path,
         version: Version,
         log_dir: Path,
-        place: int,
+        local_number: int,
     ) -> None:
         """See `make_engine`."""
-        self._device = f"cuda:{place}" if config.model.device == "cuda" else config.model.device
+        is_cuda = config.model.device == "cuda"
+        self._device = f"cuda:{local_number}" if is_cuda else config.model.device
         self._dtype = config.rollout.engine.dtype or config.model.dtype
-        self._silence = Silence(config.rollout.engine.request_timeout_s)
+        self._silence = SilenceTimeout(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
         self._partial, self._ignored = config.rollout.partial_rollout, config.model.ignore_keys
-        self._lock = threading.Lock()
-        """Lock that is held while the weights are looked at or changed: for a token."""
+        self._weights_lock = threading.Lock()
+        """Held while one token is computed, or while the weights are changed."""
         self._gate = UpdateGate()
-        self._turn = asyncio.Lock()
-        """Lock of the sample that is drawn: the others wait, in the order in which they came."""
+        self._sample_lock = asyncio.Lock()
+        """Held by the sample that is generated; the other samples wait in order of arrival."""
 
     async def start(self) -> None:
-        """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
+        """See `Engine.start`. Limits torch in this process to one thread, so that the order of
+        additions in sums is fixed."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
         self._placeholders = placeholders_of(self._model_dir)
@@ -87,16 +93,16 @@ class TransformersEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
         check_places(request, self._placeholders)
-        drawing = _Drawing(request, asyncio.get_running_loop(), self._silence)
+        generating = _ThreadRequest(request, asyncio.get_running_loop(), self._silence)
         await self._gate.enter()
         try:
-            with self._silence.limited():
-                async with self._turn:
-                    return checked(await drawing.by(self._draw), request.budget)
+            with self._silence.for_request():
+                async with self._sample_lock:
+                    return checked(await generating.run(self._generate), request.budget)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
         except asyncio.CancelledError:
-            await drawing.end()
+            await generating.await_thread()
             raise
         finally:
             self._gate.leave()
@@ -114,97 +120,106 @@ class TransformersEngine:
         await asyncio.to_thread(move, self._model, "cpu")
 
     async def wait_dead(self) -> str:
-        """Never returns: there is no process but this one."""
+        """Never return: the engine has no process of its own."""
         return await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the engine has no process of its own."""
 
     def _swap(self, directory: Path, version: Version) -> None:
-        with self._lock:
+        with self._weights_lock:
             started = time.monotonic()
             move(self._model, self._device)
             load_weights(self._model, directory, self._spec)
             self._version, self.pause_s = version, time.monotonic() - started
 
-    def _draw(self, drawing: _Drawing) -> Generation:
-        import torch
-
-        request, sampling = drawing.request, drawing.request.sampling
-        stops = Stops.of(sampling, self._ends, self._tokenizer)
+    def _generate(self, generating: _ThreadRequest) -> Generation:
+        request, sampling = generating.request, generating.request.sampling
+        stops = Stops.from_sampling(sampling, self._ends, self._tokenizer)
         draft = request.draft or Draft()
-        drawn, cache, version, turn = Draft.of(draft.so_far()), None, 0, draft.turn
+        response, turn_start = draft.fresh_copy(), draft.turn_start
         model = getattr(self._model, "thinker", self._model)
-        media, never = (
-            MediaInputs(request.media, self._rules, model),
-            [*self._placeholders.values()],
-        )
+        media = MediaInputs(request.media, self._rules, model)
+        cache, version = None, 0
         reason: Literal["stop", "length"] = "length"
-        for position in range(len(drawn.token_ids), request.budget):
-            with self._lock, torch.inference_mode():
-                before, version = version, self._version.encode()
-                if self._partial == "recompute" and version != before:
+        for position in range(len(response.token_ids), request.budget):
+            with self._weights_lock:
+                previous_version, version = version, self._version.encode()
+                if self._partial == "recompute" and version != previous_version:
                     cache = None
-                whole = [*request.prompt_ids, *drawn.token_ids]
-                start = len(whole) - 1 if cache is not None else 0
-                output = model(
-                    **media.of(whole, start),
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-                logits = output.logits[0, -1]
-                logits[never] = -torch.inf
+                context = [*request.prompt_ids, *response.token_ids]
+                logits, cache = self._forward(model, media, context, cache)
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(logits, sampling, uniform)
-            drawn.add([token], [logprob], [version])
-            drawing.go_on()
-            if stops.met(drawn.token_ids, turn):
+            response.add([token], [logprob], [version])
+            generating.note_token()
+            if stops.met(response.token_ids, turn_start):
                 reason = "stop"
                 break
-            cache = output.past_key_values
             if position + 1 < request.budget:
                 draft.add([token], [logprob], [version])
-        draft.ended = replace(drawn.so_far(), finish_reason=reason)
-        return draft.ended
+        generation = replace(response.partial(), finish_reason=reason)
+        draft.ended = generation
+        return generation
+
+    def _forward(
+        self, model: Any, media: MediaInputs, context: list[int], cache: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits [vocabulary] of the token after ``context``, and the new cache of keys and
+        values."""
+        import torch
+
+        start = len(context) - 1 if cache is not None else 0
+        with torch.inference_mode():
+            output = model(
+                **media.for_pass(context, start),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = output.logits[0, -1]
+            # Placeholders of media are never sampled.
+            logits[[*self._placeholders.values()]] = -torch.inf
+        return logits, output.past_key_values
 
 
-class _GivenUp(Exception):
-    """Signal that nobody waits for the response any more."""
+class _Aborted(Exception):
+    """Signal to the thread of a cancelled request."""
 
 
-class _Drawing:
-    """A request while a thread works on it."""
+class _ThreadRequest:
+    """A request that a thread works on."""
 
     def __init__(
-        self, request: GenerateRequest, loop: asyncio.AbstractEventLoop, silence: Silence
+        self, request: GenerateRequest, loop: asyncio.AbstractEventLoop, silence: SilenceTimeout
     ) -> None:
         self.request = request
         self._loop, self._silence = loop, silence
-        self._given_up = threading.Event()
+        self._is_cancelled = threading.Event()
         self._thread: asyncio.Future[Generation] | None = None
 
-    async def by(self, draw: Callable[[_Drawing], Generation]) -> Generation:
-        """Return ``draw``'s generation, made in a thread; if nobody waits any more, it ends with
-        its next token."""
-        self._thread = asyncio.ensure_future(asyncio.to_thread(draw, self))
+    async def run(self, generate: Callable[[_ThreadRequest], Generation]) -> Generation:
+        """Call ``generate`` in a thread. If this call is cancelled, the thread ends with its next
+        token."""
+        self._thread = asyncio.ensure_future(asyncio.to_thread(generate, self))
         try:
             return await asyncio.shield(self._thread)
         except asyncio.CancelledError:
-            self._given_up.set()
+            self._is_cancelled.set()
+            # Retrieve the exception, because asyncio logs one that nobody retrieves.
             self._thread.add_done_callback(lambda ended: ended.exception())
             raise
 
-    async def end(self) -> None:
-        """Wait for its thread, if it has one."""
+    async def await_thread(self) -> None:
+        """Wait for the end of the thread, if it was started."""
         if self._thread:
-            await asyncio.wait([self._thread], timeout=_GIVE_UP_S)
+            await asyncio.wait([self._thread], timeout=_ABORT_S)
 
-    def go_on(self) -> None:
-        """Note a token; called for each. _GivenUp: there need be no more."""
-        self._loop.call_soon_threadsafe(self._silence.heard)
-        if self._given_up.is_set():
-            raise _GivenUp
+    def note_token(self) -> None:
+        """Record a token; called for each. _Aborted: the request was cancelled."""
+        self._loop.call_soon_threadsafe(self._silence.note_output)
+        if self._is_cancelled.is_set():
+            raise _Aborted
 
 
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
@@ -216,13 +231,13 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
 
         torch.set_num_threads(1)
         install_transformers_hook()
-        # Its modules load on first use, which two threads at once break.
-        with _IMPORTING:
+        # transformers loads its modules on first use, which fails if two threads do it together.
+        with _IMPORT_LOCK:
             from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         ends = config.get_text_config().eos_token_id
-        # Of a model that speaks, what it thinks is asked for alone.
+        # A model with speech output is used without its talker.
         config.enable_audio_output = False
         kind = AutoModelForMultimodalLM if placeholders_of(directory) else AutoModelForCausalLM
         model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
@@ -230,44 +245,45 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
 
 
 def move(model: Any, device: str) -> None:
-    """Have ``model`` on ``device``. ConfigError: there is no such device here, or no room on it."""
+    """Move ``model`` to ``device``. ConfigError: the device does not exist or has too little
+    memory."""
     try:
         model.to(device)
     except (AssertionError, RuntimeError) as error:
-        # Of a build without CUDA; of a GPU that is not there, or is full.
-        first = str(error).partition("\n")[0]
+        # AssertionError: torch was built without CUDA. RuntimeError: no such GPU, or it is full.
+        first_line = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model.device: the transformers engine cannot run on {device}: {first}"
+            f"model.device: the transformers engine cannot run on {device}: {first_line}"
         ) from error
 
 
 def load_weights(model: Any, directory: Path, spec: ModelSpec) -> None:
     """Copy *.safetensors of `directory` into `model`, which ``spec`` describes. ValueError unless
-    names and shapes are exactly the model's; weights that are tied to others may be left out.
-    OSError: no such file.
+    names and shapes are exactly those of the model; tied weights may be absent. OSError: the file
+    does not exist.
     """
     import torch
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")) or [directory / "model.safetensors"]:
-        found |= {
-            name: tensor for name, tensor in load_file(path).items() if not spec.is_untrained(name)
-        }
+        for name, tensor in load_file(path).items():
+            if not spec.is_untrained(name):
+                tensors[name] = tensor
     try:
-        found = as_in_transformers(spec, found)
+        tensors = as_in_transformers(spec, tensors)
     except KeyError as missing:
         raise ValueError(f"{directory}: missing: {missing}") from missing
-    own, with_tied = (
-        dict(model.named_parameters()),
-        dict(model.named_parameters(remove_duplicate=False)),
-    )
-    wrong = sorted((own.keys() - found.keys()) | (found.keys() - with_tied.keys()))
-    wrong += [name for name in found.keys() & own.keys() if found[name].shape != own[name].shape]
+    parameters = dict(model.named_parameters())
+    with_tied = dict(model.named_parameters(remove_duplicate=False))
+    wrong = sorted((parameters.keys() - tensors.keys()) | (tensors.keys() - with_tied.keys()))
+    for name in tensors.keys() & parameters.keys():
+        if tensors[name].shape != parameters[name].shape:
+            wrong.append(name)
     if wrong:
         raise ValueError(
             f"{directory}: missing, unknown or of another shape: {', '.join(wrong[:4])}"
         )
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])

@@ -1,4 +1,4 @@
-"""The way into an engine: any number of requests at a time; while it is updated, new ones wait."""
+"""The gate of an engine: any number of requests may be inside. During an update, new ones wait."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 
 class UpdateGate:
-    """Counts the requests in an engine. Make it inside a running event loop.
+    """Counts the requests inside an engine. Create it inside a running event loop.
 
-    Those that waited for an update go on in one turn of the loop, so that they can be asked
-    together.
+    All requests that wait for an update enter in one turn of the loop, so that they can be sent in
+    one batch.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class UpdateGate:
         self._empty.set()
 
     async def enter(self) -> None:
-        """Return once no update goes on; `leave` must follow."""
+        """Return when no update is running. The caller must call `leave` afterwards."""
         while not self._open.is_set():
             await self._open.wait()
         self.inside += 1
@@ -37,7 +37,8 @@ class UpdateGate:
 
     @asynccontextmanager
     async def update(self, when_empty: bool) -> AsyncIterator[None]:
-        """Let nobody in during the body, which begins at once or ``when_empty``."""
+        """Let no new request enter while the body runs. The body starts immediately, or, with
+        ``when_empty``, after the last request has left."""
         async with self._updates:
             self._open.clear()
             try:

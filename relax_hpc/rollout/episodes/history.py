@@ -1,5 +1,5 @@
-"""An episode of several turns while it is played: rows that grow turn by turn, and what its
-environment says of it."""
+"""An episode of several turns while it is played: its rows, which grow turn by turn, and the
+outcome that its environment reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.data.generation import Draft, Episode, EpisodeRow, FinishReason, Generation
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.multimodal.medium import Kind
-from relax_hpc.rollout.engines.engine import Draft, Ended, Episode, EpisodeRow, Generation
 
 OUTCOME = ("info", "reward", "row")
-"""Names in `Episode.outcome`."""
+"""Keys of `Episode.outcome`."""
 PROMPT_ROLE, POLICY_ROLE = "user", "assistant"
 
 
@@ -24,98 +24,107 @@ class OpenRow:
     prompt: tuple[int, ...]
     draft: Draft = field(default_factory=Draft)
     media: tuple[PromptMedium, ...] = ()
-    """Media whose places are in the row, in their order, stored."""
+    """Stored media whose placeholders are in the row, in their order."""
     turns: list[int] = field(default_factory=list)
-    """Ends of its turns that are over: tokens behind the prompt."""
+    """Ends of its completed turns, counted in tokens after the prompt."""
     roles: list[str] = field(default_factory=lambda: [PROMPT_ROLE])
-    """Roles of its messages so far, the prompt one of a user. Programs know theirs themselves, and
-    leave this out."""
+    """Roles of its messages so far; the prompt is one message of a user. Not used for agent
+    programs, which send whole chats."""
 
     @classmethod
-    def of(cls, row: EpisodeRow) -> OpenRow:
-        """An unfinished row of a log."""
-        return cls(tuple(row.prompt), Draft.of(row.made), row.media or (), list(row.turns or ()))
+    def from_episode_row(cls, row: EpisodeRow) -> OpenRow:
+        """An unfinished row that was read from a log."""
+        draft = Draft.from_response(row.generation)
+        return cls(tuple(row.prompt), draft, row.media or (), list(row.turns or ()))
 
     @property
     def length(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return len(self.draft.token_versions)
 
-    def first(self, tokens: int) -> Draft:
-        """Draft of its first ``tokens`` behind the prompt."""
-        whole = self.draft
-        extras = {name: values[:tokens] for name, values in whole.extras.items()}
-        made = whole.token_ids[:tokens], whole.logprobs[:tokens], whole.token_versions[:tokens]
-        return Draft(*made, extras, whole.before)
+    def prefix(self, tokens: int) -> Draft:
+        """Draft of its first ``tokens`` after the prompt."""
+        draft = self.draft
+        return Draft(
+            draft.token_ids[:tokens],
+            draft.logprobs[:tokens],
+            draft.token_versions[:tokens],
+            {name: values[:tokens] for name, values in draft.extras.items()},
+            draft.before,
+        )
 
-    def since(self, start: int, whole_turns: bool) -> EpisodeRow:
-        """Copy without its first ``start`` tokens behind the prompt, which is left out too then; of
-        ``whole_turns`` without the one that is being drawn."""
+    def suffix(self, start: int, whole_turns: bool) -> EpisodeRow:
+        """Copy without its first ``start`` tokens after the prompt; without the prompt too if
+        ``start`` is above 0. ``whole_turns``: also without an unfinished last turn."""
         draft, turns = self.draft, tuple(self.turns)
-        length = max(draft.turn, *turns, 0) if whole_turns else len(draft.token_versions)
-        made = self.first(length).drawn(start)
-        over = tuple(end for end in turns if end <= start + len(made.token_ids))
-        return EpisodeRow(() if start else self.prompt, made, self.media, over)
+        length = max(draft.turn_start, *turns, 0) if whole_turns else len(draft.token_versions)
+        generation = self.prefix(length).partial_suffix(start)
+        completed = tuple(end for end in turns if end <= start + len(generation.token_ids))
+        return EpisodeRow(() if start else self.prompt, generation, self.media, completed)
 
 
 @dataclass(slots=True)
 class History:
-    """Rows of an episode so far; any thread may look."""
+    """The rows of an episode so far. Any thread may read it."""
 
     rows: list[OpenRow] = field(default_factory=list)
     ended: Episode | None = None
-    """The whole episode."""
+    """The whole episode, once it has ended."""
     is_other: bool = False
-    """Whether it was begun again, and is another one than before."""
+    """Whether the episode was started again, so that its tokens may differ from the logged ones."""
 
     @classmethod
-    def of(cls, made: Generation | Episode, prompt: Sequence[int]) -> History:
-        """The beginning, or all, of an episode of a log, which began with ``prompt``."""
-        found = made if isinstance(made, Episode) else Episode([EpisodeRow(prompt, made)])
-        if found.finish_reason == "partial":
-            return cls([OpenRow.of(row) for row in found.rows])
-        return cls(ended=found)
+    def from_log(cls, logged: Generation | Episode, prompt: Sequence[int]) -> History:
+        """An episode that began with ``prompt``, as far as it was logged."""
+        episode = logged
+        if isinstance(episode, Generation):
+            episode = Episode([EpisodeRow(prompt, episode)])
+        if episode.finish_reason == "partial":
+            return cls([OpenRow.from_episode_row(row) for row in episode.rows])
+        return cls(ended=episode)
 
-    def so_far(self) -> Episode:
-        """The whole episode, or a copy of what there is."""
-        return self.ended or Episode([row.since(0, whole_turns=False) for row in self.rows])
+    def snapshot(self) -> Episode:
+        """The whole episode if it has ended, else a copy of its rows so far."""
+        return self.ended or Episode([row.suffix(0, whole_turns=False) for row in self.rows])
 
-    def since(self, starts: Mapping[int, int], whole_turns: bool) -> Episode:
-        """The same without the first tokens of rows behind their prompts: by number of the row so
-        many; of ``whole_turns`` without one that is being drawn."""
+    def suffix(self, starts: Mapping[int, int], whole_turns: bool) -> Episode:
+        """Copy without the first tokens of its rows. ``starts``: row number -> tokens to leave out
+        after the prompt. ``whole_turns``: also without unfinished last turns."""
         if not self.ended:
             return Episode(
-                [row.since(starts.get(n, 0), whole_turns) for n, row in enumerate(self.rows)]
+                [
+                    row.suffix(starts.get(number, 0), whole_turns)
+                    for number, row in enumerate(self.rows)
+                ]
             )
         rows = []
         for number, row in enumerate(self.ended.rows):
             start = starts.get(number, 0)
-            rest = Draft.of(row.made).since(start)
-            rows.append(replace(row, prompt=() if start else row.prompt, made=rest))
+            generation = Draft.from_response(row.generation).suffix(start)
+            rows.append(replace(row, prompt=() if start else row.prompt, generation=generation))
         return replace(self.ended, rows=rows)
 
-    def begin_again(self) -> None:
-        """Forget all of it."""
+    def restart(self) -> None:
+        """Discard all rows."""
         self.rows, self.is_other = [], True
 
-    def end(self, reason: Ended, row: OpenRow, outcome: Mapping[str, Any]) -> Episode:
-        """End in ``row``; ``outcome``: `info` and `reward` of the environment."""
+    def end(self, reason: FinishReason, row: OpenRow, outcome: Mapping[str, Any]) -> Episode:
+        """End the episode in ``row``. ``outcome``: `info` and `reward` of the environment."""
         rows = []
-        for one in self.rows:
-            made = one.draft.so_far()
-            assert isinstance(made, Generation)
+        for open_row in self.rows:
+            generation = open_row.draft.snapshot()
+            assert isinstance(generation, Generation)
+            generation = replace(generation, finish_reason=reason)
             rows.append(
-                EpisodeRow(
-                    one.prompt, replace(made, finish_reason=reason), one.media, tuple(one.turns)
-                )
+                EpisodeRow(open_row.prompt, generation, open_row.media, tuple(open_row.turns))
             )
         self.ended = Episode(rows, {**outcome, "row": self.rows.index(row)})
         return self.ended
 
 
 def media_in(spans: Sequence[Mapping[str, Any]]) -> tuple[PromptMedium, ...]:
-    """Media that a row of a log names in its field `spans`, to be compared with others: each run of
-    one by itself."""
+    """Media in the field `spans` of a logged row, one for each span. They serve for comparisons
+    only, because a log does not have the sources of media."""
     return tuple(
         PromptMedium(
             Kind(span["kind"]), b"", ((span["start"], span["length"]),), Path(span["media_id"])

@@ -131,7 +131,7 @@ async def play(
 
 def sound(made: Generation | Episode) -> Generation | Episode:
     """``made`` itself. BadAnswer: its rows are none, or nobody sampled any of it."""
-    rows = [row.made for row in made.rows] if isinstance(made, Episode) else [made]
+    rows = [row.generation for row in made.rows] if isinstance(made, Episode) else [made]
     if not 0 < len(rows) <= MAX_ROWS:
         raise BadAnswer(
             "wrong_count", f"found an episode of {len(rows)} rows, allowed 1 to {MAX_ROWS}"

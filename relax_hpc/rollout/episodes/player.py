@@ -108,7 +108,7 @@ class Player:
                     if episode := self._stage.conclude(history, fault):
                         return episode
                     raise BadAnswer(fault.reason, fault.detail, fault.origin) from fault
-                history.begin_again()
+                history.restart()
                 left -= 1
 
 

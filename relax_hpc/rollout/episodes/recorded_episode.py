@@ -36,7 +36,7 @@ class Tape:
         if number >= len(self._rows):
             return None
         row = self._rows[number]
-        return next((row.first(end) for end in row.turns if end > start), None)
+        return next((row.prefix(end) for end in row.turns if end > start), None)
 
     def rest(self, number: int, start: int) -> Draft | None:
         """All of row ``number``, with what it has of the turn that begins ``start`` tokens behind
@@ -44,7 +44,7 @@ class Tape:
         if number >= len(self._rows):
             return None
         row = self._rows[number]
-        return row.first(row.length) if row.length >= start else None
+        return row.prefix(row.length) if row.length >= start else None
 
     def compare(self, number: int, row: OpenRow, heard: Sequence[int]) -> None:
         """EnvironmentFault: row ``number``, which was like ``row``, did not go on by what was

@@ -43,7 +43,7 @@ async def replay(
     """
 
     async def ask(asked: GenerateRequest) -> Generation:
-        before = tokenizer.decode(list(asked.so_far))[-_SHOWN:]
+        before = tokenizer.decode(list(asked.context_ids))[-_SHOWN:]
         raise Differs(len(rows) - 1, f"the policy speak where it did not, after {before!r},")
 
     media = PromptMedia(None, tokenizer.directory, folder / "media", config.data.multimodal)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from relax_hpc.config.schema import EnvironmentConfig
-from relax_hpc.rollout.engines.engine import Ended
+from relax_hpc.rollout.engines.engine import FinishReason
 
 
 def room(
     limits: EnvironmentConfig, row: int, length: int, others: int, sampled: int
-) -> tuple[int, Ended]:
+) -> tuple[int, FinishReason]:
     """Tokens that a turn may have that begins ``length`` tokens behind the prompt of its row, and
     what limits it.
 
@@ -18,7 +18,7 @@ def room(
     >>> room(EnvironmentConfig(turn_tokens=8, sampled_tokens=20), 100, 90, 0, 15)
     (5, 'sampled_budget')
     """
-    bounds: list[tuple[int, int, Ended]] = [
+    bounds: list[tuple[int, int, FinishReason]] = [
         (row, length, "length"),
         (limits.episode_tokens, others + length, "episode_budget"),
         (limits.sampled_tokens, sampled, "sampled_budget"),

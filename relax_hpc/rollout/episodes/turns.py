@@ -33,8 +33,8 @@ from relax_hpc.queue.row_ids import MAX_ROWS
 from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     Draft,
-    Ended,
     Episode,
+    FinishReason,
     GenerateRequest,
     Generation,
     Sampling,
@@ -97,7 +97,7 @@ class Start:
         seed = zlib.crc32(f"{request.sampling.seed}/{request.prompt_id}/{request.sample}".encode())
         return Beginning(prompt.text, prompt.answer, prompt.metadata, media, seed, request.sample)
 
-    async def drawn(
+    async def draw_turn(
         self, row: OpenRow, budget: int, sampling: Sampling | None = None
     ) -> Generation:
         """All of ``row``, at most ``budget`` tokens behind its prompt, with a turn that the engine
@@ -111,7 +111,7 @@ class Start:
         }
         request = replace(self.request, prompt_ids=row.prompt, session=session, **about)
         while True:
-            row.draft = row.draft.again()
+            row.draft = row.draft.fresh_copy()
             try:
                 answer = await self.ask(replace(request, draft=row.draft))
             except Repeat:
@@ -185,7 +185,7 @@ class Turns:
 
     # -- the policy speaks -------------------------------------------------------------------------
 
-    async def _speak(self, row: OpenRow) -> Ended | None:
+    async def _speak(self, row: OpenRow) -> FinishReason | None:
         """Add a turn to ``row``, from the tape or by the engine; why the episode ends with it, if
         it does."""
         begun, (room, limit) = row.length, self._room(row, row.length)
@@ -197,7 +197,7 @@ class Turns:
             row.draft, finish = turn, "length" if is_cut else "stop"
         else:
             answer = await self._drawn(row, begun + room)
-            row.draft, finish = Draft.after(answer), answer.finish_reason
+            row.draft, finish = Draft.after_turn(answer), answer.finish_reason
         row.turns.append(row.length)
         row.roles.append(POLICY_ROLE)
         self.sampled += row.length - begun
@@ -207,9 +207,9 @@ class Turns:
         """All of ``row``, with a turn that the engine has drawn."""
         row.draft = self.tape.rest(self.rows.index(row), row.length) or row.draft
         self.tape.check_over(self.rows)
-        return await self.start.drawn(row, budget)
+        return await self.start.draw_turn(row, budget)
 
-    def _room(self, row: OpenRow, length: int) -> tuple[int, Ended]:
+    def _room(self, row: OpenRow, length: int) -> tuple[int, FinishReason]:
         """Tokens that a turn may have that begins ``length`` tokens behind the prompt of ``row``,
         and what limits it."""
         request, others = self.start.request, sum(one.length for one in self.rows if one is not row)
@@ -221,7 +221,7 @@ class Turns:
 
     async def _answered(
         self, row: OpenRow, context: Context | None, messages: Sequence[Message]
-    ) -> tuple[OpenRow, Ended | None]:
+    ) -> tuple[OpenRow, FinishReason | None]:
         """The row in which the policy goes on after ``row``, and why the episode ends instead, if
         it does."""
         if not messages:
@@ -265,7 +265,7 @@ class Turns:
 
     async def _hear(
         self, row: OpenRow, messages: Sequence[Message], name: str | None = None
-    ) -> Ended | None:
+    ) -> FinishReason | None:
         """Add ``messages`` to ``row``, which is one of the episode's then, by ``name`` if it was
         not; why the episode ends instead, if there is no room for an answer."""
         before = [*row.prompt, *row.draft.token_ids]
@@ -285,6 +285,6 @@ class Turns:
         self.tape.compare(self.rows.index(row), row, heard)
         places = len(row.prompt) + row.length
         row.media += tuple(medium.behind(places) for medium in media)
-        row.draft.hear(heard)
+        row.draft.append_observation(heard)
         row.roles += [message.role for message in messages]
         return None

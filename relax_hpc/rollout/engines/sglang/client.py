@@ -21,7 +21,7 @@ from relax_hpc.base.routes import RouteShape
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import EngineConfig, PartialRollout
 from relax_hpc.rollout.engines.batcher import Batcher
-from relax_hpc.rollout.engines.deadline import Silence
+from relax_hpc.rollout.engines.deadline import SilenceTimeout
 from relax_hpc.rollout.engines.engine import EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout.engines.media import check_places
 from relax_hpc.rollout.engines.sglang import slab_loader
@@ -80,7 +80,7 @@ class SglangClient:
             routes,
         )
         self._placeholders = placeholders
-        self._silence = Silence(settings.request_timeout_s)
+        self._silence = SilenceTimeout(settings.request_timeout_s)
         self._ranks = DataRanks(settings.flags.get("dp_size", 1))
         self._numbers = itertools.count()
         self._froze_gc = False
@@ -145,9 +145,9 @@ class SglangClient:
             "wrong_count", f"/generate: some of {len(asked)} requests have no answer"
         )
         try:
-            with self._silence.limited():
+            with self._silence.for_request():
                 async for piece in self._stream("/generate", self._body(asked)):
-                    self._silence.heard()
+                    self._silence.note_output()
                     _take(piece, asked)
         except TimeoutError:
             fault = EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s")
@@ -161,7 +161,7 @@ class SglangClient:
         banned = {str(token): _NEVER for token in self._placeholders.values()}
         media = fields_of([response.request.media for response in asked])
         return {
-            "input_ids": [response.request.so_far for response in asked],
+            "input_ids": [response.request.context_ids for response in asked],
             "sampling_params": [
                 _parameters(response) | ({"logit_bias": banned} if banned else {})
                 for response in asked
@@ -239,7 +239,7 @@ class SglangClient:
             }
             weights |= _load_format(directory, self._settings.flags)
             try:
-                with self._silence.excused():
+                with self._silence.suspended():
                     info = await self._swap(weights, busy, limit)
                 self.pause_s += waited
             except EngineFault as fault:

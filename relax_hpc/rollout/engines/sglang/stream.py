@@ -92,7 +92,7 @@ class Response:
         """``routes``: shape of those that come; None: none do."""
         self.request, self.begun_by = request, begun_by
         self._draft = request.draft or Draft()
-        self._known = self._draft.so_far()
+        self._known = self._draft.snapshot()
         self._asked = len(request.prompt_ids) + len(self._known.token_ids)
         """Tokens that the server is given."""
         self._token_ids: list[int] = []
