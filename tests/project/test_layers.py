@@ -1,5 +1,5 @@
-"""Imports run downward: each package knows those below its own line alone, functions that import
-late included."""
+"""Imports run downward: each package knows only those below its own line. Imports in functions and
+imports for type checkers count too."""
 
 from __future__ import annotations
 
@@ -47,17 +47,10 @@ def level(name: str) -> int:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and the first name below ``relax_hpc`` of everything that a file imports, for types
-    alone left out."""
-    tree = ast.parse(path.read_bytes())
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in for_types or not isinstance(node, (ast.Import, ast.ImportFrom)):
+    """Line and the first name below ``relax_hpc`` of each import of a file, those for type checkers
+    included."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         module = getattr(node, "module", None)
         for alias in node.names:
