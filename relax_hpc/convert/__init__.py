@@ -1,0 +1,1 @@
+"""Conversion of models between Hugging Face and megatron-core."""

@@ -1,0 +1,1 @@
+"""One module for each role: what its processes do until the run is finished."""

@@ -1,0 +1,1 @@
+"""Generation of rows: engines, episodes, agents, and the workers that use them."""

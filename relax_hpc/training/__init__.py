@@ -1,0 +1,1 @@
+"""The trainer: batches, the training step, models, weights and checkpoints."""

@@ -1,0 +1,1 @@
+"""The supervisor: it starts groups, judges failures and brings groups back."""

@@ -1,0 +1,1 @@
+"""Endpoints, life signs and messages by which the processes of a run find each other."""

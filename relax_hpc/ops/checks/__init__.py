@@ -1,0 +1,1 @@
+"""Checks of a configuration that need no other machine and start nothing."""

@@ -1,0 +1,1 @@
+"""Checks of a machine or a cluster before a run is submitted."""

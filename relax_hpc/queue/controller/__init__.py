@@ -1,0 +1,1 @@
+"""The controller of the queue: it decides, journals and answers."""

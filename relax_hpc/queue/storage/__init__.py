@@ -1,0 +1,1 @@
+"""Files of the queue: the journal, snapshots, and shards of rows."""

@@ -1,0 +1,1 @@
+"""Saved state of a trainer: saving, loading, and the metadata of a checkpoint."""

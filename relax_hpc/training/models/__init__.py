@@ -1,0 +1,1 @@
+"""Model families: their settings of megatron-core, tensors and towers."""

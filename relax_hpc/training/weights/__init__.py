@@ -1,0 +1,1 @@
+"""Publication of weights by the trainer, and their readers."""

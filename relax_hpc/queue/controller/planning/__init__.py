@@ -1,0 +1,1 @@
+"""Decisions of the controller that depend only on its state."""

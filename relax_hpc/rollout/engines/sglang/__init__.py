@@ -1,0 +1,1 @@
+"""SGLang as an engine: its server process, requests, and updates of weights."""
