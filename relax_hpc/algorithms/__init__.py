@@ -29,7 +29,7 @@ from relax_hpc.algorithms.rloo import Rloo
 from relax_hpc.algorithms.sapo import Sapo
 from relax_hpc.algorithms.sft import Sft
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": Grpo,
@@ -128,9 +128,9 @@ def algorithm_class(name: str) -> type[Algorithm]:
     ConfigError: there is no built-in algorithm with this name.
     """
     if ":" not in name:
-        return named("algorithm", name, ALGORITHMS)
+        return load_plugin("algorithm", name, ALGORITHMS)
     try:
-        return _checked(name, named("algorithm", name, ALGORITHMS))
+        return _checked(name, load_plugin("algorithm", name, ALGORITHMS))
     except ConfigError as error:
         attributes: dict[str, Any] = {"why": str(error).partition(": ")[2]}
         record = _RECORDED.get()

@@ -18,11 +18,11 @@ T = TypeVar("T")
 _LOOK_S = 1.0
 
 
-class Background(Generic[Job]):
+class BackgroundThread(Generic[Job]):
     """Jobs are done in the order in which they come. One that raises is the last: `check` raises
     the same from then on.
 
-    >>> work = Background("letters", print)
+    >>> work = BackgroundThread("letters", print)
     >>> work.put("a")
     >>> work.wait(5.0)
     a
@@ -88,13 +88,13 @@ class Background(Generic[Job]):
                     self._pending -= 1
                     self._changed.notify_all()
         except BaseException as error:
-            say(f"{self._name}: ends with {error!r}")
+            print_log_line(f"{self._name}: ends with {error!r}")
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
 
-def in_thread(act: Callable[[], T]) -> Future[T]:
+def run_in_thread(act: Callable[[], T]) -> Future[T]:
     """Future of what ``act`` returns or raises, in a thread of its own, which keeps no process from
     ending."""
     future: Future[T] = Future()
@@ -109,7 +109,7 @@ def in_thread(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def say(text: str) -> None:
+def print_log_line(text: str) -> None:
     """Print a line to the log, if its disk is not the one that is full."""
     with contextlib.suppress(OSError):
         print(log_entry(text), file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ _DRIVER = "libcuda.so.1"
 _SUCCESS = 0
 
 
-def has_context() -> bool:
+def has_cuda_context() -> bool:
     """Whether CUDA's driver, if a library has loaded it, knows of a context of this process;
     nothing is loaded or made.
 

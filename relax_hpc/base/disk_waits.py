@@ -1,10 +1,10 @@
 """A disk that is full, over quota, read-only or ill is a wait: who writes tries again, says so, and
 nothing is lost.
 
-`patiently` tries a write again until it succeeds. `Patience` is the same for a loop that has other
-work meanwhile. What is there to be looked at alone goes to a `Lines`, or through `keep_printing`:
-its writers never wait and never fail. What this process waits for is in `WAITS`, which its beats
-tell the hub, and so everybody.
+`retry_write` tries a write again until it succeeds. `WriteRetry` is the same for a loop that has
+other work meanwhile. What is there to be looked at alone goes to a `AppendFile`, or through
+`ignore_print_errors`: its writers never wait and never fail. What this process waits for is in
+`WAITS`, which its beats tell the hub, and so everybody.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ DiskWait = dict[str, Any]
 """A wait as beats and `status` have it: {path, errno, seconds, loose}."""
 
 
-def may_pass(error: BaseException) -> bool:
+def is_temporary(error: BaseException) -> bool:
     """Whether ``error`` says that a disk cannot be written now, and may be later."""
     return isinstance(error, OSError) and error.errno in CURES
 
 
-def with_cure(path: Path | str, error: OSError) -> str:
+def describe_write_error(path: Path | str, error: OSError) -> str:
     """Message with what cannot be written, why, and what to do."""
     return f"{path}: {os.strerror(error.errno)}; {CURES.get(error.errno, 'see its file system')}"
 
 
-def in_words(told: Mapping[str, Any]) -> str:
+def describe_wait(wait: Mapping[str, Any]) -> str:
     """The same, of a wait.
 
-    >>> in_words({"path": "/r/queue", "errno": errno.ENOSPC})
+    >>> describe_wait({"path": "/r/queue", "errno": errno.ENOSPC})
     '/r/queue: No space left on device; free space there, the run goes on by itself'
     """
-    return f"{with_cure(told['path'], OSError(told['errno'], ''))}, the run goes on by itself"
+    error = OSError(wait["errno"], "")
+    return f"{describe_write_error(wait['path'], error)}, the run goes on by itself"
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class _Wait:
         return not self.loose or time.monotonic() - self.failed_at < _LOOSE_S
 
 
-class Waits:
+class DiskWaits:
     """The writes of this process that do not succeed, by path; safe to use from threads."""
 
     def __init__(self) -> None:
@@ -117,15 +118,15 @@ class Waits:
         return {"path": path[:1024], "errno": wait.errno, "seconds": seconds, "loose": wait.loose}
 
 
-WAITS = Waits()
+WAITS = DiskWaits()
 """Waits of this process."""
 
 
-def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
+def retry_write(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
     """Result of ``write``, which writes something whole at ``path``, or undoes what it has begun
     and raises.
 
-    It is tried again as long as its error `may_pass`, at most `Waits.limit_s`, and not once
+    It is tried again as long as its error `is_temporary`, at most `Waits.limit_s`, and not once
     ``until()``.
     """
     for pause in _pauses():
@@ -133,7 +134,7 @@ def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = la
             done = write()
         except OSError as error:
             if (
-                not may_pass(error)
+                not is_temporary(error)
                 or until()
                 or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S
             ):
@@ -149,7 +150,7 @@ def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = la
     raise AssertionError("unreachable")
 
 
-def for_at_most(seconds: float) -> Callable[[], bool]:
+def has_passed_in(seconds: float) -> Callable[[], bool]:
     """Function that says whether ``seconds`` have passed since now."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
@@ -162,10 +163,10 @@ def _pauses() -> Iterator[float]:
         pause = min(2 * pause, _LATEST_S)
 
 
-class Patience:
+class WriteRetry:
     """One write that a loop tries again between other work: `due` says when.
 
-    >>> patience = Patience(Path("/r/journal"))
+    >>> patience = WriteRetry(Path("/r/journal"))
     >>> patience.failed(OSError(errno.ENOSPC, "full")); bool(patience), patience.due()
     (True, False)
     >>> patience.done(); bool(patience), patience.due()
@@ -186,8 +187,8 @@ class Patience:
         return time.monotonic() >= self.again_at
 
     def failed(self, error: OSError) -> None:
-        """Note that a write failed. Raises ``error`` unless it `may_pass`."""
-        if not may_pass(error):
+        """Note that a write failed. Raises ``error`` unless it `is_temporary`."""
+        if not is_temporary(error):
             raise error
         WAITS.begin(self.path, error, self.loose)
         self._pauses = self._pauses or _pauses()
@@ -199,7 +200,7 @@ class Patience:
             WAITS.end(self.path)
 
 
-class Lines:
+class AppendFile:
     """A file to be looked at, which grows by whole pieces. What its disk does not take is kept and
     written later; what is too much to keep is dropped. No write of it waits or fails."""
 
@@ -208,7 +209,7 @@ class Lines:
         self.path = path
         self.dropped = 0
         """Bytes that were left out."""
-        self._patience = Patience(path, loose=True)
+        self._patience = WriteRetry(path, loose=True)
         self.closed = False
         self._file: int | None = None
         self._rest = bytearray()
@@ -239,8 +240,8 @@ class Lines:
         return self._file is not None and not self._rest
 
     def settle(self) -> None:
-        """`patiently` write what there is."""
-        patiently(self.path, self._write)
+        """`retry_write` write what there is."""
+        retry_write(self.path, self._write)
         self._patience.done()
 
     def fileno(self) -> int:
@@ -290,13 +291,13 @@ class _Printed(io.FileIO):
                 self.is_cut = False
             return super().write(data) or 0
         except OSError as error:
-            if not may_pass(error) and error.errno != errno.EPIPE:
+            if not is_temporary(error) and error.errno != errno.EPIPE:
                 raise
             self.is_cut = True
             return memoryview(data).nbytes
 
 
-def keep_printing() -> None:
+def ignore_print_errors() -> None:
     """Let no print of this process fail from now on: see `_Printed`."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -313,9 +314,9 @@ def keep_printing() -> None:
         )
 
 
-def await_room(folder: Path) -> None:
-    """Wait `patiently` until ``folder`` can be written."""
-    patiently(folder / "", lambda: _try(folder))
+def await_disk_space(folder: Path) -> None:
+    """Wait `retry_write` until ``folder`` can be written."""
+    retry_write(folder / "", lambda: _try(folder))
 
 
 def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
@@ -329,13 +330,13 @@ def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
         path.unlink(missing_ok=True)
 
 
-def probe(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
+def probe_folder(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
     """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does;
     they are gone then."""
     try:
         _try(folder, size)
     except OSError as error:
-        if not may_pass(error):
+        if not is_temporary(error):
             raise
         return {"path": str(folder), "errno": error.errno, "seconds": 0.0, "loose": False}
     return {}

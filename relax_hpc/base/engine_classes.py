@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.fields import FieldSpec
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 
 KIND_KEY = "rollout.engine.kind"
 ENGINE_CLASSES: Mapping[str, str] = {
@@ -27,7 +27,7 @@ _FIELDS_IN_CLASS = re.compile(r"^[ \t]+fields\s*[:=]", re.MULTILINE)
 
 def engine_class(kind: str) -> Any:
     """The class of engines of ``kind``. ConfigError: the kind is unknown."""
-    return named(KIND_KEY, kind, ENGINE_CLASSES)
+    return load_plugin(KIND_KEY, kind, ENGINE_CLASSES)
 
 
 def declared_fields(kind: str) -> tuple[FieldSpec, ...]:

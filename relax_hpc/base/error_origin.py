@@ -33,10 +33,10 @@ class ErrorOrigin:
 NO_ORIGIN = ErrorOrigin()
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and text of ``error``, whose class may be a user's and fail to give a text.
 
-    >>> describe(KeyError("solution"))
+    >>> describe_error(KeyError("solution"))
     "KeyError: 'solution'"
     """
     try:
@@ -46,7 +46,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_MAX_MESSAGE_CHARS]
 
 
-def locate(error: BaseException) -> ErrorOrigin:
+def locate_error(error: BaseException) -> ErrorOrigin:
     """The origin of ``error``; empty if only code of this package was involved, whose messages say
     enough."""
     formatted = traceback.TracebackException.from_exception(error)
@@ -58,10 +58,10 @@ def locate(error: BaseException) -> ErrorOrigin:
 
 
 def describe_with_location(error: BaseException) -> str:
-    """`describe`, and the file and line if ``error`` was raised by a user's code."""
+    """`describe_error`, and the file and line if ``error`` was raised by a user's code."""
     if not has_user_frame(error):
-        return describe(error)
-    return f"{describe(error)} at {locate(error).location}"
+        return describe_error(error)
+    return f"{describe_error(error)} at {locate_error(error).location}"
 
 
 def has_user_frame(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ class ConfigError(RelaxError):
         self.mistakes = mistakes
 
 
-def start_error_of(error: BaseException | None) -> str:
+def find_start_error(error: BaseException | None) -> str:
     """Text of the error that kept a child program from starting, in ``error`` or one of its causes.
     Empty: it is another error.
 

@@ -196,14 +196,14 @@ ROUTES = FieldSpec(
     pad=255,
     optional=True,
 )
-"""Field of the routes, in the table of runs whose configuration asks for it, see `declare`: others
-neither make nor look for it."""
+"""Field of the routes, in the table of runs whose configuration asks for it, see `declare_fields`:
+others neither make nor look for it."""
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
 """Fields by name, in the order of the table."""
 
 
-def declare(where: str, specs: Iterable[FieldSpec]) -> None:
+def declare_fields(where: str, specs: Iterable[FieldSpec]) -> None:
     """Add what the engines of a run give of each token beside the usual. ConfigError, which begins
     with ``where``: a field of that name is another one, or it is none of tokens."""
     for spec in specs:

@@ -179,7 +179,7 @@ def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def lines_of(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, most_bytes: int = LINE_BYTES) -> Iterator[bytes]:
     """Lines of ``file`` with their ends. A line of more than ``most_bytes`` is replaced by an empty
     one."""
     while line := file.readline(most_bytes):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 _ALIGNED = 64
 
 
-def host_room(size: int, pinned: bool, what: str) -> Tensor:
+def allocate_host_memory(size: int, pinned: bool, what: str) -> Tensor:
     """uint8 [size] whose pages are there already; ``pinned`` for copies that a GPU makes by itself.
-    It stays for the life of the process, or until `unpin`.
+    It stays for the life of the process, or until `unpin_memory`.
 
     torch's own pinned memory comes in powers of two: up to twice of a state that fills a third of a
     node. OSError names ``what`` it was for: there is no such memory, or it cannot be pinned.
@@ -34,21 +34,21 @@ def host_room(size: int, pinned: bool, what: str) -> Tensor:
         ) from error
     room = torch.frombuffer(pages, dtype=torch.uint8)[:size]
     if pinned:
-        pin(room, what)
+        pin_memory(room, what)
     return room
 
 
-def host_like(
+def allocate_host_tensors(
     tensors: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Zeros of the shapes of ``tensors``, and of their types unless ``dtype`` is given, in one
-    `host_room`."""
+    `allocate_host_memory`."""
     kinds = [dtype or one.dtype for one in tensors]
     sizes = [one.numel() * kind.itemsize for one, kind in zip(tensors, kinds, strict=True)]
     ends = list(
         itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
     )
-    room = host_room(ends[-1], pinned, what)
+    room = allocate_host_memory(ends[-1], pinned, what)
     parts = [room[at : at + size] for at, size in zip(ends, sizes, strict=False)]
     return [
         part.view(kind).view(one.shape)
@@ -56,7 +56,7 @@ def host_like(
     ]
 
 
-def pin(room: Tensor, what: str) -> None:
+def pin_memory(room: Tensor, what: str) -> None:
     """Let a GPU copy to and from ``room`` beside all else. OSError names ``what`` it is for."""
     import torch
 
@@ -68,7 +68,7 @@ def pin(room: Tensor, what: str) -> None:
         )
 
 
-def unpin(room: Tensor) -> None:
+def unpin_memory(room: Tensor) -> None:
     """Unpin the memory of ``room``, before it may go."""
     import torch
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def many_imports(for_good: bool = False) -> Iterator[None]:
+def fast_imports(for_good: bool = False) -> Iterator[None]:
     """Import hundreds of modules without a garbage collector, which takes a quarter of the time
     that they need.
 
@@ -18,7 +18,7 @@ def many_imports(for_good: bool = False) -> Iterator[None]:
     later, in the middle of a step, do not take a tenth of a second each. For a process that has not
     begun to work: garbage of before would stay, too.
 
-    >>> with many_imports():
+    >>> with fast_imports():
     ...     import torch
     """
     collects = gc.isenabled()
@@ -33,10 +33,10 @@ def many_imports(for_good: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def without(package: str) -> Iterator[None]:
+def hidden_package(package: str) -> Iterator[None]:
     """Import as if ``package`` were not installed, unless it is imported already. It can be later.
 
-    >>> with without("json.tool"):
+    >>> with hidden_package("json.tool"):
     ...     import json.tool
     Traceback (most recent call last):
     ModuleNotFoundError: import of json.tool halted; None in sys.modules

@@ -52,12 +52,12 @@ class LastError:
     """Files in its traceback, the outermost first."""
 
 
-def may_pass(text: str) -> bool:
+def is_temporary(text: str) -> bool:
     """Whether the error ``text`` may not come again, although nothing was changed.
 
-    >>> may_pass("OSError: [Errno 98] Address already in use")
+    >>> is_temporary("OSError: [Errno 98] Address already in use")
     True
-    >>> may_pass("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+    >>> is_temporary("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
     False
     """
     return _TRANSIENT.search(text) is not None
@@ -142,11 +142,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:_MAX_CHARS]
 
 
-def without_numbers(text: str) -> str:
+def mask_numbers(text: str) -> str:
     """``text`` with each number replaced: two errors that differ by sizes, ports or folders of
     incarnations alone are the same.
 
-    >>> without_numbers("needs 0.146 of /logs/inc-000003")
+    >>> mask_numbers("needs 0.146 of /logs/inc-000003")
     'needs # of /logs/inc-#'
     """
     return re.sub(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", "#", text)

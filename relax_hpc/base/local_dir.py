@@ -44,7 +44,7 @@ _SHORT = 55
 bytes."""
 
 
-def settle_on_this_node(environment: MutableMapping[str, str] = os.environ) -> None:
+def use_folders_of_this_node(environment: MutableMapping[str, str] = os.environ) -> None:
     """Put this node's TMPDIR in the place of the batch node's, in LOCAL_DIR and all that lies below
     it.
 
@@ -96,7 +96,7 @@ class Scratch:
         folder = local_folder()
         if len(str(folder)) > _SHORT:
             folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
-        sweep(folder)
+        remove_orphaned_scratch(folder)
         self.path = Path(
             tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-")
         )
@@ -123,7 +123,7 @@ class Scratch:
         self.close()
 
 
-def sweep(folder: Path) -> None:
+def remove_orphaned_scratch(folder: Path) -> None:
     """Remove scratch in ``folder`` whose process has ended."""
     here = _here()
     for path in folder.iterdir():

@@ -2,7 +2,7 @@
 compressed, beside them.
 
 `actor-rank-0.log` has the newest lines, `actor-rank-0.log.000007.gz` those before, and so on; of
-logs the oldest parts are deleted. `lines_of` reads all that there is, in order.
+logs the oldest parts are deleted. `read_all_lines` reads all that there is, in order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import BinaryIO
 from relax_hpc.base import foreign_files
 from relax_hpc.base.foreign_files import open_in_run, read_in_run, unpack_gzip
 
-PART_BYTES = 32 << 20
+ROTATION_BYTES = 32 << 20
 """Bytes beyond which a file is cut."""
-MAX_PART_BYTES = 8 * PART_BYTES
+MAX_FILE_BYTES = 8 * ROTATION_BYTES
 """Bytes of a part at most, not compressed: a file goes on growing until it is looked at."""
-KEPT_PARTS = 8
+KEPT_FILES = 8
 """Parts of a log that are kept. Text of logs shrinks to a tenth."""
 _LEVEL = 3
 """Level of compression: the next ones take twice the time for a tenth less."""
@@ -35,7 +35,7 @@ _PACKING = threading.Lock()
 _PART = re.compile(r"\.(\d{6})(\.gz)?")
 
 
-def parts_of(path: Path) -> list[Path]:
+def rotated_files(path: Path) -> list[Path]:
     """Parts cut off from the beginning of ``path``, oldest first; each once, though it is just
     being compressed."""
     found: dict[int, Path] = {}
@@ -52,41 +52,41 @@ def parts_of(path: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def number_of(part: Path) -> int:
+def rotation_number(part: Path) -> int:
     """
-    >>> number_of(Path("actor.log.000007.gz"))
+    >>> rotation_number(Path("actor.log.000007.gz"))
     7
     """
     return int(part.name.removesuffix(".gz")[-6:])
 
 
-def next_part(path: Path) -> Path:
+def next_rotated_file(path: Path) -> Path:
     """The name of the part that is to be cut off next, not compressed."""
-    last = max(map(number_of, parts_of(path)), default=0)
+    last = max(map(rotation_number, rotated_files(path)), default=0)
     return path.with_name(f"{path.name}.{last + 1:06d}")
 
 
-def read_part(part: Path, most_bytes: int = MAX_PART_BYTES) -> bytes:
+def read_rotated_file(part: Path, most_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Content of a part. ForeignFileError: it is no file of a run, or has more than
     ``most_bytes``."""
     data = read_in_run(part, most_bytes)
     return unpack_gzip(data, part, most_bytes) if part.suffix == ".gz" else data
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def read_all_lines(path: Path) -> Iterator[bytes]:
     """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before
     the damage.
 
-    What is no file of a run is left out, and of each file what comes after `MAX_PART_BYTES`.
+    What is no file of a run is left out, and of each file what comes after `MAX_FILE_BYTES`.
     """
-    for part in parts_of(path):
-        yield from lines_of_part(part)
+    for part in rotated_files(path):
+        yield from read_rotated_lines(part)
     with contextlib.suppress(FileNotFoundError), open_in_run(path) as file:
         yield from _bounded_lines(file)
 
 
-def lines_of_part(part: Path) -> Iterator[bytes]:
-    """Lines of one part, as of `lines_of`."""
+def read_rotated_lines(part: Path) -> Iterator[bytes]:
+    """Lines of one part, as of `read_all_lines`."""
     with contextlib.suppress(OSError, EOFError, zlib.error), open_in_run(part) as file:
         with gzip.GzipFile(fileobj=file) if part.suffix == ".gz" else file as content:
             yield from _bounded_lines(content)
@@ -94,14 +94,14 @@ def lines_of_part(part: Path) -> Iterator[bytes]:
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     size = 0
-    for line in foreign_files.lines_of(file):
+    for line in foreign_files.read_lines(file):
         size += len(line)
-        if size > MAX_PART_BYTES:
+        if size > MAX_FILE_BYTES:
             return
         yield line
 
 
-def compress(part: Path) -> Path:
+def compress_rotated_file(part: Path) -> Path:
     """``part`` as a compressed file, which is there whole or not at all; its path. The other is
     gone."""
     with part.open("rb") as source:
@@ -110,7 +110,7 @@ def compress(part: Path) -> Path:
     return target
 
 
-def cut_log(path: Path, most: int = 0, kept: int = 0) -> bool:
+def rotate_log(path: Path, most: int = 0, kept: int = 0) -> bool:
     """Move what is in a log to a new part if it has over ``most`` bytes, and delete all but the
     newest ``kept`` parts.
 
@@ -123,27 +123,27 @@ def cut_log(path: Path, most: int = 0, kept: int = 0) -> bool:
     except FileNotFoundError:
         return False
     with file:
-        if os.fstat(file.fileno()).st_size <= (most or PART_BYTES):
+        if os.fstat(file.fileno()).st_size <= (most or ROTATION_BYTES):
             return False
-        _pack(file, next_part(path))
+        _pack(file, next_rotated_file(path))
         rest = file.read()
         file.truncate(0)
         if rest:
             with path.open("ab") as begun:
                 begun.write(rest)
-    for old in parts_of(path)[: -(kept or KEPT_PARTS)]:
+    for old in rotated_files(path)[: -(kept or KEPT_FILES)]:
         old.unlink(missing_ok=True)
     return True
 
 
-def cut_own(path: Path, kept: int) -> None:
+def rotate_closed_file(path: Path, kept: int) -> None:
     """Make a file that this process alone writes, and has closed, the next part; it is compressed
     in a thread.
 
     Nothing of it is lost. Where it cannot be done, the file goes on growing.
     """
     with contextlib.suppress(OSError):
-        path.replace(next_part(path))
+        path.replace(next_rotated_file(path))
         threading.Thread(target=_pack_parts, args=(path, kept), name="parts", daemon=True).start()
 
 
@@ -151,10 +151,10 @@ def _pack_parts(path: Path, kept: int) -> None:
     # One thread at a time: of two, one would find a part gone that the other has just compressed,
     # and leave the rest.
     with _PACKING, contextlib.suppress(OSError):
-        for part in parts_of(path):
+        for part in rotated_files(path):
             if part.suffix != ".gz":
-                compress(part)
-        for old in parts_of(path)[:-kept]:
+                compress_rotated_file(part)
+        for old in rotated_files(path)[:-kept]:
             old.unlink(missing_ok=True)
 
 
@@ -170,7 +170,7 @@ def _pack(source: BinaryIO, part: Path) -> Path:
     return target
 
 
-class Keeper:
+class LogRotator:
     """Cuts logs in a thread of its own, on the node whose processes write them: others would see it
     too late."""
 
@@ -191,10 +191,10 @@ class Keeper:
             for path in self._paths:
                 # A full disk: it is tried again, and the log is as it was.
                 with contextlib.suppress(OSError):
-                    cut_log(path)
+                    rotate_log(path)
 
 
-def own_log() -> list[Path]:
+def find_own_log() -> list[Path]:
     """List with the log that this process prints to; empty if it is none."""
     with contextlib.suppress(OSError):
         path = Path("/proc/self/fd/1").readlink()

@@ -35,14 +35,14 @@ RENAMED: dict[str, dict[str, str]] = {
 """Kind of the name -> old short name -> import path. Release 0.2 accepts old names with a
 warning."""
 _OURS = frozenset(RENAMED["task"].values())
-"""Import paths of this package, which `no_imports` does not refuse: no file of the user is
+"""Import paths of this package, which `refuse_imports` does not refuse: no file of the user is
 imported."""
 _warned: set[str] = set()
 """Old names about which this process has printed a warning."""
 
 
 @contextlib.contextmanager
-def no_imports() -> Iterator[None]:
+def refuse_imports() -> Iterator[None]:
     """Refuse, within the block, to import modules that a configuration names.
 
     Commands that only read a run use it: the run may be somebody else's, and its module would run
@@ -56,12 +56,12 @@ def no_imports() -> Iterator[None]:
         _imports = before
 
 
-def are_imported() -> bool:
-    """Whether modules that a configuration names are imported here, see `no_imports`."""
+def imports_allowed() -> bool:
+    """Whether modules that a configuration names are imported here, see `refuse_imports`."""
     return _imports
 
 
-def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
+def load_plugin(kind: str, name: str, known: Mapping[str, F | str]) -> F:
     """The function called ``name``: one of ``known``, which may say where it lies, or imported from
     `package.module:function`.
 

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import relax_hpc
-from relax_hpc.base.error_origin import describe, has_user_frame, locate
-from relax_hpc.base.last_error import may_pass
+from relax_hpc.base.error_origin import describe_error, has_user_frame, locate_error
+from relax_hpc.base.last_error import is_temporary
 
 _KINDS = (AttributeError, TypeError, NameError, ImportError)
 _NAMES = (
@@ -40,7 +40,7 @@ def is_description(text: str) -> bool:
     >>> is_description("ValueError: TypeError: no")
     False
     """
-    return _DESCRIPTION.match(text) is not None and not may_pass(text)
+    return _DESCRIPTION.match(text) is not None and not is_temporary(text)
 
 
 def describe_programming_error(error: BaseException, plugins: Iterable[str]) -> str:
@@ -49,8 +49,8 @@ def describe_programming_error(error: BaseException, plugins: Iterable[str]) -> 
 
     ``plugins``: names of plug-ins, see `plugin_names`.
     """
-    text = " ".join(describe(error).split())
-    if not isinstance(error, _KINDS) or may_pass(text):
+    text = " ".join(describe_error(error).split())
+    if not isinstance(error, _KINDS) or is_temporary(text):
         return ""
     imported = {name: module for name in plugins if (module := _imported_module(name))}
     if location := _location(error, imported.values()):
@@ -92,7 +92,7 @@ def _location(error: BaseException, modules: Iterable[ModuleType]) -> str:
     plugin_frames = [frame for frame in frames if frame.filename.startswith(sources)]
     if plugin_frames:
         return _format(plugin_frames[-1])
-    return locate(error).location if has_user_frame(error) else ""
+    return locate_error(error).location if has_user_frame(error) else ""
 
 
 def _source(module: ModuleType) -> str:

@@ -17,7 +17,7 @@ RUN_FORMAT = 3
 """Format of a run directory: its names, its journal, and the rows in its shards."""
 
 
-def protocol_of(code: Path) -> int | None:
+def read_protocol(code: Path) -> int | None:
     """The protocol of the package relax_hpc below ``code``, read and not run; None if there is none
     that says it."""
     try:
@@ -32,10 +32,10 @@ def protocol_of(code: Path) -> int | None:
     return None
 
 
-def misfit(code: Path) -> str:
+def describe_protocol_mismatch(code: Path) -> str:
     """Reason why groups of this code's protocol cannot work with the package below ``code``; empty
     if they can."""
-    found = protocol_of(code)
+    found = read_protocol(code)
     if found == PROTOCOL:
         return ""
     what = (

@@ -147,16 +147,18 @@ class RewardSettings:
     judge: JudgeSettings = field(default_factory=JudgeSettings)
 
 
-def rebuilt(kind: type[T], tree: Mapping[str, Any]) -> T:
+def rebuild_settings(kind: type[T], tree: Mapping[str, Any]) -> T:
     """Rebuild the dataclass ``kind`` that `dataclasses.asdict` has made ``tree`` of.
 
-    >>> rebuilt(RewardSettings, dataclasses.asdict(RewardSettings())) == RewardSettings()
+    >>> rebuild_settings(RewardSettings, dataclasses.asdict(RewardSettings())) == RewardSettings()
     True
     """
     hints = get_type_hints(kind)
     return kind(
         **{
-            name: rebuilt(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            name: rebuild_settings(hints[name], value)
+            if dataclasses.is_dataclass(hints[name])
+            else value
             for name, value in tree.items()
         }
     )

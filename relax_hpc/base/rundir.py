@@ -36,7 +36,7 @@ def checkpoint_name(role: str, incarnation: int, step: int) -> str:
 
 
 @contextlib.contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
+def replace_when_written(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write a file to, which then takes its place: readers see all of it
     or nothing.
 
@@ -61,7 +61,7 @@ def write_atomic(
 ) -> None:
     """Write ``data``, then ``tail``, to ``path`` at once; ``sync``: so that it survives a power
     loss."""
-    with written_beside(path) as temporary, temporary.open("wb") as file:
+    with replace_when_written(path) as temporary, temporary.open("wb") as file:
         file.write(data)
         file.write(tail)
         if sync:

@@ -35,13 +35,13 @@ def method_of(cls: type, name: str) -> Callable[..., Any] | None:
     return attribute.__get__(object(), cls) if inspect.isfunction(attribute) else attribute
 
 
-def misfit(function: Callable[..., Any], *names: str) -> str:
+def describe_mismatch(function: Callable[..., Any], *names: str) -> str:
     """Reason why ``function`` cannot be called with positional arguments that stand for ``names``.
     Empty: it can, or it does not say.
 
-    >>> misfit(lambda sample, extra: 0, "sample")
+    >>> describe_mismatch(lambda sample, extra: 0, "sample")
     'takes (sample, extra), allowed: (sample)'
-    >>> misfit(lambda sample, extra=None: 0, "sample")
+    >>> describe_mismatch(lambda sample, extra=None: 0, "sample")
     ''
     """
     signature = parameters_of(function)

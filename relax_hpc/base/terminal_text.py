@@ -15,11 +15,11 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _TAB = " " * 4
 
 
-def harmless(text: str) -> str:
+def escape_controls(text: str) -> str:
     """``text`` with an escape sequence in place of each character that a terminal would obey or
     hide.
 
-    >>> harmless("a\\x1b[31mb\\u202ec")
+    >>> escape_controls("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
     """
     # Almost every text is printable lines. To check each character of them takes 80 times as long
@@ -29,30 +29,30 @@ def harmless(text: str) -> str:
     return "".join(map(_harmless_character, text))
 
 
-def one_line(text: str) -> str:
-    """``text`` as `harmless` returns it, in one line, so that it cannot begin another line of a
-    log.
+def escape_line(text: str) -> str:
+    """``text`` as `escape_controls` returns it, in one line, so that it cannot begin another line
+    of a log.
 
-    >>> one_line("bad request\\nrollout: all is well")
+    >>> escape_line("bad request\\nrollout: all is well")
     'bad request\\\\nrollout: all is well'
     """
-    return harmless(text).replace("\n", "\\n")
+    return escape_controls(text).replace("\n", "\\n")
 
 
 def log_entry(text: str) -> str:
-    """``text`` as `harmless` returns it, with all lines after the first indented, so that none
-    looks like an entry.
+    """``text`` as `escape_controls` returns it, with all lines after the first indented, so that
+    none looks like an entry.
 
     >>> print(log_entry("it failed: bad\\nrollout: all is well"))
     it failed: bad
         rollout: all is well
     """
-    return harmless(text).replace("\n", "\n    ")
+    return escape_controls(text).replace("\n", "\n    ")
 
 
 class HarmlessStream:
-    """A text stream that writes text as `harmless` returns it; its other attributes are those of
-    ``stream``.
+    """A text stream that writes text as `escape_controls` returns it; its other attributes are
+    those of ``stream``.
 
     This package writes its colours and cursor movements to `unfiltered`.
     """
@@ -62,7 +62,7 @@ class HarmlessStream:
 
     def write(self, text: str) -> int:
         """Write ``text``. Returns the number of its characters."""
-        self.unfiltered.write(harmless(text))
+        self.unfiltered.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -103,11 +103,11 @@ def _harmless_character(character: str) -> str:
     return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-def wrapped(text: str, width: int) -> Iterator[str]:
+def wrap_text(text: str, width: int) -> Iterator[str]:
     """Lines of at most ``width`` columns, broken after blanks where possible. East Asian characters
     take two columns.
 
-    >>> list(wrapped("one two three", 8))
+    >>> list(wrap_text("one two three", 8))
     ['one two ', 'three']
     """
     for line in text.expandtabs(len(_TAB)).split("\n"):

@@ -36,7 +36,7 @@ _PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file; `start` in bytes from the beginning of the file."""
 
     dtype: str
@@ -49,11 +49,11 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FileHeader:
     """Header of a file: its text, byte for byte, and its tensors in the order of their bytes."""
 
     text: str
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
 def _other_weights(directory: Path) -> str:
@@ -110,7 +110,7 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> Header:
+def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> FileHeader:
     """The header of a whole file, whose tensors have these ``types``. ConfigError says what is
     wrong with it."""
     try:
@@ -119,14 +119,14 @@ def read_header(path: Path, types: Collection[str] = ITEM_BYTES) -> Header:
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             text = file.read(length).decode()
-        return Header(text, _tensors(text, 8 + length, size, types))
+        return FileHeader(text, _tensors(text, 8 + length, size, types))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: not a whole safetensors file ({error}); download it again"
         ) from error
 
 
-def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[str, Stored]:
+def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[str, StoredTensor]:
     """Tensors of a header ``text``, whose bytes lie from ``begin`` to ``size`` without gaps."""
     entries: dict[str, Any] = parse_json(text, is_unique=True)
     entries.pop("__metadata__", None)
@@ -136,7 +136,7 @@ def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[s
             raise ValueError(
                 f"tensor {name} is of type {entry['dtype']}, allowed: {', '.join(types)}"
             )
-        stored = Stored(entry["dtype"], tuple(entry["shape"]), end)
+        stored = StoredTensor(entry["dtype"], tuple(entry["shape"]), end)
         if any(type(length) is not int or length < 0 for length in stored.shape):
             raise ValueError(f"tensor {name} has shape {entry['shape']}")
         if entry["data_offsets"] != [end - begin, end - begin + stored.bytes]:
@@ -150,10 +150,10 @@ def _tensors(text: str, begin: int, size: int, types: Collection[str]) -> dict[s
     return tensors
 
 
-def stored_tensors(directory: Path) -> dict[str, tuple[Path, Stored]]:
+def stored_tensors(directory: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """Each tensor in ``directory`` with its file. ConfigError: a file is broken, or has a tensor
     that another one has too."""
-    tensors: dict[str, tuple[Path, Stored]] = {}
+    tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for path in weight_files(directory):
         for name, stored in read_header(path).tensors.items():
             if name in tensors:
@@ -165,7 +165,9 @@ def stored_tensors(directory: Path) -> dict[str, tuple[Path, Stored]]:
     return tensors
 
 
-def check_tied(tensors: Mapping[str, tuple[Path, Stored]], output: str, embedding: str) -> None:
+def check_tied(
+    tensors: Mapping[str, tuple[Path, StoredTensor]], output: str, embedding: str
+) -> None:
     """Check the tensor ``output`` of a model whose config.json ties it to ``embedding``.
     ConfigError: it is stored too, and is another. ``tensors``: see `stored_tensors`."""
     if output not in tensors or embedding not in tensors:
@@ -177,14 +179,14 @@ def check_tied(tensors: Mapping[str, tuple[Path, Stored]], output: str, embeddin
         )
 
 
-def _are_equal(first: tuple[Path, Stored], second: tuple[Path, Stored]) -> bool:
+def _are_equal(first: tuple[Path, StoredTensor], second: tuple[Path, StoredTensor]) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     if (first[1].dtype, first[1].shape) != (second[1].dtype, second[1].shape):
         return False
     return all(a == b for a, b in zip(read_pieces(*first), read_pieces(*second), strict=True))
 
 
-def read_pieces(path: Path, stored: Stored) -> Iterator[bytes]:
+def read_pieces(path: Path, stored: StoredTensor) -> Iterator[bytes]:
     """Bytes of a tensor, in pieces. ConfigError: the file ends before."""
     with open_regular(path) as file:
         file.seek(stored.start)

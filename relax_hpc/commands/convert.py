@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
-from relax_hpc.base.terminal_text import one_line, unfiltered
+from relax_hpc.base.terminal_text import escape_line, unfiltered
 from relax_hpc.commands.command import Command
 from relax_hpc.config.layer_validation import COMMAND_LINE
 
@@ -126,7 +126,7 @@ def _bytes(text: str) -> int:
 def _say(line: str) -> None:
     """One line a step, beside the answer; a terminal shows the newest alone."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{one_line(line)}", end="", file=unfiltered(sys.stderr), flush=True)
+        print(f"\r\x1b[K{escape_line(line)}", end="", file=unfiltered(sys.stderr), flush=True)
     else:
         print(line, file=sys.stderr, flush=True)
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import await_room, keep_printing
+from relax_hpc.base.disk_waits import await_disk_space, ignore_print_errors
 from relax_hpc.base.errors import (
     EXIT_DONE,
     EXIT_RETRY,
@@ -49,7 +49,7 @@ from relax_hpc.commands.on_end import FAILED, report_end
 from relax_hpc.commands.run_setup import establish
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.net.rendezvous.network import peer_user
-from relax_hpc.net.rendezvous.process import EXIT_BUG, stay_private, watched
+from relax_hpc.net.rendezvous.process import EXIT_BUG, run_watched, set_private_umask
 from relax_hpc.net.rendezvous.roster import latest_card, latest_incarnation
 from relax_hpc.queue.plan import SUPERVISOR
 from relax_hpc.queue.presence import longest_wait_s
@@ -107,7 +107,7 @@ class Head:
             except (FencedError, NoRoom) as error:
                 lease.lose()
                 print(f"head: {error}; waiting as a candidate", flush=True)
-                await_room(self.run.root)
+                await_disk_space(self.run.root)
 
     def _gone(self, allocation: str) -> bool:
         """Whether one life of a job (its id and number of restarts) is over, as far as Slurm
@@ -276,7 +276,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def head(args: argparse.Namespace) -> int:
     """Run one life of a head; its exit code."""
-    keep_printing()
+    ignore_print_errors()
     try:
         run, config = _run_of(args)
         candidate = Head(run, config, args.group)
@@ -332,7 +332,7 @@ def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:
 def main(argv: list[str] | None = None) -> int:
     """A head that is killed, or fails on what nobody has thought of, is started again at once, as a
     candidate."""
-    stay_private()
+    set_private_umask()
     args = parse(argv)
     deaths: deque[float] = deque(maxlen=_DEATHS)
 
@@ -345,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
         looping = len(deaths) == _DEATHS and deaths[-1] - deaths[0] < _DEATHS_S
         return EXIT_RETRY if looping else None
 
-    return watched(lambda: head(args), ended)
+    return run_watched(lambda: head(args), ended)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from relax_hpc.base.disk_waits import keep_printing
+from relax_hpc.base.disk_waits import ignore_print_errors
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise import processes
@@ -31,7 +31,7 @@ from relax_hpc.training.weights.node_cache import staging_root
 def run(config: Config, resume: bool) -> int:
     """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc
     run``."""
-    keep_printing()
+    ignore_print_errors()
     directory, config = establish(config, resume)
     if directory.finished.exists():
         print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")

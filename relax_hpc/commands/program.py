@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jsonargparse import SUPPRESS, ArgumentParser
 
 from relax_hpc import __version__
-from relax_hpc.base.disk_waits import may_pass, with_cure
+from relax_hpc.base.disk_waits import describe_write_error, is_temporary
 from relax_hpc.base.errors import (
     EXIT_CONFIG,
     EXIT_DONE,
@@ -26,7 +26,7 @@ from relax_hpc.base.errors import (
 )
 from relax_hpc.base.foreign_files import ForeignFileError
 from relax_hpc.base.path_errors import exit_code_of, explain_path_error
-from relax_hpc.base.plugins import no_imports
+from relax_hpc.base.plugins import refuse_imports
 from relax_hpc.base.rundir import RunDir, check_owner
 from relax_hpc.base.terminal_text import harmless_output, log_entry
 from relax_hpc.commands.command import CONFIG_USAGE, Command, Verbs, complain, config_arguments
@@ -103,8 +103,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
 def _end_by_os_error(error: OSError) -> int:
     """Print one line about the disk or the path that ``error`` names; the exit code. Any other
     error is raised again."""
-    if may_pass(error):
-        complain(with_cure(error.filename or "disk", error))
+    if is_temporary(error):
+        complain(describe_write_error(error.filename or "disk", error))
         return EXIT_RETRY
     if not (sentence := explain_path_error(error)):
         raise error
@@ -243,7 +243,7 @@ def findings_of(config: Config, layers: Layers) -> list[str]:
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:
-    with no_imports() if command.only_reads else nullcontext():
+    with refuse_imports() if command.only_reads else nullcontext():
         if command.for_others:
             return command.handle(given)
         before = os.umask(PRIVATE_UMASK)

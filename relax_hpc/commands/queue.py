@@ -149,7 +149,7 @@ def _answers(run: RunDir) -> bool:
     """Whether a controller of the run answers."""
     from relax_hpc.config.load import load_resolved
     from relax_hpc.net.rendezvous.roster import latest_card
-    from relax_hpc.net.transport.sockets import dial
+    from relax_hpc.net.transport.sockets import open_socket
     from relax_hpc.queue.client import QueueClient
     from relax_hpc.queue.records import OBSERVER_INCARNATION
 
@@ -158,7 +158,7 @@ def _answers(run: RunDir) -> bool:
     try:
         # Where nothing listens any more this fails at once; the question would wait for its
         # deadline.
-        dial(card.endpoint, _ANSWER_S).close()
+        open_socket(card.endpoint, _ANSWER_S).close()
         with QueueClient(run, load_resolved(run.root), "observer", OBSERVER_INCARNATION) as client:
             client.status.get(timeout=_ANSWER_S).result()
     except (OSError, RelaxError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError, RelaxError
-from relax_hpc.base.protocol import misfit
+from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.cluster.slurm.commands import Job, Slurm
 from relax_hpc.cluster.slurm.job_lookup import ENDED, job_of, known_jobs, living_run, own_job
@@ -98,7 +98,7 @@ def _own_code(run: RunDir, source: Path) -> str:
     understand it."""
     if hub := latest_card(run, "hub"):
         hub.check_protocol()
-    if why := misfit(source):
+    if why := describe_protocol_mismatch(source):
         raise ConfigError(f"--code: {why}")
     return str(keep_code(run, source))
 

@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import no_imports
+from relax_hpc.base.plugins import refuse_imports
 from relax_hpc.commands.command import Command, run_argument
 from relax_hpc.config.layer_validation import COMMAND_LINE
 
@@ -64,7 +64,7 @@ def _samples(given: dict[str, Any]) -> int:
         dropped=given.get("dropped", False),
     )
     # A replay, above, does what the configuration of the run says.
-    with no_imports():
+    with refuse_imports():
         return sample_view.main(given["run"], wanted, given.get("json", False), html)
 
 

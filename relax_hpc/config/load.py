@@ -30,10 +30,10 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from relax_hpc.algorithms import RECORD_KINDS, Algorithm, recorded
 from relax_hpc.base.engine_classes import KIND_KEY, declared_fields
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.fields import ROUTES, declare, roles_for
+from relax_hpc.base.fields import ROUTES, declare_fields, roles_for
 from relax_hpc.base.foreign_files import check_link
 from relax_hpc.base.packaged_configs import find_config, find_model
-from relax_hpc.base.plugins import are_imported
+from relax_hpc.base.plugins import imports_allowed
 from relax_hpc.base.rundir import RunDir, read_map, write_atomic
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.layer_validation import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
@@ -94,10 +94,10 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     values out of range. What concerns several fields is found by `relax_hpc.ops.checks.settings`.
     """
     config = build(Config, compose(files, overrides).tree)
-    if are_imported():
-        declare(KIND_KEY, declared_fields(config.rollout.engine.kind))
+    if imports_allowed():
+        declare_fields(KIND_KEY, declared_fields(config.rollout.engine.kind))
     if config.model.routing_replay != "off":
-        declare("model.routing_replay", (ROUTES,))
+        declare_fields("model.routing_replay", (ROUTES,))
     return config
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import open_regular
 from relax_hpc.base.weight_files import (
-    Stored,
+    StoredTensor,
     check_tied,
     read_header,
     stored_tensors,
@@ -38,7 +38,7 @@ class Place:
     """Place of a piece in a file."""
 
     path: Path
-    stored: Stored
+    stored: StoredTensor
     """The piece, or the block turned around that it is a part of."""
     rows: slice | None = None
     """Rows that it has of the block; None: it is no part of one."""
@@ -80,7 +80,9 @@ class HfTensors:
         if spec.tied:
             check_tied(stored_tensors(directory), spec.output, spec.embedding)
 
-    def _add(self, path: Path, name: str, stored: Stored, forms: Forms, spec: ModelSpec) -> None:
+    def _add(
+        self, path: Path, name: str, stored: StoredTensor, forms: Forms, spec: ModelSpec
+    ) -> None:
         if not forms:
             raise ConfigError(
                 f"{path}: unknown tensor {name}; this is not the model that config.json describes"
@@ -122,24 +124,24 @@ def read_place(place: Place) -> Tensor:
     return whole if place.rows is None else whole[:, place.rows].t().contiguous()
 
 
-def _places(path: Path, stored: Stored, form: StoredForm) -> Iterator[tuple[Piece, Place]]:
+def _places(path: Path, stored: StoredTensor, form: StoredForm) -> Iterator[tuple[Piece, Place]]:
     """Places of the pieces of a tensor."""
     at = stored.start
     if not form.turned:
         for piece in form.pieces:
-            one = Stored(stored.dtype, piece.shape, at)
+            one = StoredTensor(stored.dtype, piece.shape, at)
             yield piece, Place(path, one)
             at += one.bytes
         return
     for pieces in form.blocks:
-        block, first = Stored(stored.dtype, stored.shape[1:], at), 0
+        block, first = StoredTensor(stored.dtype, stored.shape[1:], at), 0
         for piece in pieces:
             yield piece, Place(path, block, slice(first, first + piece.shape[0]))
             first += piece.shape[0]
         at += block.bytes
 
 
-def _read(path: Path, stored: Stored) -> Tensor:
+def _read(path: Path, stored: StoredTensor) -> Tensor:
     room = torch.empty(stored.bytes, dtype=torch.uint8)
     with open_regular(path) as file:
         file.seek(stored.start)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.data.template_files import DEFAULT, choose_template, find_templates
 from relax_hpc.data.template_process import MEMORY_BYTES, RENDER_CPU_S
 from relax_hpc.net.workers.blocking import BlockingWorker
@@ -119,7 +119,7 @@ class ChatTemplate:
         with self._lock:
             answer = self._answer(question)
         if "error" in answer:
-            raise TemplateError(one_line(answer["error"]))
+            raise TemplateError(escape_line(answer["error"]))
         return answer["text"]
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class ChatTemplate:
                 self._has_rendered = True
                 return answer
             except (TypeError, ValueError, RecursionError) as error:
-                raise TemplateError(f"not JSON: {one_line(str(error))}") from None
+                raise TemplateError(f"not JSON: {escape_line(str(error))}") from None
             except WorkerEnded as error:
                 died = error
                 if error.code == _OVER_LIMIT:

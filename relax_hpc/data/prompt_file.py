@@ -24,7 +24,7 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import ConfigError, RelaxError
 from relax_hpc.base.rundir import write_atomic
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
@@ -398,7 +398,7 @@ def _save(index: Index, where: Path) -> None:
     about["begins"] = index.places.begins
     head = json.dumps(about).encode() + b"\n"
     tail = index.entries.tobytes() + index.order.tobytes()
-    patiently(where, lambda: write_atomic(where, head, tail=tail))
+    retry_write(where, lambda: write_atomic(where, head, tail=tail))
 
 
 def load(where: Path) -> Index | None:

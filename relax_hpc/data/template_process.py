@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.data.template_files import MAX_CHARS
 from relax_hpc.net.workers import frames
-from relax_hpc.net.workers.serving import serve, write
+from relax_hpc.net.workers.serving import serve, write_answer
 
 RENDER_CPU_S = 10
 """Seconds of CPU time for one text. The kernel kills a process that takes longer."""
@@ -34,9 +34,9 @@ def render_requests(requests: BinaryIO, answers: BinaryIO) -> None:
         with _limited_cpu():
             renderer = Renderer(**setup)
     except (Exception, RecursionError, MemoryError) as error:
-        write(answers, _failure(error))
+        write_answer(answers, _failure(error))
         return
-    write(answers, {"at_once": 1})
+    write_answer(answers, {"at_once": 1})
     while True:
         request = frames.read(requests)
         number = request.pop("id")
@@ -45,7 +45,7 @@ def render_requests(requests: BinaryIO, answers: BinaryIO) -> None:
                 answer = {"text": renderer.render(**request)}
         except (Exception, RecursionError, MemoryError) as error:
             answer = _failure(error)
-        write(answers, {"id": number, **answer})
+        write_answer(answers, {"id": number, **answer})
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import parse_json, read_json_object, read_regular
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.data.tokenizer_bounds import problems
 from relax_hpc.data.tokenizer_settings import CONFIG, add_tokens, read_settings, without_prefix
 
@@ -43,19 +43,21 @@ def without_panics() -> Iterator[None]:
         yield
     except TypeError as error:
         # Half of a surrogate pair has no UTF-8, which the library says by this type.
-        raise TokenizerError(f"the tokenizer takes no such text: {one_line(str(error))}") from error
+        raise TokenizerError(
+            f"the tokenizer takes no such text: {escape_line(str(error))}"
+        ) from error
     except Exception as error:
         # The library raises bare Exceptions.
         if type(error) is not Exception:
             raise
         raise TokenizerError(
-            f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}"
+            f"the tokenizer has failed: {escape_line(str(error))[:_SHOWN]}"
         ) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"the tokenizer has failed: {one_line(str(error))[:_SHOWN]}"
+            f"the tokenizer has failed: {escape_line(str(error))[:_SHOWN]}"
         ) from error
 
 

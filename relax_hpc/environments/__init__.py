@@ -11,8 +11,8 @@ from typing import Any
 
 from relax_hpc.base.error_origin import describe_with_location, has_user_frame
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import named
-from relax_hpc.base.signatures import method_of, misfit
+from relax_hpc.base.plugins import load_plugin
+from relax_hpc.base.signatures import describe_mismatch, method_of
 from relax_hpc.environments.base import Environment
 
 ENVIRONMENTS: dict[str, str] = {
@@ -34,7 +34,7 @@ _CALLED_WITH = {
 
 def environment_class(name: str) -> type[Environment]:
     """The class of environments called ``name``. ConfigError if there is none."""
-    found = named("environment.kind", name, ENVIRONMENTS)
+    found = load_plugin("environment.kind", name, ENVIRONMENTS)
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise ConfigError(
             f"environment.kind: {name!r}: found no class derived from "
@@ -46,7 +46,7 @@ def environment_class(name: str) -> type[Environment]:
         )
     for method, names in _CALLED_WITH.items():
         called = method_of(found, method)
-        text = misfit(called, *names) if called else ""
+        text = describe_mismatch(called, *names) if called else ""
         if text:
             raise ConfigError(f"environment.kind: {name!r}: {method} {text}")
     return found

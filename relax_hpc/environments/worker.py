@@ -16,7 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin, describe, format_stack, locate
+from relax_hpc.base.error_origin import (
+    NO_ORIGIN,
+    ErrorOrigin,
+    describe_error,
+    format_stack,
+    locate_error,
+)
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.environments import environment_class, made_with
 from relax_hpc.environments.base import (
@@ -37,7 +43,7 @@ from relax_hpc.environments.wire import (
     step_to_wire,
 )
 from relax_hpc.net.workers import frames
-from relax_hpc.net.workers.serving import bound_memory, requests, serve, write
+from relax_hpc.net.workers.serving import bound_memory, read_requests, serve, write_answer
 
 T = TypeVar("T")
 _SIGNALS = "signal only works in main thread"
@@ -172,10 +178,10 @@ class Live:
                 limit = f"{self._limit_s:g} s (environment.step_timeout_s)"
                 text = f"not done in {limit}"
                 raise EnvironmentFault("environment_timeout", text, self._stack()) from error
-            text = describe(error)
+            text = describe_error(error)
             if _SIGNALS in text:
                 text = f"{text}; {_ADVICE}"
-            raise EnvironmentFault("environment_raised", text, locate(error)) from error
+            raise EnvironmentFault("environment_raised", text, locate_error(error)) from error
 
     def _stack(self) -> ErrorOrigin:
         """Place of the call that the environment's thread is at; empty if it is at none."""
@@ -197,8 +203,8 @@ class Host:
 
     async def serve(self, asked: BinaryIO) -> None:
         """Do what is asked, for any number of environments at a time."""
-        write(self._answers, {"at_once": 0})
-        async for message in requests(asked):
+        write_answer(self._answers, {"at_once": 0})
+        async for message in read_requests(asked):
             session = message["session"]
             if message["do"] == "close" and (playing := self._playing.get(session)):
                 playing.cancel()
@@ -215,7 +221,7 @@ class Host:
             answer = {"fault": [fault.reason, fault.detail, *origin], "stuck": live.is_stuck}
         except ConfigError as error:
             answer = {"error": str(error)}
-        write(self._answers, {"id": message["id"], **answer})
+        write_answer(self._answers, {"id": message["id"], **answer})
 
     async def _play(self, message: Wire) -> Wire:
         session = message["session"]
@@ -242,7 +248,7 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
         host = Host(first, answers)
         host.make()
     except ConfigError as error:
-        write(answers, {"error": str(error)})
+        write_answer(answers, {"error": str(error)})
         return
     bound_memory(first["memory_mb"])
     threading.stack_size(_STACK_BYTES)

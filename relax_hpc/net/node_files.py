@@ -34,7 +34,7 @@ def model_directory(run: RunDir, config: Config) -> Path:
     return copy_once(run.model, local_folder() / f"model-{name}", patience_s)
 
 
-def go_on_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
+def restart_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
     """Replace this process by the same ``module`` run from a copy on this node, where the site
     stages the environment.
 

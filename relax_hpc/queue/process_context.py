@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.base.log_rotation import Keeper
+from relax_hpc.base.log_rotation import LogRotator
 from relax_hpc.base.metrics.spans import Spans
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
 from relax_hpc.net.node_files import model_directory
-from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.process import SignalFlag
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.queue.client import QueueClient
 
@@ -36,11 +36,11 @@ class Context:
     world: World
     client: QueueClient | None
     spans: Spans
-    stop: Flag
+    stop: SignalFlag
     """Flag that is set when the process is asked to end."""
     deadline: float | None = None
     """Time at which the allocation ends, of the wall clock; None: it does not."""
-    kept_short: Keeper | None = None
+    kept_short: LogRotator | None = None
     """Keeper that cuts the logs of this process, and of those that it starts."""
     has_worked: bool = False
     """Whether this rank has trained a step. What else a role has done is known to the hub."""

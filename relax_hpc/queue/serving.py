@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.net.transport.sockets import wake
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import wake_listener
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.plan import Plan
 
@@ -29,9 +29,9 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
     over.
     """
     run.create()
-    incarnation = patiently(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))
+    incarnation = retry_write(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))
     controller = Controller(run, Plan.of(config), incarnation, host, config.queue.durability)
-    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
+    publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="queue-controller") as pool:
         served = pool.submit(controller.serve, stop.is_set)
@@ -40,6 +40,6 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
         finally:
             stop.set()
             # It looks whether it is to end.
-            wake(controller.endpoint, _END_S)
+            wake_listener(controller.endpoint, _END_S)
     controller.close()
     served.result(_END_S)

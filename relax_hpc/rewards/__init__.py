@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_hpc.base.error_origin import NO_ORIGIN, ErrorOrigin, describe_with_location
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 from relax_hpc.base.reward_settings import RewardSettings
 from relax_hpc.rewards.answers import answer_exact, answer_partial
 from relax_hpc.rewards.choice import multiple_choice
@@ -142,7 +142,7 @@ def find_reward(name: str) -> tuple[Reward, str]:
     module, colon, attribute = name.partition(":")
     attribute, _, method = attribute.partition(".")
     whole = f"{module}{colon}{attribute}"
-    found = named("reward", whole, REWARDS | COMPOSED)
+    found = load_plugin("reward", whole, REWARDS | COMPOSED)
     if method and not hasattr(found, method):
         raise ConfigError(f"reward: {name!r}: {whole!r} has no method {method!r}; define it there")
     return found, method

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.foreign_files import parse_json
-from relax_hpc.net.rendezvous.endpoints import Endpoint, endpoints_of
+from relax_hpc.net.rendezvous.endpoints import Endpoint, read_endpoints
 from relax_hpc.net.transport.calls import CallLink, open_link
-from relax_hpc.net.transport.exchange import Gone
+from relax_hpc.net.transport.exchange import PeerGone
 from relax_hpc.rewards.service import Away, Service
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class GroupService(Service):
             link = await self._link(endpoint)
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await link.call(body=json.dumps(body).encode())
-        except Gone as gone:
+        except PeerGone as gone:
             raise self._away(f"{endpoint.url}: {gone}") from gone
         except TimeoutError:
             return 0, self._late
@@ -90,7 +90,7 @@ class GroupService(Service):
 
     def _next_endpoint(self) -> Endpoint:
         if not self._endpoints or time.monotonic() - self._looked > _LOOK_S:
-            self._endpoints, self._looked = endpoints_of(self._folder), time.monotonic()
+            self._endpoints, self._looked = read_endpoints(self._folder), time.monotonic()
         if not self._endpoints:
             raise Away(f"no server has said in {self._folder} where it is")
         return min(self._endpoints, key=lambda endpoint: self._asked[endpoint.url])

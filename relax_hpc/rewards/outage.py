@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_hpc.net.rendezvous.endpoints import Endpoint, endpoints_of
+from relax_hpc.net.rendezvous.endpoints import Endpoint, read_endpoints
 from relax_hpc.rewards import RewardError, RewardInput, Scores
 from relax_hpc.rewards.group_service import open_endpoint
 from relax_hpc.rewards.service import Away
@@ -66,7 +66,7 @@ class WhileAway:
                     # Of one that has just gone it is not known yet.
                     await asyncio.sleep(min(most_s, _LOOK_S))
                     async with self._looking:
-                        while not await _any_proven(endpoints_of(self._folder)):
+                        while not await _any_proven(read_endpoints(self._folder)):
                             await asyncio.sleep(_LOOK_S)
         finally:
             self._waits(-1)

@@ -14,7 +14,7 @@ from relax_hpc.net.workers.process import Message
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
 
 
-class Pool(pool.Pool[Sequence[RewardInput], Scores]):
+class Pool(pool.WorkerPool[Sequence[RewardInput], Scores]):
     """Pool of up to ``count`` workers for one reward; each prompt group has ``limit_s`` seconds."""
 
     def __init__(

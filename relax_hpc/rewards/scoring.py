@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relax_hpc.base.error_origin import describe, locate, locate_definition
+from relax_hpc.base.error_origin import describe_error, locate_definition, locate_error
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
 from relax_hpc.rewards.service import Away
 
@@ -137,7 +137,7 @@ class _Ended(Exception):
 def _raised(error: BaseException) -> RewardError:
     error = error.args[0] if isinstance(error, _Ended) else error
     reason = error.reason if isinstance(error, Away) else "reward_exception"
-    return RewardError(reason, describe(error), locate(error))
+    return RewardError(reason, describe_error(error), locate_error(error))
 
 
 def _score(value: Any) -> Score | RewardError:

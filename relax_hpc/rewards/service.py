@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import parse_json
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -148,7 +148,7 @@ async def read_answer(reply: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWE
 
 def shown(answer: Any) -> str:
     """Beginning of an answer for an error, neutralised: it may be written to a log."""
-    return one_line(str(answer)[:SHOWN])
+    return escape_line(str(answer)[:SHOWN])
 
 
 def _authorization(token_file: str, key: str) -> dict[str, str]:

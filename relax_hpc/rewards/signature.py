@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from relax_hpc.base.signatures import method_of, misfit, parameters_of
+from relax_hpc.base.signatures import describe_mismatch, method_of, parameters_of
 from relax_hpc.rewards import find_reward
 from relax_hpc.rewards.scoring import is_async
 
@@ -53,7 +53,7 @@ def reward_misfits(name: str) -> Iterator[str]:
     if not isinstance(reward, type):
         yield from function_misfits(getattr(reward, method) if method else reward, name, code)
         return
-    text = misfit(reward)
+    text = describe_mismatch(reward)
     if text:
         yield f"{name!r} {text}; an object of the class is made without arguments"
     called = method_of(reward, method or "__call__")
@@ -75,7 +75,7 @@ def function_misfits(reward: Callable[..., Any], name: str, code: str) -> Iterat
         adapter = _adapter(trainers[0], signature, code, is_async(reward))
         text = f"takes {signature}, as {trainers[0]} calls it; {_RULE}; name this: {adapter}"
         yield f"{name!r} {text}"
-    elif misfit(reward, "sample"):
+    elif describe_mismatch(reward, "sample"):
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         by_name = inspect.Parameter.KEYWORD_ONLY in kinds
         yield f"{name!r} takes {signature}; {_RULE}{', given by position' if by_name else ''}"

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from relax_hpc.base.error_origin import format_stack
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.reward_settings import RewardSettings, rebuilt
+from relax_hpc.base.reward_settings import RewardSettings, rebuild_settings
 from relax_hpc.net.workers import frames
-from relax_hpc.net.workers.serving import requests, serve, write
+from relax_hpc.net.workers.serving import read_requests, serve, write_answer
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.scoring import is_async, scores, scores_soon
 
@@ -31,12 +31,12 @@ says another."""
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
     first = frames.read(asked)
     try:
-        reward = get_reward(first["reward"], rebuilt(RewardSettings, first["settings"]))
+        reward = get_reward(first["reward"], rebuild_settings(RewardSettings, first["settings"]))
     except ConfigError as error:
-        write(answers, {"error": str(error)})
+        write_answer(answers, {"error": str(error)})
         return
     many = is_async(reward)
-    write(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
+    write_answer(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
     if many:
         asyncio.run(_serve_many(reward, first["limit_s"], asked, answers))
     while not many:
@@ -61,7 +61,7 @@ def _watch_limit(
         with lock:
             if not answered.is_set():
                 answered.set()
-                write(answers, _answer(message, result))
+                write_answer(answers, _answer(message, result))
 
     def report_late() -> None:
         stack = traceback.extract_stack(sys._current_frames()[caller])
@@ -86,9 +86,9 @@ async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: 
                 found = await scores_soon(reward, _samples(message))
         except TimeoutError:
             found = RewardError("reward_timeout", "")
-        write(answers, _answer(message, found))
+        write_answer(answers, _answer(message, found))
 
-    async for message in requests(asked):
+    async for message in read_requests(asked):
         task = asyncio.create_task(answer(message))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

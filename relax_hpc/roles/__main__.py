@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from relax_hpc.base.cuda_allocator import expand_segments
-from relax_hpc.base.disk_waits import WAITS, await_room, keep_printing, may_pass
+from relax_hpc.base.disk_waits import WAITS, await_disk_space, ignore_print_errors, is_temporary
 from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import (
     EXIT_DONE,
@@ -24,11 +24,11 @@ from relax_hpc.base.errors import (
     ProgrammingError,
     RelaxError,
     StoppedError,
-    start_error_of,
+    find_start_error,
 )
-from relax_hpc.base.imports import many_imports
-from relax_hpc.base.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
-from relax_hpc.base.log_rotation import Keeper, own_log
+from relax_hpc.base.imports import fast_imports
+from relax_hpc.base.local_dir import LOCAL_DIR, local_folder, use_folders_of_this_node
+from relax_hpc.base.log_rotation import LogRotator, find_own_log
 from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.base.programming_errors import describe_programming_error, plugin_names
 from relax_hpc.base.rundir import RunDir
@@ -37,16 +37,16 @@ from relax_hpc.config import Config, load_resolved, to_dict
 from relax_hpc.config.groups import CONTROLLER, ranks_of
 from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
-from relax_hpc.net.node_files import go_on_in_local_environment
-from relax_hpc.net.rendezvous.affinity import take_share
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.node_files import restart_in_local_environment
+from relax_hpc.net.rendezvous.affinity import bind_to_share
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.process import (
-    Flag,
+    SignalFlag,
     die_with_parent,
-    on_terminate,
-    show_stacks,
-    stay_private,
-    watched,
+    flag_stop_signals,
+    install_stack_dump,
+    run_watched,
+    set_private_umask,
 )
 from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.roles.start_ahead import NotNeededError, wait_to_begin
@@ -84,19 +84,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> None:
+def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFlag) -> None:
     """Run the role to its end; returns only when it is done."""
     if args.role == CONTROLLER:
         from relax_hpc.roles import controller
 
-        Keeper(own_log())
+        LogRotator(find_own_log())
         if not controller.run(run, config, args.incarnation, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
-    from relax_hpc.base.metrics.spans import Spans, process_began
+    from relax_hpc.base.metrics.spans import Spans, process_start_time
     from relax_hpc.net.rendezvous.network import own_address
-    from relax_hpc.net.rendezvous.roster import Card, publish_card
-    from relax_hpc.net.rendezvous.world import alone, join
+    from relax_hpc.net.rendezvous.roster import GroupCard, publish_card
+    from relax_hpc.net.rendezvous.world import join_world, single_rank_world
     from relax_hpc.net.transport.choice import check_required
     from relax_hpc.queue.client import QueueClient
     from relax_hpc.queue.process_context import Context
@@ -108,20 +108,22 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         local_folder()
     address = own_address(config, args.group)
     world = (
-        alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
+        single_rank_world(address)
+        if ranks == 1
+        else join_world(address, ranks, config.site.mpi, meeting_s(config))
     )
     logs = run.logs(args.group, args.incarnation)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
-    began = process_began()
+    began = process_start_time()
     if args.ahead:
         wait_to_begin(run, args, partial(import_role, args.role, config, None), world.leader, stop)
         began = time.monotonic()
-    kept_short = Keeper(own_log())
+    kept_short = LogRotator(find_own_log())
     talks = world.leader or ROLES[args.role].serves
     member = args.role if world.leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
     if world.leader and args.group != "hub":
-        publish_card(run, Card(args.group, args.incarnation, world.cards))
+        publish_card(run, GroupCard(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
     context = Context(
         run,
@@ -142,7 +144,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         context.says("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)
         # For its mark, while it beats: who does not is taken for dead.
-        await_room(logs)
+        await_disk_space(logs)
     except Exception as error:
         if not (context.has_worked or stop.is_set()):
             raise_programming_error(error, config, args.role)
@@ -172,7 +174,7 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
     touched."""
     if name in WITH_RANKS and config.model.device == "cuda":
         expand_segments(os.environ)
-    with many_imports(for_good=True):
+    with fast_imports(for_good=True):
         role = import_module(ROLES[name].module)
         if name in WITH_RANKS:
             from relax_hpc.training.parallel import import_libraries
@@ -184,10 +186,11 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
 def meeting_s(config: Config) -> float:
     """Seconds for ranks to look for each other: they say what was not to be had before their
     supervisor, whose clock began before this process, says that they have not begun to beat."""
-    from relax_hpc.base.metrics.spans import process_began
+    from relax_hpc.base.metrics.spans import process_start_time
 
     return max(
-        1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began())
+        1.0,
+        MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_start_time()),
     )
 
 
@@ -198,7 +201,7 @@ def redirect_output(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
-        if may_pass(error):
+        if is_temporary(error):
             return
         raise
     os.dup2(descriptor, 1)
@@ -209,9 +212,9 @@ def redirect_output(path: Path) -> None:
 def work(args: argparse.Namespace) -> int:
     """Run one role; its end is written to its exit mark."""
     die_with_parent()
-    keep_printing()
-    show_stacks()
-    stop = on_terminate(
+    ignore_print_errors()
+    install_stack_dump()
+    stop = flag_stop_signals(
         at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led
     )
     run = RunDir(args.run_dir)
@@ -234,10 +237,10 @@ def work(args: argparse.Namespace) -> int:
         is_programming_error = isinstance(error, ProgrammingError)
         if is_programming_error:
             print(log_entry(traceback.format_exc().rstrip()), file=sys.stderr, flush=True)
-        start_error = start_error_of(error)
+        start_error = find_start_error(error)
     except Exception as error:
         code, reason = EXIT_RETRY, describe_with_location(error)
-        start_error = start_error_of(error)
+        start_error = find_start_error(error)
         if stop.is_set() and (asked := asked_to_stop(error)):
             reason, stopped = str(asked), True
         else:
@@ -247,7 +250,7 @@ def work(args: argparse.Namespace) -> int:
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
         mark = run.exit_mark(args.group, args.incarnation, args.role)
-        leave_mark(
+        write_exit_mark(
             mark,
             code,
             reason,
@@ -275,32 +278,32 @@ def main(
 ) -> int:
     """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended.
 
-    ``module``: the program that this is; ``beside``: see `watched`.
+    ``module``: the program that this is; ``beside``: see `run_watched`.
     """
-    stay_private()
+    set_private_umask()
     args = parse(argv)
     mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
-    settle_on_this_node()
+    use_folders_of_this_node()
     try:
         config = load_resolved(args.run_dir, args.group)
-        go_on_in_local_environment(config, module, argv or sys.argv[1:])
+        restart_in_local_environment(config, module, argv or sys.argv[1:])
     except (RelaxError, OSError) as error:
-        leave_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
+        write_exit_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
         return EXIT_RETRY
-    take_share(config, args.group, args.role)
+    bind_to_share(config, args.group, args.role)
     if not args.watch:
         return work(args)
     rank = os.environ.get("SLURM_PROCID", "0")
 
     def ended(code: int) -> int:
         if code < 0:
-            leave_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
+            write_exit_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
         # Its supervisor may be on another node.
         clear_staging(RunDir(args.run_dir))
         sweep_orphaned_memory()
         return EXIT_RETRY if code < 0 else code
 
-    return watched(lambda: work(args), ended, beside)
+    return run_watched(lambda: work(args), ended, beside)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import contextlib
 import os
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import Patience
+from relax_hpc.base.disk_waits import WriteRetry
 from relax_hpc.base.rundir import RunDir, sync_directory, write_json
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous.network import own_address
-from relax_hpc.net.rendezvous.process import Flag
-from relax_hpc.net.rendezvous.roster import Card, publish_card
+from relax_hpc.net.rendezvous.process import SignalFlag
+from relax_hpc.net.rendezvous.roster import GroupCard, publish_card
 from relax_hpc.net.tracker_processes import TrackerProcesses
 from relax_hpc.queue.controller.save_clock import SaveClock
 from relax_hpc.queue.controller.server import Controller
@@ -40,7 +40,7 @@ def make_durable(directory: RunDir) -> None:
     sync_directory(directory.journal.parent)
 
 
-def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool:
+def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -> bool:
     """Serve until asked to stop; whether the run was finished by then."""
     durability = config.queue.durability
     if durable := durability == "commit":
@@ -53,13 +53,13 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     board.configured(config)
     logs = directory.logs("hub", incarnation)
     trackers = TrackerProcesses(directory, config.metrics.trackers, logs, board.note_first_failure)
-    unmarked = Patience(directory.finished)
+    unmarked = WriteRetry(directory.finished)
     controller.service.on_report = board.report
     controller.service.on_show = board.show
     controller.service.on_first_failure = board.note_first_failure
     controller.service.on_resume = board.rolled_back
     controller.service.save_clock = SaveClock(config.checkpoint)
-    publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
+    publish_card(directory, GroupCard("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:
         trackers.look()

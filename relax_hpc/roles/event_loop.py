@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from relax_hpc.base.errors import StoppedError
-from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.process import SignalFlag
 
 
-def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: Flag) -> None:
+def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: SignalFlag) -> None:
     """Run ``serve`` to its end. StoppedError: it was asked to stop, and has been cancelled."""
 
     async def main() -> None:

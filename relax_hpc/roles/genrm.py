@@ -26,7 +26,7 @@ from relax_hpc.net.rendezvous.endpoints import Endpoint, publish_endpoints
 from relax_hpc.net.rendezvous.network import LOOPBACK
 from relax_hpc.net.transport.calls import CallListener
 from relax_hpc.net.transport.exchange import Message
-from relax_hpc.net.transport.listener import listen
+from relax_hpc.net.transport.listener import create_listening_socket
 from relax_hpc.queue.process_context import Context
 from relax_hpc.rewards.group_service import PURPOSE
 from relax_hpc.rewards.service import read_answer
@@ -57,7 +57,7 @@ def run(context: Context) -> None:
             key = secrets.token_hex(32)
             front = JudgeFront(servers)
             stack.push_async_callback(front.close)
-            listening = listen(context.world.cards[context.world.rank]["address"])
+            listening = create_listening_socket(context.world.cards[context.world.rank]["address"])
             listener = CallListener(listening, key.encode(), PURPOSE, front.serve)
             folder = context.run.rendezvous(context.group)
             endpoints = [Endpoint(listener.endpoint, key)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from relax_hpc.base.background import Background
+from relax_hpc.base.background import BackgroundThread
 from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.queue.client import Claim
 from relax_hpc.queue.client.claims import check_claim
@@ -59,7 +59,7 @@ class Prefetch:
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """Window that was asked for last; None once `taken`."""
-        self._work = Background("windows", self._answer)
+        self._work = BackgroundThread("windows", self._answer)
 
     def ask(self, batch: int) -> None:
         """Have the next window fetched, as number ``batch`` of its mini-batch. One is asked for at

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import harmless, one_line
+from relax_hpc.base.terminal_text import escape_controls, escape_line
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
-from relax_hpc.net.rendezvous.life_signs import say
+from relax_hpc.net.rendezvous.life_signs import write_activity
 from relax_hpc.net.rendezvous.process import die_with_parent
 
 NOTE = "note: "
@@ -24,17 +24,17 @@ def prepare(run: RunDir, config: Config) -> None:
     it does nothing."""
     if run.model.exists():
         return
-    say(run.preparing, "making model and data")
+    write_activity(run.preparing, "making model and data")
     start = Path(config.model.path).absolute() if config.model.path else _tiny_model(run, config)
     _prompts(run, config, start)
     if config.warm_start.steps:
         from relax_hpc.training.warm_start import warm_start
 
-        say(run.preparing, f"warm start of {config.warm_start.steps} steps")
+        write_activity(run.preparing, f"warm start of {config.warm_start.steps} steps")
         warm_start(config, start, run.data / "warm_start.jsonl", run.model)
     else:
         run.model.symlink_to(start)
-    say(run.preparing, "")
+    write_activity(run.preparing, "")
 
 
 def _tiny_model(run: RunDir, config: Config) -> Path:
@@ -58,7 +58,7 @@ def _prompts(run: RunDir, config: Config, model: Path) -> None:
     files = train.sets if isinstance(train, PromptSets) else {"train": train}
     for name, file in (files | open_evals(run, config, tokenizer)).items():
         if note := file.left_out():
-            print(one_line(f"{NOTE}{name}: {note}"), flush=True)
+            print(escape_line(f"{NOTE}{name}: {note}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare(RunDir(args.run_dir), load_resolved(args.run_dir))
     except RelaxError as error:
-        print(harmless(str(error)), file=sys.stderr)
+        print(escape_controls(str(error)), file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from relax_hpc.config.schema import ForwardConfig, ParallelConfig, TrainerConfig
-from relax_hpc.net.rendezvous.channel import Channel
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.channel import RankChannel
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.queue.client import Claim, QueueClient, read_rows
 from relax_hpc.queue.client.claims import APPEARS_S, still_held
@@ -72,10 +72,10 @@ class Ranks:
         self._client = context.client
         self._media = MediaReader(partial(_media_store, context), context.model)
 
-    def channel(self, patience_s: float = 0.0) -> Channel:
+    def channel(self, patience_s: float = 0.0) -> RankChannel:
         """One more way for small messages between the ranks, for one thread of each, whose waits
         may take so long."""
-        return Channel(max(self._timeout_s, patience_s))
+        return RankChannel(max(self._timeout_s, patience_s))
 
     def _own_reader(self, context: Context) -> ShardReader:
         owner = f"{context.group}-i{context.incarnation:06d}-rank-{context.world.rank}"
@@ -90,7 +90,7 @@ class Ranks:
         """Answer of the queue to the leader, in every rank: a message, see `Channel.tell`."""
         return self.tell(ask(self._client) if self._client else None)
 
-    def rows(self, claim: Claim, channel: Channel) -> list[Row] | None:
+    def rows(self, claim: Claim, channel: RankChannel) -> list[Row] | None:
         """All rows of ``claim``, read by each rank for itself.
 
         None, in all ranks, if some were lost with their maker before every rank had them: the claim
@@ -162,7 +162,7 @@ class Ranks:
         Some launchers kill the other ranks as soon as one has ended.
         """
         if self.leader:
-            leave_mark(self._mark)
+            write_exit_mark(self._mark)
         self.control.meet()
         parallel.destroy()
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from relax_hpc.base.cuda_context import has_context
+from relax_hpc.base.cuda_context import has_cuda_context
 from relax_hpc.base.rundir import RunDir, write_json
-from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.process import SignalFlag
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 _LOOK_S = 10.0
@@ -38,7 +38,7 @@ def wait_to_begin(
     args: argparse.Namespace,
     import_role: Callable[[], object],
     leader: bool,
-    stop: Flag,
+    stop: SignalFlag,
 ) -> None:
     """Import, and wait for a byte of standard input, which is empty afterwards. NotNeededError:
     none is to come.
@@ -51,7 +51,7 @@ def wait_to_begin(
         _at_low_priority(import_role)
         about = {"imported_s": round(time.monotonic() - began, 1), "memory_mb": _memory_mb()}
         print(f"{args.role}: started ahead, waits: {about}", flush=True)
-        if has_context():
+        if has_cuda_context():
             raise NotNeededError(
                 "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0"
             )
@@ -110,7 +110,7 @@ def _note(path: Path | None, about: dict[str, float]) -> Iterator[None]:
                 path.unlink()
 
 
-def _wait(run: RunDir, args: argparse.Namespace, stop: Flag) -> None:
+def _wait(run: RunDir, args: argparse.Namespace, stop: SignalFlag) -> None:
     passed_over = False
     while not select.select([_STDIN], [], [], _LOOK_S)[0]:
         if stop.is_set():

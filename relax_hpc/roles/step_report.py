@@ -13,7 +13,7 @@ import numpy as np
 from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.algorithms.losses import MAX_SUFFIX, PER_WEIGHT
 from relax_hpc.data.multimodal.medium import Grid, Kind
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import StepTrained
 from relax_hpc.queue.row_schema import NOBODY, Row, by_prompt
 from relax_hpc.training.models.flops import training_flops
@@ -65,7 +65,7 @@ class Tally:
         self.turns += counts.turns
         self.heard += counts.heard
 
-    def gather(self, channel: Channel) -> None:
+    def gather(self, channel: RankChannel) -> None:
         """Have the media of all ranks in the leader. Collective."""
         for media in channel.gather(self.media) or ():
             self.media |= {name: (Kind(kind), (*grid,)) for name, (kind, grid) in media.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 from relax_hpc.rewards.tolerance import differ
 
 Filter = Callable[[Sequence[float]], bool]
@@ -30,4 +30,4 @@ FILTERS: dict[str, Filter] = {"rewards_differ": rewards_differ}
 def get_filter(name: str) -> Filter:
     """The filter called ``name``; an empty name lets all groups pass. ConfigError: no filter has
     that name."""
-    return named("filter", name, FILTERS) if name else lambda rewards: True
+    return load_plugin("filter", name, FILTERS) if name else lambda rewards: True

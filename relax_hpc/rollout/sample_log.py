@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.background import say
-from relax_hpc.base.disk_waits import Lines
+from relax_hpc.base.background import print_log_line
+from relax_hpc.base.disk_waits import AppendFile
 from relax_hpc.base.foreign_files import ForeignFileError, open_in_run
 from relax_hpc.config.schema import SamplesConfig
 
@@ -65,7 +65,7 @@ class SampleLog:
         """``steps``: of the whole run, over which `samples.max_bytes` is spread."""
         self.path, self.limits, self.steps = path, limits, steps
         self._skipped = 0
-        self._lines: Lines | None = None
+        self._lines: AppendFile | None = None
         self._failed = False
         self._lock = threading.Lock()
         self._used, self._looked_at = 0, -math.inf
@@ -102,14 +102,14 @@ class SampleLog:
         except OSError as error:
             self._lines = None
             if not self._failed:
-                say(f"{self.path}: {error.strerror}: samples are not kept")
+                print_log_line(f"{self.path}: {error.strerror}: samples are not kept")
             self._failed = True
             return False
 
     def _append(self, member: bytes) -> bool:
         """Append; False: the disk has been full for so long that no more is kept for it in
         memory."""
-        lines = self._lines = self._lines or Lines(self.path)
+        lines = self._lines = self._lines or AppendFile(self.path)
         before = lines.dropped
         lines.write(member)
         lines.flush()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.base.error_origin import describe, locate
+from relax_hpc.base.error_origin import describe_error, locate_error
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.base.routes import BAD_ROUTES, RouteShape
 from relax_hpc.config.schema import Config
@@ -206,8 +206,8 @@ def group_rows(
     try:
         kept = bool(keeps(list(rewards)))
     except Exception as error:  # a user's function may raise anything
-        detail = f"filter_exception: {describe(error)} (prompt {prompt.prompt_id})"
-        return Failure("filter_exception", detail, origin=locate(error))
+        detail = f"filter_exception: {describe_error(error)} (prompt {prompt.prompt_id})"
+        return Failure("filter_exception", detail, origin=locate_error(error))
     if not kept:
         return Failure(
             FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards)

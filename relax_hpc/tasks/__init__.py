@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import named
-from relax_hpc.base.signatures import misfit
+from relax_hpc.base.plugins import load_plugin
+from relax_hpc.base.signatures import describe_mismatch
 from relax_hpc.environments import tried
 from relax_hpc.rewards import REWARDS
 from relax_hpc.rewards.signature import function_misfits
@@ -50,7 +50,7 @@ def get_task(name: str) -> Task:
     none."""
     if not name:
         return Task()
-    found = named("task", name, {})
+    found = load_plugin("task", name, {})
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task: {name!r}: found no class derived from relax_hpc.tasks.Task")
     try:
@@ -68,7 +68,7 @@ def misfits(task: Task) -> Iterator[str]:
     elif task.makes("reward"):
         yield from function_misfits(task.reward, "reward", "reward")
     for method, names in _CALLED_WITH.items():
-        text = task.makes(method) and misfit(getattr(task, method), *names)
+        text = task.makes(method) and describe_mismatch(getattr(task, method), *names)
         if text:
             yield f"{method} {text}"
     if not (

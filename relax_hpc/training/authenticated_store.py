@@ -22,7 +22,7 @@ import torch.distributed as dist
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.net.transport.links import ACCEPT_SHARE, CONNECT_S, Deadline
 from relax_hpc.net.transport.listener import Listener
-from relax_hpc.net.transport.sockets import Connection, connect, endpoint_of
+from relax_hpc.net.transport.sockets import FrameConnection, connect, endpoint_of
 from relax_hpc.net.transport.wire import BadMessage, pack, unpack
 
 _PAUSE_S = 0.1
@@ -174,7 +174,7 @@ class RemoteTable:
         """``patience_s``: for rank 0 to let this one in, which it does once it has imported all
         that it needs."""
         self._address, self._token, self._patience_s = address, token, patience_s
-        self._idle: list[Connection] = []
+        self._idle: list[FrameConnection] = []
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -203,14 +203,14 @@ class RemoteTable:
         # It is the answer that is late.
         return self._ask(self._taken(), name, [argument])
 
-    def _taken(self) -> Connection:
+    def _taken(self) -> FrameConnection:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         return connection or self._connect()
 
     def _ask(
         self,
-        connection: Connection,
+        connection: FrameConnection,
         name: str,
         arguments: Sequence[Any],
         within_s: float = _SLACK_S,
@@ -230,7 +230,7 @@ class RemoteTable:
             raise RuntimeError(reply["error"])
         return reply["result"]
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> FrameConnection:
         deadline, endpoint = Deadline(self._patience_s), endpoint_of(*self._address)
         while True:
             try:
@@ -247,7 +247,7 @@ class RemoteTable:
                 time.sleep(_PAUSE_S)
 
 
-def _next_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
+def _next_message(connection: FrameConnection, deadline: Deadline) -> dict[str, Any]:
     while True:
         if payloads := connection.payloads(1):
             return unpack(payloads[0])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.host_memory import host_like
+from relax_hpc.base.host_memory import allocate_host_tensors
 from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.trainer import Trainer
 
@@ -43,7 +43,7 @@ class DeviceOffload:
         self._sizes = [one.nbytes() for one in self._kept]
         self._gradient_sizes = [one.nbytes() for one in self._gradients]
         try:
-            self._rooms = host_like(
+            self._rooms = allocate_host_tensors(
                 [_whole(one) for one in self._kept], self.device.type == "cuda", "colocate"
             )
         except OSError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.host_memory import host_like
+from relax_hpc.base.host_memory import allocate_host_tensors
 from relax_hpc.training.adam import MOMENTS, Update
 from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.offloaded_adam import OffloadedAdamW
@@ -87,7 +87,7 @@ def _on_host(
     like: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     try:
-        return host_like(like, pinned, what, dtype)
+        return allocate_host_tensors(like, pinned, what, dtype)
     except OSError as error:
         raise ConfigError(
             f"actor.optimizer.offload_optimizer: {error}; set it false, or take more nodes"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.imports import many_imports, without
+from relax_hpc.base.imports import fast_imports, hidden_package
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training.cpu import single_process
 
@@ -144,7 +144,7 @@ def import_libraries(device: str, local_rank: int | None, trains: bool = False) 
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a
     # CPU.
-    with many_imports(), without("triton") if device == "cpu" else nullcontext():
+    with fast_imports(), hidden_package("triton") if device == "cpu" else nullcontext():
         from relax_hpc.training.cpu import device_calls, upstream_fixes
 
         if device == "cpu":

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.host_memory import host_like
+from relax_hpc.base.host_memory import allocate_host_tensors
 
 
 class SwappedWeights:
@@ -35,7 +35,9 @@ class SwappedWeights:
         if name not in self._copies:
             pinned = any(parameter.is_cuda for parameter in self._parameters)
             try:
-                self._copies[name] = host_like(self._parameters, pinned, f"weights {name}")
+                self._copies[name] = allocate_host_tensors(
+                    self._parameters, pinned, f"weights {name}"
+                )
             except OSError as error:
                 raise ConfigError(
                     f"actor.forward: {error}; give the role a group of its own"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.base.errors import RelaxError
-from relax_hpc.base.imports import many_imports
+from relax_hpc.base.imports import fast_imports
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
@@ -56,7 +56,7 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
     The result is the last batch's mean cross entropy in nats. The run's seed decides the order of
     demonstrations.
     """
-    with many_imports():
+    with fast_imports():
         import torch
 
         from relax_hpc.training import parallel

@@ -16,13 +16,13 @@ from relax_hpc.base.metrics.accounting import (
     Account,
     Label,
     even_split,
-    partition,
-    without,
+    seconds_by_label,
+    uncovered_intervals,
 )
 from relax_hpc.base.metrics.read_spans import Span, read_processes
 from relax_hpc.base.metrics.shares import is_by_peer, shares_of_time, tags_of_time
 from relax_hpc.base.metrics.spans import KINDS, OpenSpan, Spans
-from relax_hpc.base.metrics.timeline import Worker, workers_of
+from relax_hpc.base.metrics.timeline import WorkerTimeline, workers_of_process
 
 LABELS = st.sampled_from(
     [Label(what) for what in PRIORITY[:4]] + [Label("wait", "rollout"), Label("wait", "actor")]
@@ -62,14 +62,14 @@ def test_every_kind_has_its_place() -> None:
 
 @given(STRETCHES, TIMES, TIMES)
 def test_a_partition_is_what_painting_gives(stretches, start, end) -> None:
-    found = partition(stretches, start, end)
+    found = seconds_by_label(stretches, start, end)
     assert by_kind(found) == painted(stretches, start, end)
     assert sum(found.values()) == max(0, end - start)
 
 
 @given(TIMES, TIMES, st.lists(st.tuples(TIMES, TIMES), max_size=5))
 def test_parts_without_holes_have_every_other_second(start, end, holes) -> None:
-    parts = list(without((start, end), holes))
+    parts = list(uncovered_intervals((start, end), holes))
     cells = {cell for low, high in parts for cell in range(low, high)}
     assert cells == set(range(start, end)) - {
         cell for low, high in holes for cell in range(low, high)
@@ -119,7 +119,7 @@ def test_a_worker_is_accounted_for_all_of_its_life(
         for label, low, high in stretches
         if began <= low < high <= began + life
     ]
-    seconds = Worker("actor", 1, "actor", began, began + life, spans, told).seconds(
+    seconds = WorkerTimeline("actor", 1, "actor", began, began + life, spans, told).seconds(
         start, end, holes
     )
     cells = set(range(max(start, began), min(end, began + life)))
@@ -160,7 +160,7 @@ def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch)
         "0",
         22.0,
     )
-    first, second = workers_of(process, math.inf)
+    first, second = workers_of_process(process, math.inf)
     start, end = process.began, process.ended
     assert by_kind(first.seconds(start, end)) == {
         "start": 10,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from relax_hpc.base.background import Background, in_thread
+from relax_hpc.base.background import BackgroundThread, run_in_thread
 from relax_hpc.base.errors import FencedError
 
 SOON_S = 60.0
@@ -15,7 +15,7 @@ SOON_S = 60.0
 
 def test_jobs_are_done_in_order() -> None:
     done: list[int] = []
-    work = Background("test", done.append)
+    work = BackgroundThread("test", done.append)
     for number in range(100):
         work.put(number)
     assert work.wait(SOON_S) and done == list(range(100)) and work.pending == 0
@@ -23,7 +23,7 @@ def test_jobs_are_done_in_order() -> None:
 
 def test_whoever_waits_waits_for_as_many_as_asked_for() -> None:
     hold = threading.Event()
-    work = Background("test", lambda _: hold.wait(SOON_S))
+    work = BackgroundThread("test", lambda _: hold.wait(SOON_S))
     work.put(1)
     work.put(2)
     assert not work.wait(0.01) and not work.wait(0.01, most=1) and work.wait(0.01, most=2)
@@ -35,7 +35,7 @@ def test_a_failure_is_heard_of_by_all_who_ask(capfd: pytest.CaptureFixture[str])
     def fenced(_: int) -> None:
         raise FencedError("incarnation 2 exists")
 
-    work = Background("letters", fenced)
+    work = BackgroundThread("letters", fenced)
     work.put(1)
     for ask in (lambda: work.wait(SOON_S), work.check, lambda: work.put(2)):
         with pytest.raises(FencedError, match="incarnation 2 exists"):
@@ -45,7 +45,7 @@ def test_a_failure_is_heard_of_by_all_who_ask(capfd: pytest.CaptureFixture[str])
 
 def test_time_in_which_nobody_can_work_does_not_count() -> None:
     hold, looks = threading.Event(), iter([True, True, False])
-    work = Background("test", lambda _: hold.wait(SOON_S))
+    work = BackgroundThread("test", lambda _: hold.wait(SOON_S))
     work.put(1)
     assert not work.wait(0.01, stands=lambda: next(looks)), (
         "two looks at which time stood, and one at which it ran"
@@ -55,6 +55,6 @@ def test_time_in_which_nobody_can_work_does_not_count() -> None:
 
 
 def test_what_a_thread_finds_or_fails_at_is_handed_over() -> None:
-    assert in_thread(lambda: 7).result(SOON_S) == 7
+    assert run_in_thread(lambda: 7).result(SOON_S) == 7
     with pytest.raises(ZeroDivisionError):
-        in_thread(lambda: 1 // 0).result(SOON_S)
+        run_in_thread(lambda: 1 // 0).result(SOON_S)

@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 
 from relax_hpc.base import disk_waits
-from relax_hpc.base.disk_waits import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
+from relax_hpc.base.disk_waits import (
+    CURES,
+    WAITS,
+    AppendFile,
+    describe_wait,
+    is_temporary,
+    probe_folder,
+    retry_write,
+)
 from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY, FencedError, RelaxError
 from relax_hpc.base.rundir import write_atomic
 from relax_hpc.base.versions import Version
@@ -28,7 +36,7 @@ from relax_hpc.cluster.supervise import disk_watch
 from relax_hpc.cluster.supervise.disk_watch import DiskWatch
 from relax_hpc.cluster.supervise.supervisor import Supervisor
 from relax_hpc.commands.program import main
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.queue.controller.journal import Journal
 from relax_hpc.queue.controller.journal import _read as journal_frames
 from relax_hpc.queue.storage.media import MediaStore
@@ -110,13 +118,13 @@ def test_a_write_is_tried_again_until_it_succeeds(tmp_path: Path, number: int) -
         told.append(WAITS.longest())
         return "done"
 
-    assert patiently(tmp_path / "file", write) == "done"
+    assert retry_write(tmp_path / "file", write) == "done"
     assert (
         told[0]["path"] == str(tmp_path / "file")
         and told[0]["errno"] == number
         and told[0]["seconds"] > 0
     )
-    assert os.strerror(number) in in_words(told[0]) and CURES[number] in in_words(told[0])
+    assert os.strerror(number) in describe_wait(told[0]) and CURES[number] in describe_wait(told[0])
     assert not WAITS
 
 
@@ -127,15 +135,15 @@ def test_other_errors_are_raised_at_once_and_nothing_waits_for_ever(
         return lambda: (_ for _ in ()).throw(OSError(number, "no"))
 
     with pytest.raises(PermissionError):
-        patiently(tmp_path, write(errno.EACCES))
+        retry_write(tmp_path, write(errno.EACCES))
     ends = iter([False, False, True])
     with pytest.raises(OSError, match="no"):
-        patiently(tmp_path, write(errno.ENOSPC), until=lambda: next(ends))
+        retry_write(tmp_path, write(errno.ENOSPC), until=lambda: next(ends))
     monkeypatch.setattr(disk_waits, "_GRACE_S", 0.0)
     monkeypatch.setattr(WAITS, "limit_s", 0.3)
     with pytest.raises(OSError, match="no"):
-        patiently(tmp_path, write(errno.ENOSPC))
-    assert not WAITS and not may_pass(ValueError("no")) and not next(ends, False)
+        retry_write(tmp_path, write(errno.ENOSPC))
+    assert not WAITS and not is_temporary(ValueError("no")) and not next(ends, False)
 
 
 def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monkeypatch) -> None:
@@ -143,7 +151,7 @@ def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monke
     path.write_bytes(b"torn")
     failing = Failing(monkeypatch, tmp_path, errno.ENOSPC, ("write",))
     failing.on = False
-    lines = Lines(path)
+    lines = AppendFile(path)
     lines.write(b"a\n")
     lines.flush()
     failing.on = True
@@ -251,10 +259,10 @@ def test_a_line_that_a_full_disk_cuts_ends_before_the_next(tmp_path: Path) -> No
 def test_what_is_printed_ends_nothing(block: str) -> None:
     """On a real device that is always full; commands neutralise what they print."""
     program = (
-        "from relax_hpc.base.disk_waits import keep_printing; from relax_hpc.base.terminal_text "
+        "from relax_hpc.base.disk_waits import ignore_print_errors; from relax_hpc.base.terminal_text "
         "import harmless_output\n"
     )
-    program += f"{block}\n keep_printing(); print('x', flush=True); print('y')"
+    program += f"{block}\n ignore_print_errors(); print('x', flush=True); print('y')"
     with Path("/dev/full").open("wb") as full:
         assert (
             subprocess.run(
@@ -269,7 +277,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(OSError, match="quota"):
         write_atomic(tmp_path / "a", b"x", sync=True)
     assert list(tmp_path.iterdir()) == [] and failing.times == 1
-    assert probe(tmp_path)["errno"] == errno.EDQUOT and list(tmp_path.iterdir()) == []
+    assert probe_folder(tmp_path)["errno"] == errno.EDQUOT and list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_is_said_once_and_when_it_is_well_again(tmp_path: Path) -> None:
@@ -496,10 +504,10 @@ def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int)
         path.write_text("{}")
 
     monkeypatch.setattr("relax_hpc.net.rendezvous.exit_mark.write_json", write)
-    leave_mark(tmp_path / "mark")
+    write_exit_mark(tmp_path / "mark")
     assert (tmp_path / "mark").exists() and not WAITS
     full += [1] * 1000
-    leave_mark(tmp_path / "failed", code=75, patience_s=0.2)
+    write_exit_mark(tmp_path / "failed", code=75, patience_s=0.2)
     assert not (tmp_path / "failed").exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.base.error_origin import NO_ORIGIN, describe_with_location, locate, shorten
+from relax_hpc.base.error_origin import NO_ORIGIN, describe_with_location, locate_error, shorten
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.metrics.first_failures import (
     FAILURES_FILE,
@@ -20,7 +20,7 @@ from relax_hpc.base.metrics.first_failures import (
     FirstFailure,
     read_failures,
 )
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rewards.choice import multiple_choice
 from relax_hpc.rewards.scoring import scores
@@ -38,7 +38,7 @@ def test_an_error_in_a_library_is_located_where_the_user_called_it() -> None:
     def score() -> float:
         return statistics.mean([])
 
-    origin = locate(error_of(score))
+    origin = locate_error(error_of(score))
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in score", origin.location)
     assert "statistics.py" in origin.traceback, "the rest of the traceback is there, too"
 
@@ -83,7 +83,7 @@ def test_a_module_that_cannot_be_imported_says_the_line(
     importlib.invalidate_caches()
     sys.modules.pop("broken_rewards", None)
     with pytest.raises(ConfigError, match="reward: 'broken_rewards:score'") as caught:
-        named("reward", "broken_rewards:score", {})
+        load_plugin("reward", "broken_rewards:score", {})
     assert f"{path}{says}" in str(caught.value)
 
 
@@ -110,7 +110,7 @@ def test_a_long_chain_of_causes_is_located() -> None:
     try:
         raise error
     except RuntimeError as raised:
-        origin = locate(raised)
+        origin = locate_error(raised)
     assert origin.location.endswith("in test_a_long_chain_of_causes_is_located")
     assert "the first cause" in origin.traceback
 
@@ -119,7 +119,7 @@ def test_tracebacks_are_bounded() -> None:
     def score(depth: int) -> int:
         return score(depth + 1) if depth < 900 else score(len("x" * depth) / 0)
 
-    assert len(locate(error_of(score, 0)).traceback) < 4100
+    assert len(locate_error(error_of(score, 0)).traceback) < 4100
     text = shorten("a" * 5000 + "b" * 5000, 1000)
     assert text.startswith("aaa") and text.endswith("bbb") and len(text) < 1010
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.base.imports import many_imports
+from relax_hpc.base.imports import fast_imports
 from tests.requirements import requires
 
 pytestmark = pytest.mark.run
@@ -110,8 +110,8 @@ def test_the_collector_is_as_it_was_before(collects: bool) -> None:
     was, frozen = gc.isenabled(), gc.get_freeze_count()
     try:
         (gc.enable if collects else gc.disable)()
-        with pytest.raises(ImportError), many_imports():
-            with many_imports():
+        with pytest.raises(ImportError), fast_imports():
+            with fast_imports():
                 assert not gc.isenabled()
             assert not gc.isenabled()
             raise ImportError("no such library")

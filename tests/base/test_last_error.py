@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.base.last_error import find_last_error, may_pass, read_last_error, without_numbers
+from relax_hpc.base.last_error import find_last_error, is_temporary, mask_numbers, read_last_error
 
 SGLANG = """\
 /x/awq.py:53: UserWarning: Only CUDA, HIP and XPU support AWQ currently.
@@ -112,7 +112,7 @@ def test_sizes_and_folders_make_no_other_error() -> None:
     first, second = (
         f"needs {size} MiB of /logs/inc-{number:06d}" for size, number in ((1.5, 1), (20, 2))
     )
-    assert without_numbers(first) == without_numbers(second) != without_numbers("needs a GPU")
+    assert mask_numbers(first) == mask_numbers(second) != mask_numbers("needs a GPU")
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_sizes_and_folders_make_no_other_error() -> None:
     ],
 )
 def test_errors_of_networks_and_disks_may_pass(text: str, passes: bool) -> None:
-    assert may_pass(text) is passes
+    assert is_temporary(text) is passes

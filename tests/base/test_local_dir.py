@@ -59,5 +59,5 @@ def test_scratch_of_another_boot_goes_and_of_others_who_may_live_stays(
         assert sorted(tmp_path.iterdir()) == sorted([*others, outside, scratch.path])
     assert not booted.exists() and outside.exists(), "its name may be another's in this boot"
     here = left(host, boot, pids)
-    local_dir.sweep(tmp_path)
+    local_dir.remove_orphaned_scratch(tmp_path)
     assert not here.exists() and not outside.exists()

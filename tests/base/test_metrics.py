@@ -17,7 +17,7 @@ import pytest
 
 from relax_hpc.base.metrics.progress import Progress, progress_line
 from relax_hpc.base.metrics.read import load_metrics, read_metrics, tags_of
-from relax_hpc.base.metrics.tags import PARTS, TAGS, in_tensorboard
+from relax_hpc.base.metrics.tags import TAG_GROUPS, TAGS, tensorboard_tag
 from relax_hpc.base.metrics.writer import MetricsWriter
 
 
@@ -147,10 +147,10 @@ def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
 
 
 def test_tensorboard_shows_first_what_people_look_for_first():
-    shown = sorted(map(in_tensorboard, TAGS))
+    shown = sorted(map(tensorboard_tag, TAGS))
     parts = list(dict.fromkeys(tag.partition("/")[0][3:] for tag in shown))
-    assert [name for name in parts if name != "time"] == [part.name for part in PARTS]
-    assert [part.name for part in PARTS][:4] == ["reward", "eval", "loss", "perf"]
+    assert [name for name in parts if name != "time"] == [part.name for part in TAG_GROUPS]
+    assert [part.name for part in TAG_GROUPS][:4] == ["reward", "eval", "loss", "perf"]
     rewards = [tag for tag in shown if tag.startswith("01_reward/") and "<" not in tag]
     assert rewards[0] == "01_reward/mean"
 
@@ -200,13 +200,13 @@ def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
     files = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [name[-11:] for name in files] == [".inc-000001", ".inc-000002"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars(in_tensorboard("reward/mean"))] == [
+    assert [(e.step, e.value) for e in events.Scalars(tensorboard_tag("reward/mean"))] == [
         (0, 0),
         (1, 1),
         (2, 2),
         (3, 30),
     ]
-    assert events.Scalars(in_tensorboard("reward/mean"))[0].wall_time == 100.0
+    assert events.Scalars(tensorboard_tag("reward/mean"))[0].wall_time == 100.0
 
 
 def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):

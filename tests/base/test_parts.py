@@ -13,13 +13,13 @@ import pytest
 
 from relax_hpc.base import log_rotation
 from relax_hpc.base.log_rotation import (
-    Keeper,
-    compress,
-    cut_log,
-    lines_of,
-    own_log,
-    parts_of,
-    read_part,
+    LogRotator,
+    compress_rotated_file,
+    find_own_log,
+    read_all_lines,
+    read_rotated_file,
+    rotate_log,
+    rotated_files,
 )
 
 WRITER = """
@@ -49,10 +49,10 @@ def test_a_log_that_others_write_to_is_cut_and_they_go_on(tmp_path: Path) -> Non
             process.stdin.write(b"%d\n" % batch)
             process.stdin.flush()
             assert process.stdout.readline() == b"written\n"
-            assert log.stat().st_size < 4000 and cut_log(log, 1000)
+            assert log.stat().st_size < 4000 and rotate_log(log, 1000)
         process.stdin.close()
-    assert process.returncode == 0 and len(parts_of(log)) == 4
-    lines = list(lines_of(log))
+    assert process.returncode == 0 and len(rotated_files(log)) == 4
+    lines = list(read_all_lines(log))
     for who in (b"parent", b"child"):
         assert [int(line.split()[1]) for line in lines if line.startswith(who)] == list(range(400))
 
@@ -62,10 +62,10 @@ def test_of_a_log_the_newest_parts_stay(tmp_path: Path) -> None:
     for number in range(5):
         with log.open("ab") as file:
             file.write(b"%d\n" % number * 100)
-        assert cut_log(log, 100, kept=2) and log.read_bytes() == b""
-    assert [part.name for part in parts_of(log)] == ["a.log.000004.gz", "a.log.000005.gz"]
-    assert not cut_log(log, 100) and not cut_log(tmp_path / "none.log", 100)
-    assert set(lines_of(log)) == {b"3\n", b"4\n"}
+        assert rotate_log(log, 100, kept=2) and log.read_bytes() == b""
+    assert [part.name for part in rotated_files(log)] == ["a.log.000004.gz", "a.log.000005.gz"]
+    assert not rotate_log(log, 100) and not rotate_log(tmp_path / "none.log", 100)
+    assert set(read_all_lines(log)) == {b"3\n", b"4\n"}
 
 
 def test_a_log_is_as_it_was_where_there_is_no_room_for_its_part(
@@ -79,7 +79,7 @@ def test_a_log_is_as_it_was_where_there_is_no_room_for_its_part(
 
     monkeypatch.setattr(log_rotation.shutil, "copyfileobj", full)
     with pytest.raises(OSError, match="No space"):
-        cut_log(log, 100)
+        rotate_log(log, 100)
     assert list(tmp_path.iterdir()) == [log] and log.read_bytes() == b"line\n" * 100
 
 
@@ -92,36 +92,39 @@ def test_a_part_counts_once_while_it_is_compressed_and_damage_hides_no_other(
     path.write_bytes(b"4\n")
     for name in ("spans.jsonl.backup", "spans.jsonl.1", "other.jsonl.000009"):
         (tmp_path / name).write_bytes(b"no part\n")
-    compress(path.with_name("spans.jsonl.000001"))
+    compress_rotated_file(path.with_name("spans.jsonl.000001"))
     # Killed before it could remove what it has compressed.
     path.with_name("spans.jsonl.000002.gz").write_bytes(gzip.compress(b"2\n"))
-    assert list(lines_of(path)) == [b"1\n", b"2\n", b"3\n", b"4\n"]
-    assert [read_part(part) for part in parts_of(path)] == [b"1\n", b"2\n", b"3\n"]
+    assert list(read_all_lines(path)) == [b"1\n", b"2\n", b"3\n", b"4\n"]
+    assert [read_rotated_file(part) for part in rotated_files(path)] == [b"1\n", b"2\n", b"3\n"]
     os.truncate(path.with_name("spans.jsonl.000002.gz"), 5)
-    assert list(lines_of(path)) == [b"1\n", b"3\n", b"4\n"]
-    assert list(lines_of(tmp_path / "nothing")) == [] and parts_of(tmp_path / "no/folder") == []
+    assert list(read_all_lines(path)) == [b"1\n", b"3\n", b"4\n"]
+    assert (
+        list(read_all_lines(tmp_path / "nothing")) == []
+        and rotated_files(tmp_path / "no/folder") == []
+    )
 
 
 def test_a_keeper_looks_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = threading.Event()
     monkeypatch.setattr(log_rotation, "_LOOK_S", 0.01)
-    monkeypatch.setattr(log_rotation, "PART_BYTES", 100)
-    real = log_rotation.cut_log
-    monkeypatch.setattr(log_rotation, "cut_log", lambda path: real(path) and cut.set())
-    keeper = Keeper([tmp_path / "none.log"])
+    monkeypatch.setattr(log_rotation, "ROTATION_BYTES", 100)
+    real = log_rotation.rotate_log
+    monkeypatch.setattr(log_rotation, "rotate_log", lambda path: real(path) and cut.set())
+    keeper = LogRotator([tmp_path / "none.log"])
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 101)
     keeper.add(log)
     assert cut.wait(60)
     keeper.close()
-    assert [part.name for part in parts_of(log)] == ["a.log.000001.gz"]
+    assert [part.name for part in rotated_files(log)] == ["a.log.000001.gz"]
 
 
 @pytest.mark.parametrize(("name", "known"), [("actor.log", True), ("terminal.txt", False)])
 def test_a_process_knows_its_own_log(tmp_path: Path, name: str, known: bool) -> None:
     code = (
-        "import sys; from relax_hpc.base.log_rotation import own_log; "
-        "sys.stderr.write(str(own_log()))"
+        "import sys; from relax_hpc.base.log_rotation import find_own_log; "
+        "sys.stderr.write(str(find_own_log()))"
     )
     with (tmp_path / name).open("ab") as file:
         words = [sys.executable, "-c", code]
@@ -129,4 +132,4 @@ def test_a_process_knows_its_own_log(tmp_path: Path, name: str, known: bool) -> 
             words, stdout=file, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
     assert (str(tmp_path / name) in done.stderr) == known
-    assert own_log() == [] or own_log()[0].suffix == ".log"
+    assert find_own_log() == [] or find_own_log()[0].suffix == ".log"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.base.log_rotation import cut_own, lines_of, parts_of
+from relax_hpc.base.log_rotation import read_all_lines, rotate_closed_file, rotated_files
 from relax_hpc.base.metrics import spans as spans_module
 from relax_hpc.base.metrics.read_spans import (
     merge_intervals,
@@ -20,7 +20,7 @@ from relax_hpc.base.metrics.read_spans import (
     read_spans,
     union_length,
 )
-from relax_hpc.base.metrics.spans import Spans, process_began
+from relax_hpc.base.metrics.spans import Spans, process_start_time
 
 INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
 
@@ -168,22 +168,24 @@ def test_union_length_grows_with_intervals_up_to_the_window(some, more):
 
 
 def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(spans_module, "ROTATION_BYTES", 2000)
     monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
     path = tmp_path / "logs/rollout/inc-000001/spans-rollout-0.jsonl"
-    spans = Spans(path, "rollout", process_began())
+    spans = Spans(path, "rollout", process_start_time())
     for step in range(100):
         with spans("generate", step=step):
             pass
     spans.close()
     for thread in [one for one in threading.enumerate() if one.name == "parts"]:
         thread.join(60)
-    assert len(parts_of(path)) > 3 and all(part.suffix == ".gz" for part in parts_of(path))
+    assert len(rotated_files(path)) > 3 and all(
+        part.suffix == ".gz" for part in rotated_files(path)
+    )
     assert path.stat().st_size < 4000
     (process,) = read_processes(tmp_path)
     assert [span.step for span in process.spans if span.what == "generate"] == list(range(100))
     assert process.ended and process.began == pytest.approx(time.time(), abs=3600)
-    for old in parts_of(path)[:2]:
+    for old in rotated_files(path)[:2]:
         old.unlink()
     (fewer,) = read_processes(tmp_path)
     assert fewer.began == pytest.approx(process.began, abs=0.01), "each part has its time"
@@ -191,7 +193,7 @@ def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_cut_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(spans_module, "PART_BYTES", 500)
+    monkeypatch.setattr(spans_module, "ROTATION_BYTES", 500)
     monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
     monkeypatch.setattr(
         Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -201,7 +203,7 @@ def test_what_cannot_be_cut_grows(tmp_path, monkeypatch):
         with spans("generate", step=step):
             pass
     spans.close()
-    assert parts_of(tmp_path / "spans-rollout-0.jsonl") == []
+    assert rotated_files(tmp_path / "spans-rollout-0.jsonl") == []
     lines = (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"generate"' in line] == list(range(20))
 
@@ -210,8 +212,10 @@ def test_parts_that_are_cut_at_once_are_all_compressed(tmp_path):
     path = tmp_path / "spans.jsonl"
     for step in range(50):
         path.write_text(f"{step}\n" * 1000)
-        cut_own(path, kept=100)
+        rotate_closed_file(path, kept=100)
     for thread in [one for one in threading.enumerate() if one.name == "parts"]:
         thread.join(60)
-    assert len(parts_of(path)) == 50 and all(part.suffix == ".gz" for part in parts_of(path))
-    assert list(lines_of(path))[::1000] == [f"{step}\n".encode() for step in range(50)]
+    assert len(rotated_files(path)) == 50 and all(
+        part.suffix == ".gz" for part in rotated_files(path)
+    )
+    assert list(read_all_lines(path))[::1000] == [f"{step}\n".encode() for step in range(50)]

@@ -24,7 +24,7 @@ from relax_hpc.cluster.supervise.processes import Processes
 from relax_hpc.cluster.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.process import STOP_SIGNALS
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.queue.client.status import Status
@@ -224,7 +224,7 @@ class World:
 
     def end_the_actor(self) -> None:
         """It has done its work."""
-        leave_mark(self.run.exit_mark("actor", 1, "actor"))
+        write_exit_mark(self.run.exit_mark("actor", 1, "actor"))
         self.supervisor.roll.here["actor"].members[0].process.kill()
 
     def go_on_in_a_job(self) -> None:
@@ -233,7 +233,7 @@ class World:
         if self.supervisor.roll.elsewhere and not self.supervisor.roll.here.keys() & {"rollout"}:
             incarnation = claim_incarnation(self.run, "rollout")
             self.run.logs("rollout", incarnation).mkdir(parents=True)
-            leave_mark(self.run.exit_mark("rollout", incarnation, "rollout"))
+            write_exit_mark(self.run.exit_mark("rollout", incarnation, "rollout"))
 
     # -- the supervisor ----------------------------------------------------------------------------
 

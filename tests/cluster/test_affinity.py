@@ -29,12 +29,12 @@ from relax_hpc.config.load import dump
 from relax_hpc.net.rendezvous.affinity import (
     Core,
     Rank,
-    cores,
+    divide_cores,
     domains_of_gpus,
+    list_ranks_of_node,
     numa_of_gpus,
-    numbers,
-    ranks_on_a_node,
-    shares,
+    parse_cpu_list,
+    read_cores,
 )
 from tests.cluster.test_render import SIZES, gpus_of, nodes_of
 from tests.helpers.slurm_sandbox import private_sandbox
@@ -59,7 +59,7 @@ def test_shares_are_whole_cores_and_nobody_elses(
 ) -> None:
     ranks = [Rank("r", number, weight, domain) for number, (weight, domain) in enumerate(wanted)]
     machine = node(sockets, each, threads)
-    found = shares(machine, ranks)
+    found = divide_cores(machine, ranks)
     if len(machine) < len(ranks):
         assert found == {}
         return
@@ -79,8 +79,8 @@ def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
     for group in config.groups:
         if group == "hub":
             continue
-        found = shares(
-            machine, ranks_on_a_node(config, group, domains_of_gpus(config, group, machine))
+        found = divide_cores(
+            machine, list_ranks_of_node(config, group, domains_of_gpus(config, group, machine))
         )
         taken = [cpu for share in found.values() for cpu in share]
         assert len(taken) == len(set(taken)) and {role for role, _ in found} == set(
@@ -100,10 +100,10 @@ def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
         [], {"layout": "jobs", "model.device": "cuda", "groups": groups, "actor.parallel.data": 2}
     )
     machine = node(2, 32)
-    ranks = ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    ranks = list_ranks_of_node(config, "actor", domains_of_gpus(config, "actor", machine))
     assert [rank.domain for rank in ranks] == [0, 0]
     config.model.device = "cpu"
-    ranks = ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    ranks = list_ranks_of_node(config, "actor", domains_of_gpus(config, "actor", machine))
     assert [rank.domain for rank in ranks] == [0, 1]
 
 
@@ -122,8 +122,8 @@ def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket(
         [], {"layout": "jobs", "model.device": "cuda", "groups": groups | {"rollout": None}} | sizes
     )
     machine = node(2, 32)
-    found = shares(
-        machine, ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    found = divide_cores(
+        machine, list_ranks_of_node(config, "actor", domains_of_gpus(config, "actor", machine))
     )
     assert [len(found["rollout", 0] & set(range(first, first + 32))) for first in (0, 32)] == [
         16,
@@ -141,8 +141,8 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
         (numa / f"node{number}").mkdir(parents=True)
         (numa / f"node{number}/cpulist").write_text(text)
     both = [Core((0, 4), 0), Core((1, 5), 0), Core((2, 6), 1), Core((3, 7), 1)]
-    assert cores(set(range(8)), cpus, numa) == both
-    assert cores({1, 3, 7}, cpus, numa) == [Core((1,), 0), Core((3, 7), 1)], (
+    assert read_cores(set(range(8)), cpus, numa) == both
+    assert read_cores({1, 3, 7}, cpus, numa) == [Core((1,), 0), Core((3, 7), 1)], (
         "of those that it may use"
     )
     for minor, (bus, where) in enumerate(
@@ -158,9 +158,9 @@ def test_the_machine_says_where_cores_and_gpus_are(tmp_path: Path) -> None:
         1,
     ]
     assert numa_of_gpus({}, tmp_path / "none", pci) == []
-    assert (numbers("0-2,8\n"), numbers("\n")) == ([0, 1, 2, 8], [])
+    assert (parse_cpu_list("0-2,8\n"), parse_cpu_list("\n")) == ([0, 1, 2, 8], [])
     assert {
-        cpu for core in cores(os.sched_getaffinity(0)) for cpu in core.cpus
+        cpu for core in read_cores(os.sched_getaffinity(0)) for cpu in core.cpus
     } == os.sched_getaffinity(0)
 
 
@@ -188,10 +188,10 @@ def test_srun_options_are_the_sites_but_for_ours() -> None:
 TAKE = """\
 import json, os, pathlib, resource, sys, time
 from relax_hpc.config import load_resolved
-from relax_hpc.net.rendezvous.affinity import take_share
+from relax_hpc.net.rendezvous.affinity import bind_to_share
 folder, role = pathlib.Path(sys.argv[1]), sys.argv[2]
 before = sorted(os.sched_getaffinity(0))
-take_share(load_resolved(folder), "forward", role)
+bind_to_share(load_resolved(folder), "forward", role)
 facts = {"before": before, "after": sorted(os.sched_getaffinity(0))}
 facts["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 name = f"{role}-{os.environ['SLURM_PROCID']}"
@@ -321,8 +321,9 @@ def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
         for step in picked(own):
             assert step == {(socket, core) for socket in range(2) for core in range(32)}
         machine = node(2, 32)
-        found = shares(
-            machine, ranks_on_a_node(config, "forward", domains_of_gpus(config, "forward", machine))
+        found = divide_cores(
+            machine,
+            list_ranks_of_node(config, "forward", domains_of_gpus(config, "forward", machine)),
         )
         assert sorted(cpu for share in found.values() for cpu in share) == list(range(64))
 

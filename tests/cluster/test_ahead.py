@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.base import cuda_context
-from relax_hpc.base.cuda_context import has_context
+from relax_hpc.base.cuda_context import has_cuda_context
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.supervise import leftovers
 from relax_hpc.cluster.supervise.group import Member
@@ -201,7 +201,7 @@ def test_nothing_is_started_ahead_unless_it_is_asked_for_and_for_nobody_who_has_
 RANK = """
 import argparse, json, os, sys, threading
 from pathlib import Path
-from relax_hpc.net.rendezvous.process import die_with_parent, Flag
+from relax_hpc.net.rendezvous.process import die_with_parent, SignalFlag
 from relax_hpc.roles import start_ahead as ahead
 from relax_hpc.base.rundir import RunDir
 die_with_parent()
@@ -213,7 +213,7 @@ def imports():
 args = argparse.Namespace(group="actor", incarnation=2, role="actor", deadline=None)
 score = Path("/proc/self/oom_score_adj").read_text()
 try:
-    ahead.wait_to_begin(RunDir(sys.argv[1]), args, imports, True, Flag())
+    ahead.wait_to_begin(RunDir(sys.argv[1]), args, imports, True, SignalFlag())
 except ahead.NotNeededError as error:
     print(error)
     sys.exit(0)
@@ -361,9 +361,9 @@ def test_a_context_on_any_gpu_is_seen_whoever_made_it(
     active: list[int] | None, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch is not asked: MPI and Triton make contexts that it does not know of."""
-    assert not has_context(), "no driver is loaded here, and asking loads none"
+    assert not has_cuda_context(), "no driver is loaded here, and asking loads none"
     monkeypatch.setattr(cuda_context.ctypes, "CDLL", lambda name, mode: Driver(active))
-    assert has_context() == found
+    assert has_cuda_context() == found
 
 
 def test_a_rank_whose_imports_take_a_gpu_waits_for_nobody(run: RunDir) -> None:

@@ -24,7 +24,7 @@ from relax_hpc.cluster.supervise.group_table import Roll
 from relax_hpc.cluster.supervise.requests import asked_to_stop
 from relax_hpc.cluster.supervise.supervisor import RELEASED
 from relax_hpc.config import Config
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -279,7 +279,7 @@ def test_a_job_that_was_cancelled_long_ago_stays_cancelled(hub: GroupJob, fake: 
     """slurmctld has forgotten how it ended; its roles have left their marks."""
     number = claim_incarnation(hub.run, "actor")
     hub.run.logs("actor", number).mkdir(parents=True)
-    leave_mark(hub.run.exit_mark("actor", number, "actor"), 75, "asked to stop", stopped=True)
+    write_exit_mark(hub.run.exit_mark("actor", number, "actor"), 75, "asked to stop", stopped=True)
     ended(fake, "7", "")
     assert looked(hub, "actor") == []
 

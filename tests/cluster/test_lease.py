@@ -170,7 +170,7 @@ def test_an_outage_of_any_length_counts_for_nobody(
     can be read."""
     run, clock, out = make_run(tmp_path / "run"), [0.0], [errno.EROFS]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(module, "probe", lambda *_: {"errno": out[0]} if out else {})
+    monkeypatch.setattr(module, "probe_folder", lambda *_: {"errno": out[0]} if out else {})
     claim_incarnation(run, "supervisor")
     lease = Lease(run, "supervisor", LIMITS, "b")
     lease.path.write_text('{"incarnation": 1}')

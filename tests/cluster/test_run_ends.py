@@ -17,8 +17,8 @@ from relax_hpc.commands.program import main
 from relax_hpc.config import load_resolved
 from relax_hpc.config.groups import roles_of
 from relax_hpc.net.rendezvous import life_signs
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
-from relax_hpc.net.rendezvous.life_signs import identity
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
+from relax_hpc.net.rendezvous.life_signs import process_identity
 from relax_hpc.ops.observe import listing
 from relax_hpc.ops.observe.status import status
 from tests.helpers.command_helpers import (  # noqa: F401
@@ -56,7 +56,7 @@ def test_the_end_of_a_run_is_known_at_once(
     run = make_run(tmp_path / "runs" / "a", "local")
     assert main(["status", str(run.root)]) == EXIT_RETRY
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
-        sign = identity() | {"pid": process.pid, "born": life_signs._born(process.pid)}
+        sign = process_identity() | {"pid": process.pid, "born": life_signs._born(process.pid)}
         for name in GROUPS:
             incarnation = begin(run, name)
             beat = run.rendezvous(name) / f"beat-{name}.json"
@@ -65,7 +65,9 @@ def test_the_end_of_a_run_is_known_at_once(
         assert main(["status", str(run.root)]) == main(["list", str(tmp_path)]) == 0
         for name in GROUPS if sign_of_end == "marks" else ():
             for role in roles_of(load_resolved(run.root), name):
-                leave_mark(run.exit_mark(name, incarnation, role), 75, "ended by its supervisor")
+                write_exit_mark(
+                    run.exit_mark(name, incarnation, role), 75, "ended by its supervisor"
+                )
         process.kill() if sign_of_end == "gone" else None
     if stop:
         requests.ask_to_stop(run, *stop)

@@ -15,7 +15,7 @@ from relax_hpc.cluster.slurm.node_check import exclude_option
 from relax_hpc.cluster.slurm.silent_groups import Silence
 from relax_hpc.cluster.slurm.submissions import Entry, Ledger
 from relax_hpc.config import Config
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 
 
@@ -154,7 +154,7 @@ def test_a_group_that_has_begun_again_is_none_of_its_business(world: World) -> N
 def test_a_group_that_ended_in_order_is_not_silent(world: World, stopped: bool) -> None:
     mark = world.run.exit_mark("rollout", 1, "rollout")
     mark.parent.mkdir(parents=True)
-    leave_mark(mark, 75, "asked to stop" if stopped else "a peer is gone", stopped)
+    write_exit_mark(mark, 75, "asked to stop" if stopped else "a peer is gone", stopped)
     world.sleep(100.0)
     assert world.told == ([] if stopped else REPLACED)
 

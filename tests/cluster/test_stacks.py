@@ -20,12 +20,12 @@ from relax_hpc.cluster.slurm.steps import Steps
 from relax_hpc.cluster.supervise import group
 from relax_hpc.cluster.supervise.group import Member
 from relax_hpc.cluster.supervise.processes import Processes
-from relax_hpc.net.rendezvous.process import shows_stacks
+from relax_hpc.net.rendezvous.process import handles_stack_signal
 from tests.helpers.fake_slurm import FakeSlurm
 
 CODE = """
 import ctypes, subprocess, sys, threading
-from relax_hpc.net.rendezvous.process import show_stacks
+from relax_hpc.net.rendezvous.process import install_stack_dump
 
 def waits():
     threading.Event().wait()
@@ -37,7 +37,7 @@ def hangs():
 
 threading.Thread(target=waits, daemon=True).start()
 engine = subprocess.Popen(["/bin/sleep", "600"])
-show_stacks()
+install_stack_dump()
 print("ready", engine.pid, file=sys.stdout, flush=True)
 hangs()
 """
@@ -95,9 +95,9 @@ def test_one_that_is_stopped_is_not_waited_for(
 
 def test_who_handles_the_signal_is_known() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as process:
-        assert not shows_stacks(process.pid)
+        assert not handles_stack_signal(process.pid)
         process.kill()
-    assert not shows_stacks(process.pid)
+    assert not handles_stack_signal(process.pid)
 
 
 def test_the_steps_of_a_group_are_signalled_by_slurm(
@@ -105,7 +105,7 @@ def test_the_steps_of_a_group_are_signalled_by_slurm(
 ) -> None:
     """srun would not pass it on, and may be on a node that is gone."""
     monkeypatch.setattr(group, "_STACKS_S", 0.0)
-    monkeypatch.setattr(group, "in_thread", lambda act: act())
+    monkeypatch.setattr(group, "run_in_thread", lambda act: act())
     slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
     steps = {
         "7.3": "actor.actor.i000002",

@@ -17,9 +17,9 @@ from relax_hpc.cluster.supervise.lease import Lease, holder_of, outcome_of
 from relax_hpc.cluster.supervise.requests import Request
 from relax_hpc.commands.run_setup import check_resumable, reopen
 from relax_hpc.config import Config, dump, load_resolved
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import (
-    Card,
+    GroupCard,
     claim_incarnation,
     latest_card,
     latest_incarnation,
@@ -76,7 +76,7 @@ def test_a_stop_that_nobody_asked_for_is_none_and_a_right_one_takes_its_place(ru
 @pytest.mark.parametrize("content", [*ODD, WRONG])
 def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
     assert claim_incarnation(run, "actor") == 1
-    publish_card(run, Card("actor", 1, [{"node": "n1"}]))
+    publish_card(run, GroupCard("actor", 1, [{"node": "n1"}]))
     folder = run.rendezvous("actor")
     for name in (
         "inc-000002.json",
@@ -90,7 +90,7 @@ def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
     leave(run.exit_mark("actor", 1, "actor"), content)
     config = Config()
     assert (
-        latest_card(run, "actor") == Card("actor", 1, [{"node": "n1"}])
+        latest_card(run, "actor") == GroupCard("actor", 1, [{"node": "n1"}])
         and _nodes(run, "actor", 1) == 1
     )
     assert latest_incarnation(run, "actor") == 1 and latest_incarnation(run, "notes") == 0
@@ -108,7 +108,7 @@ def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
     )
     assert status(run, 0.1)["groups"]["actor"]["state"] in ("absent", "ended")
     if content is not None:
-        leave_mark(run.exit_mark("actor", 1, "actor"), 75, "it says so")
+        write_exit_mark(run.exit_mark("actor", 1, "actor"), 75, "it says so")
         assert launch_records.read_mark(run, "actor", 1, "actor")["code"] == 75
 
 
@@ -191,7 +191,7 @@ def test_a_change_that_is_none_is_left_out_and_said(run, capsys, content):
     ],
 )
 def test_a_client_outlives_cards_that_lead_nowhere(run, endpoint):
-    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], endpoint))
+    publish_card(run, GroupCard("hub", claim_incarnation(run, "hub"), [], endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         asked = actor.connection.submit("resume", timeout=20.0, step=0)
         leave(run.rendezvous("hub") / "inc-000009.json", b"{")

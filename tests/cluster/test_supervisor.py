@@ -23,7 +23,7 @@ from relax_hpc.cluster.supervise.group import Unavailable
 from relax_hpc.cluster.supervise.launch_records import read_mark
 from relax_hpc.cluster.supervise.supervisor import Outcome
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.queue.client.status import Status
 from tests.cluster.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
@@ -103,7 +103,7 @@ def test_a_group_that_dies_comes_back_while_the_others_go_on(
 def test_one_role_of_several_takes_its_group_along(world: World) -> None:
     world.config.groups["both"] = GroupConfig(roles=["actor", "reference"])
     world.on_start = lambda name, incarnation: (
-        incarnation == 1 and leave_mark(world.run.exit_mark("both", 1, "actor"), 75, "oh")
+        incarnation == 1 and write_exit_mark(world.run.exit_mark("both", 1, "actor"), 75, "oh")
     )
     world.plans = {"both": ["lives", "done:0"]}
 

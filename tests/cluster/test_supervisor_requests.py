@@ -15,7 +15,7 @@ from relax_hpc.cluster.supervise.group import Incarnation, Member, Unavailable
 from relax_hpc.cluster.supervise.launch_records import Launch, read_mark
 from relax_hpc.cluster.supervise.supervisor import RELEASED, Outcome
 from relax_hpc.config.groups import roles_of
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from tests.cluster.supervisor_helpers import Adopted, World, world_fixture  # noqa: F401
 
@@ -91,7 +91,7 @@ def test_what_runs_is_taken_over_and_watched_by_its_marks(world: World) -> None:
     group = adopted(world, "rollout")
     world.plans = {"rollout": ["done:0"]}
     fail = world.once(
-        lambda: leave_mark(
+        lambda: write_exit_mark(
             world.run.exit_mark("rollout", group.incarnation, "rollout"), 75, "lost its node"
         )
     )
@@ -102,7 +102,7 @@ def test_what_runs_is_taken_over_and_watched_by_its_marks(world: World) -> None:
 def test_what_was_done_before_is_not_started_again(world: World) -> None:
     incarnation = claim_incarnation(world.run, "rollout")
     world.run.logs("rollout", incarnation).mkdir(parents=True)
-    leave_mark(world.run.exit_mark("rollout", incarnation, "rollout"))
+    write_exit_mark(world.run.exit_mark("rollout", incarnation, "rollout"))
     assert world.supervise("rollout") is Outcome.FINISHED
     assert world.started == []
 

@@ -20,7 +20,7 @@ from relax_hpc.net.rendezvous.process import END_SIGNAL, STOP_SIGNALS
 
 PROGRAM = """
 import os, signal, sys, time
-from relax_hpc.net.rendezvous.process import STOP_SIGNALS, watched
+from relax_hpc.net.rendezvous.process import STOP_SIGNALS, run_watched
 
 def say(*words):
     print(*words, flush=True)
@@ -48,7 +48,7 @@ def ended(code):
     return None if lives else 7
 
 what = sys.argv[1]
-sys.exit(watched(work, ended))
+sys.exit(run_watched(work, ended))
 """
 Start = Callable[..., subprocess.Popen]
 
@@ -169,9 +169,9 @@ def test_the_child_dies_with_its_watcher(start: Start) -> None:
 
 STORM = """
 import sys
-from relax_hpc.net.rendezvous.process import on_terminate
+from relax_hpc.net.rendezvous.process import flag_stop_signals
 
-stop = on_terminate(at_once=False, led="led" in sys.argv)
+stop = flag_stop_signals(at_once=False, led="led" in sys.argv)
 for line in sys.stdin:
     print("asked to stop" if stop.is_set() else "goes on", flush=True)
 """

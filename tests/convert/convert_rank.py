@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training import parallel
 from relax_hpc.training.checkpoint.strategy import StateWriter
 from relax_hpc.training.models.batches import collate
@@ -81,7 +81,7 @@ def check(folder: Path, name: str, split: str) -> None:
         torch.testing.assert_close(
             whole(logits, layout.tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0
         )
-    channel, target = Channel(60.0), folder / f"{name}-{split}"
+    channel, target = RankChannel(60.0), folder / f"{name}-{split}"
     if channel.rank == 0:
         target.mkdir()
     channel.gather(None)

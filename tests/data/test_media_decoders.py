@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.base.content_id import id_of
+from relax_hpc.base.content_id import hash_content
 from relax_hpc.data.multimodal import frame_reader
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.frame_reader import Video, read_video
@@ -396,7 +396,9 @@ def test_a_worker_stores_what_this_process_decodes(tmp_path: Path) -> None:
             await pool.close()
 
     media = [(kind, path) for path in (video, turned) for kind in (Kind.VIDEO, Kind.AUDIO)]
-    assert asyncio.run(ids()) == [id_of(load(kind, path, RULES).to_bytes()) for kind, path in media]
+    assert asyncio.run(ids()) == [
+        hash_content(load(kind, path, RULES).to_bytes()) for kind, path in media
+    ]
 
 
 def refusal(kind: Kind, path: Path) -> Reason:

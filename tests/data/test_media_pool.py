@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_hpc.base.content_id import id_of
+from relax_hpc.base.content_id import hash_content
 from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import load
@@ -62,7 +62,9 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
             (Kind.IMAGE, PNG),
         ):
             here, there = load(kind, source, RULES), await pool.load(kind, source)
-            assert bytes(there.blob) == here.to_bytes() and there.media_id == id_of(here.to_bytes())
+            assert bytes(there.blob) == here.to_bytes() and there.media_id == hash_content(
+                here.to_bytes()
+            )
             assert there.header == here.header == await pool.header(kind, source)
             assert np.array_equal(there.medium.data, here.data)
         with pytest.raises(BadMedium, match=r"missing_file.*gone"):

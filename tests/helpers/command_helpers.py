@@ -19,7 +19,7 @@ from relax_hpc.cluster.supervise.launch_records import Launch, record
 from relax_hpc.cluster.supervise.requests import Request
 from relax_hpc.commands import resubmit, stop
 from relax_hpc.config import dump, load
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.ops.observe import logs
 from tests.helpers.fake_slurm import FakeSlurm
 
@@ -74,7 +74,7 @@ def begin(run: RunDir, name: str, job: str = "", beat_age_s: float | None = 0.0)
     """An incarnation of a group, with a beat that is so old; its incarnation."""
     incarnation = claim_incarnation(run, name)
     record(run, name, incarnation, Launch(1, (0, 0, 0), job))
-    publish_card(run, Card(name, incarnation, [{"pid": 1, "node": "node1"}]))
+    publish_card(run, GroupCard(name, incarnation, [{"pid": 1, "node": "node1"}]))
     if beat_age_s is not None:
         beat = {
             "time": time.time() - beat_age_s,

@@ -18,9 +18,9 @@ import numpy as np
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, Durability, optional_groups
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.net.transport.sockets import Connection, connect, wake
-from relax_hpc.net.transport.wire import purpose_of
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import FrameConnection, connect, wake_listener
+from relax_hpc.net.transport.wire import controller_purpose
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.controller.snapshots import RECORDS
@@ -71,7 +71,7 @@ def serve_here(
     controller = Controller(
         run, Plan.of(config or small()), incarnation, snapshot_every=snapshot_every, gathers=gathers
     )
-    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
+    publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     controller.serve(lambda: False)
 
 
@@ -84,7 +84,7 @@ def in_thread(
     controller = Controller(
         run, Plan.of(config), incarnation, durability=durability, snapshot_every=snapshot_every
     )
-    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
+    publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     thread = threading.Thread(target=lambda: controller.serve(stop.is_set))
     thread.start()
@@ -92,17 +92,17 @@ def in_thread(
         yield controller
     finally:
         stop.set()
-        wake(controller.endpoint, 10.0)
+        wake_listener(controller.endpoint, 10.0)
         thread.join(timeout=60)
         controller.close()
 
 
-def dial(run: RunDir, endpoint: str, incarnation: int) -> Connection:
+def dial(run: RunDir, endpoint: str, incarnation: int) -> FrameConnection:
     """A connection of who holds the run's token to the controller of this hub incarnation."""
-    return connect(endpoint, run.token(), purpose_of(incarnation), 10.0)
+    return connect(endpoint, run.token(), controller_purpose(incarnation), 10.0)
 
 
-def next_payload(connection: Connection, seconds: float = 5.0) -> memoryview:
+def next_payload(connection: FrameConnection, seconds: float = 5.0) -> memoryview:
     """What comes first. TimeoutError: nothing does."""
     connection.socket.settimeout(seconds)
     while not (payloads := connection.payloads(1)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relax_hpc.algorithms import Grpo
-from relax_hpc.base.fields import FIELDS, ROUTES, declare
+from relax_hpc.base.fields import FIELDS, ROUTES, declare_fields
 from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.config.schema import ActorConfig, ModelConfig, RoutingReplay
 from relax_hpc.queue.row_schema import Row
@@ -36,7 +36,7 @@ def declared_fixture() -> Iterator[None]:
 @contextmanager
 def declared() -> Iterator[None]:
     known = dict(FIELDS)
-    declare("model.routing_replay", (ROUTES,))
+    declare_fields("model.routing_replay", (ROUTES,))
     yield
     FIELDS.clear()
     FIELDS.update(known)

@@ -31,7 +31,7 @@ from relax_hpc.config.schema import (
     ParallelConfig,
     TinyModelConfig,
 )
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.lengths import packed
 from relax_hpc.queue.plan import GENERATED, Plan
 from relax_hpc.queue.row_schema import Row
@@ -298,8 +298,8 @@ class Peak(TorchDispatchMode):
 
 START = """
 from runpy import run_module
-from relax_hpc.base.imports import many_imports
-with many_imports(for_good=True):
+from relax_hpc.base.imports import fast_imports
+with fast_imports(for_good=True):
     import {module}
     from relax_hpc.training.parallel import import_libraries
     import_libraries("cpu", None, trains=True)
@@ -348,7 +348,7 @@ def ends(world: int, *args: object, timeout_s: float, module: str) -> tuple[list
 def save(directory: Path, ours: Trainer, meta: dict[str, Any]) -> str:
     """A checkpoint, written when this returns; the digest of its marker."""
     digests: list[str] = []
-    saver = Saver(ours, Channel(60.0), 60.0)
+    saver = Saver(ours, RankChannel(60.0), 60.0)
     saver.save(directory, meta, digests.append)
     saver.settle()
     return digests[0] if digests else ""
@@ -356,4 +356,4 @@ def save(directory: Path, ours: Trainer, meta: dict[str, Any]) -> str:
 
 def load(directory: Path, ours: Trainer, digest: str | None = None) -> dict[str, Any]:
     """Its meta."""
-    return store.load(directory, ours, Channel(60.0), digest)
+    return store.load(directory, ours, RankChannel(60.0), digest)

@@ -9,7 +9,7 @@ import torch
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.training.weights.file_form import FileForm
 from relax_hpc.training.weights.publisher import Publisher
@@ -45,7 +45,7 @@ class Source:
         self.publisher = Publisher(
             run,
             client,
-            lambda: Channel(WAIT_S),
+            lambda: RankChannel(WAIT_S),
             store.planes,
             store.pool,
             described,

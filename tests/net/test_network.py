@@ -135,9 +135,9 @@ RANK = """
 import os, signal, sys
 from relax_hpc.config.schema import MpiConfig
 from relax_hpc.net.rendezvous.process import die_with_parent
-from relax_hpc.net.rendezvous.world import join
+from relax_hpc.net.rendezvous.world import join_world
 die_with_parent()
-world = join("127.0.0.1", 3, MpiConfig(), 60.0)
+world = join_world("127.0.0.1", 3, MpiConfig(), 60.0)
 assert "mpi4py" not in sys.modules and "RELAX_MEETING" not in os.environ
 assert [card["node"] for card in world.cards] == [world.cards[0]["node"]] * 3
 assert world.cards[world.rank]["pid"] == os.getpid() and world.local_rank == world.rank
@@ -196,7 +196,7 @@ def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
     requires("mpi")
     script = (
         "import sys; from relax_hpc.config.schema import MpiConfig; from "
-        "relax_hpc.net.rendezvous.world import join\n"
+        "relax_hpc.net.rendezvous.world import join_world\n"
     )
     script += "world = join('127.0.0.1', 3, MpiConfig(), 60.0)\n"
     script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
@@ -251,7 +251,7 @@ def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
         "from relax_hpc.config.schema import MpiConfig; from relax_hpc.base.errors import "
         "RelaxError\n"
     )
-    script += "from relax_hpc.net.rendezvous.world import join\n"
+    script += "from relax_hpc.net.rendezvous.world import join_world\n"
     script += f"try: join('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
     script += "except RelaxError as error: print(type(error).__name__, error)"
     paths = [str(tmp_path)] * bool(library) + [str(Path(__file__).parents[2])]
@@ -324,9 +324,11 @@ def test_ranks_look_for_each_other_for_less_than_they_may_take_to_begin(
     """Less what they have taken for imports, from a slow filesystem."""
     config, limit_s = Config(), Config().liveness.start_timeout_s
     for age_s in (0.0, limit_s / 4):
-        monkeypatch.setattr(spans, "process_began", lambda age_s=age_s: time.monotonic() - age_s)
+        monkeypatch.setattr(
+            spans, "process_start_time", lambda age_s=age_s: time.monotonic() - age_s
+        )
         assert 0.5 * limit_s < meeting_s(config) + age_s < 0.8 * limit_s
-    monkeypatch.setattr(spans, "process_began", lambda: time.monotonic() - limit_s)
+    monkeypatch.setattr(spans, "process_start_time", lambda: time.monotonic() - limit_s)
     assert meeting_s(config) > 0.0
 
 

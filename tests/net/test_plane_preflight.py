@@ -24,13 +24,13 @@ from relax_hpc.net.transport import (
     plane_check,
 )
 from relax_hpc.net.transport.plane_check import (
-    Trial,
-    best,
+    PlaneTrial,
+    choose_planes,
+    describe_missing,
+    format_trials,
     make_offer,
-    missing,
-    table,
     try_offers,
-    withdraw,
+    withdraw_offer,
 )
 from tests.helpers.plane_helpers import ROOT, TOKEN, WAIT_S
 
@@ -95,7 +95,7 @@ class Odd(Plane):
         self.ending.set()
 
 
-def try_odd(how: str) -> Trial:
+def try_odd(how: str) -> PlaneTrial:
     """One trial of ``Odd(how)``; the maker's is sound."""
     offer = make_offer("b/0", {"odd": Odd("")})
     plane = Odd(how)
@@ -123,7 +123,10 @@ def test_real_planes_of_real_processes_are_tried():
         trial.reader == "rollout/0" and trial.path == trial.plane for trial in trials if trial.ok
     )
     assert all(0 < trial.seconds < TIMEOUT_S for trial in trials if trial.ok)
-    assert best(trials) == {("rollout/0", "actor/0"): "shm", ("rollout/0", "actor/1"): "shm"}
+    assert choose_planes(trials) == {
+        ("rollout/0", "actor/0"): "shm",
+        ("rollout/0", "actor/1"): "shm",
+    }
     assert {trial.why for trial in trials if not trial.ok} == {
         f"actor/{n}: {ABSENT['rdma']}" for n in (0, 1)
     }
@@ -137,9 +140,9 @@ def test_withdrawn_offers_and_other_tokens_are_told_apart():
     ):
         offer = make_offer("b", theirs)
         refused = try_offers("a", strange, [offer], TIMEOUT_S)
-        assert not any(trial.ok for trial in refused) and best(refused) == {("a", "b"): ""}
+        assert not any(trial.ok for trial in refused) and choose_planes(refused) == {("a", "b"): ""}
         assert all(trial.ok for trial in try_offers("a", ours, [offer], TIMEOUT_S))
-        withdraw("b", theirs)
+        withdraw_offer("b", theirs)
         gone = try_offers("a", ours, [offer], TIMEOUT_S)
         assert all("retired" in trial.why and not trial.ok for trial in gone)
 
@@ -176,13 +179,14 @@ def test_offers_are_retired_by_name():
     plane = Odd("")
     make_offer("a/0", {"odd": plane})
     assert plane.offered == {"preflight-a-0"}
-    withdraw("a/0", {"odd": plane})
+    withdraw_offer("a/0", {"odd": plane})
     assert plane.offered == set()
 
 
-def trials_of(working: Mapping[str, bool]) -> list[Trial]:
+def trials_of(working: Mapping[str, bool]) -> list[PlaneTrial]:
     return [
-        Trial("a", "b", name, ok, 0.0, why="" if ok else "no way") for name, ok in working.items()
+        PlaneTrial("a", "b", name, ok, 0.0, why="" if ok else "no way")
+        for name, ok in working.items()
     ]
 
 
@@ -197,29 +201,37 @@ def trials_of(working: Mapping[str, bool]) -> list[Trial]:
     ],
 )
 def test_the_best_that_works_is_chosen(working, chosen):
-    assert best(trials_of(working)) == {("a", "b"): chosen}
+    assert choose_planes(trials_of(working)) == {("a", "b"): chosen}
 
 
 def test_required_planes_that_fail_are_named():
     trials = trials_of({"shm": True, "rdma": False, "tcp": False})
-    assert missing(trials, ["shm", "rdma"]) == [
+    assert describe_missing(trials, ["shm", "rdma"]) == [
         "plane rdma is required, but a cannot read b by it: no way"
     ]
 
 
 def test_the_table_is_for_reading():
     trials = [
-        Trial("rollout/0", "actor/0", "shm", False, 0.0, why="rollout/0: another node"),
-        Trial("rollout/0", "actor/0", "rdma", True, 0.01234, "verbs"),
-        Trial("rollout/0", "actor/0", "tcp", True, 0.5, "tcp"),
+        PlaneTrial("rollout/0", "actor/0", "shm", False, 0.0, why="rollout/0: another node"),
+        PlaneTrial("rollout/0", "actor/0", "rdma", True, 0.01234, "verbs"),
+        PlaneTrial("rollout/0", "actor/0", "tcp", True, 0.5, "tcp"),
     ]
-    assert table(trials).splitlines() == [
+    assert format_trials(trials).splitlines() == [
         "reader     maker    plane        seconds  path   why not",
         "rollout/0  actor/0  shm    --                    rollout/0: another node",
         "rollout/0  actor/0  rdma   ok *  0.0123   verbs",
         "rollout/0  actor/0  tcp    ok    0.5000   tcp",
     ]
-    assert table([]).split() == ["reader", "maker", "plane", "seconds", "path", "why", "not"]
+    assert format_trials([]).split() == [
+        "reader",
+        "maker",
+        "plane",
+        "seconds",
+        "path",
+        "why",
+        "not",
+    ]
 
 
 def main(name: str, fd: str) -> None:
@@ -229,7 +241,7 @@ def main(name: str, fd: str) -> None:
     with planes_here() as planes:
         pipe.send_bytes(msgpack.packb(make_offer(name, planes, ABSENT)))
         pipe.poll(WAIT_S)
-        withdraw(name, planes)
+        withdraw_offer(name, planes)
 
 
 if __name__ == "__main__":

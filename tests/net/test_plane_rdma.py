@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from relax_hpc.config.schema import Config, PlanesConfig, QueueConfig
 from relax_hpc.net.rendezvous.process import die_with_parent
 from relax_hpc.net.transport import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
-from relax_hpc.net.transport.rdma import RdmaPlane, available
-from relax_hpc.net.transport.rdma_path import card, route
-from relax_hpc.net.transport.rdma_source import Place
+from relax_hpc.net.transport.rdma import RdmaPlane, check_nixl
+from relax_hpc.net.transport.rdma_path import find_route, route_facts
+from relax_hpc.net.transport.rdma_source import RdmaAddress
 from relax_hpc.queue.controller.messages import MAX_OPAQUE_BYTES
 from relax_hpc.queue.storage.shard_store import planes_of
 from tests.helpers.plane_helpers import READ_S, ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
@@ -37,7 +37,7 @@ from tests.requirements import requires
 
 needs_nixl = pytest.mark.usefixtures("nixl")
 WAYS = {"cma": "all", "tcp": "tcp,self"} | (
-    {"verbs": "rc,ud,self"} if rdma_path.has_fabric() else {}
+    {"verbs": "rc,ud,self"} if rdma_path.has_active_card() else {}
 )
 """UCX_TLS that leads to each."""
 BIG = 3_000_000
@@ -285,7 +285,7 @@ def test_what_every_plane_promises_holds_over_tcp():
 def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
     code = (
         "import os; before = dict(os.environ); from relax_hpc.net.transport.rdma_agent import "
-        "Agent; "
+        "NixlAgent; "
     )
     code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
     done = subprocess.run(
@@ -347,11 +347,17 @@ def test_a_user_without_rights_can_do_it():
 def test_memory_of_another_user_is_not_there():
     if os.getuid():
         pytest.skip("needs processes of two users: run as root")
-    code = "import json, sys; from relax_hpc.net.transport.rdma_path import route; "
+    code = "import json, sys; from relax_hpc.net.transport.rdma_path import find_route; "
     code += "print(route(json.loads(sys.argv[1]), int(sys.argv[2])))"
     memory = SlabPool().take(10).memory
     with plain_user() as user:
-        words = [user.python, "-c", code, json.dumps(card()), str(rdma_agent.address_of(memory))]
+        words = [
+            user.python,
+            "-c",
+            code,
+            json.dumps(route_facts()),
+            str(rdma_agent.address_of(memory)),
+        ]
         assert (
             f"tcp (a process of user 0, this one is of {user.entry.pw_uid})"
             in user.run(*words).stdout
@@ -385,7 +391,7 @@ def test_between_nodes_it_takes_a_card_that_nixl_knows_on_both(
     monkeypatch.setattr(rdma_path, "_FABRIC", fabric(tmp_path, driver, state))
     monkeypatch.setattr(rdma_path, "knows_all_cards", lambda: False)
     monkeypatch.setenv("UCX_TLS", tls)
-    found = route(card() | {"boot": "another", "fabric": there}, 0)
+    found = find_route(route_facts() | {"boot": "another", "fabric": there}, 0)
     assert found.kind == kind and bool(found.why) == (kind == "tcp")
 
 
@@ -401,7 +407,7 @@ def test_nixl_with_the_systems_drivers_knows_all_cards(tmp_path, monkeypatch, is
     monkeypatch.setattr(rdma_agent, "_PACKAGES", ("nixl_of_test",))
     monkeypatch.setattr(rdma_path, "_FABRIC", fabric(tmp_path, "irdma", "4: ACTIVE"))
     monkeypatch.delenv("UCX_TLS", raising=False)
-    assert route(card() | {"boot": "another"}, 0).kind == kind
+    assert find_route(route_facts() | {"boot": "another"}, 0).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -413,22 +419,22 @@ def test_ucx_tls_is_respected(monkeypatch, tls, kind):
         "UCX_TLS", tls
     )
     memory = SlabPool().take(10).memory
-    assert route(card() | {"fabric": False}, rdma_agent.address_of(memory)).kind == kind
+    assert find_route(route_facts() | {"fabric": False}, rdma_agent.address_of(memory)).kind == kind
 
 
 def test_a_process_that_has_ended_is_told():
     with subprocess.Popen(["true"]) as gone:
         gone.wait(WAIT_S)
-    assert route(card() | {"pid": gone.pid}, 0) == rdma_path.Route(
+    assert find_route(route_facts() | {"pid": gone.pid}, 0) == rdma_path.Route(
         "tcp", f"process {gone.pid} has ended"
     )
 
 
-PLACE = Place("r", 10, "one-e1", "one-e1-ab", b"metadata", {"pid": 1}, 4096, 8192, 7)
+PLACE = RdmaAddress("r", 10, "one-e1", "one-e1-ab", b"metadata", {"pid": 1}, 4096, 8192, 7)
 
 
 def test_a_descriptor_comes_back_from_the_wire():
-    assert Place.of(msgpack.unpackb(msgpack.packb(PLACE.descriptor(TOKEN))), TOKEN) == PLACE
+    assert RdmaAddress.of(msgpack.unpackb(msgpack.packb(PLACE.descriptor(TOKEN))), TOKEN) == PLACE
 
 
 VALUES = st.one_of(
@@ -446,20 +452,20 @@ def test_a_changed_descriptor_never_comes_near_nixl(field, value):
     changed = PLACE.descriptor(TOKEN) | {field: value}
     if changed != PLACE.descriptor(TOKEN):
         with pytest.raises((ValueError, TypeError, OverflowError)):
-            Place.of(changed, TOKEN)
+            RdmaAddress.of(changed, TOKEN)
 
 
 @given(descriptor=st.dictionaries(st.sampled_from([*PLACE.__slots__, "proof"]), VALUES))
 def test_what_is_no_descriptor_is_refused(descriptor):
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        Place.of(descriptor, TOKEN)
+        RdmaAddress.of(descriptor, TOKEN)
     with pytest.raises(ValueError, match="token"):
-        Place.of(PLACE.descriptor(b"another token"), TOKEN)
+        RdmaAddress.of(PLACE.descriptor(b"another token"), TOKEN)
 
 
 def test_without_nixl_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(rdma_agent, "_PACKAGES", ("no_such_package",))
-    assert available() == (False, "there is no package nixl-cu12; pip install --no-deps nixl-cu12")
+    assert check_nixl() == (False, "there is no package nixl-cu12; pip install --no-deps nixl-cu12")
     with pytest.raises(PlaneError, match="rdma: there is no package nixl-cu12"):
         RdmaPlane(TOKEN, SlabPool(), "one-e1")
 

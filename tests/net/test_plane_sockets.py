@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.net.transport import Descriptor, Plane, PlaneError, SlabPool, TcpPlane, tcp
 from relax_hpc.net.transport.choice import make_planes
-from relax_hpc.net.transport.links import Deadline, prove, receive
+from relax_hpc.net.transport.links import Deadline, prove_token, receive
 from relax_hpc.net.transport.proof import ANSWER_BYTES, GREETING_BYTES, Challenge
 from tests.helpers.plane_helpers import (
     NAMES,
@@ -205,7 +205,7 @@ def test_a_reader_without_the_token_is_refused(kind, maker, reader):
     ):
         wrong.read(record, READ_S)
     with stranger(record) as (connection, _), pytest.raises(ConnectionError, match="refused"):
-        prove(connection, TOKEN, b"another plane of the run", Deadline(READ_S))
+        prove_token(connection, TOKEN, b"another plane of the run", Deadline(READ_S))
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
@@ -216,7 +216,7 @@ def test_what_hostile_readers_send_harms_nobody(kind, maker, reader, frames, pro
     # They keep their half frames and connections while the others read.
     with stranger(record) as (connection, purpose):
         if proven:
-            prove(connection, TOKEN, purpose, Deadline(READ_S))
+            prove_token(connection, TOKEN, purpose, Deadline(READ_S))
         try:
             for frame in frames:
                 connection.sendall(frame)
@@ -233,7 +233,7 @@ def test_tcp_hangs_up_on_what_no_reader_asks(request_):
     with plane_here("tcp") as plane:
         record = plane.publish("r", memoryview(b"bytes"))
         with stranger(record) as (connection, purpose):
-            prove(connection, TOKEN, purpose, Deadline(READ_S))
+            prove_token(connection, TOKEN, purpose, Deadline(READ_S))
             connection.sendall(struct.pack("<dH", *request_))
             assert connection.recv(1) == b""
         assert bytes(plane.read(record, READ_S)) == b"bytes"
@@ -254,7 +254,7 @@ def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
             stranger(record) as (third, _),
         ):
             for one in (first, second, third):
-                prove(one, TOKEN, purpose, Deadline(READ_S))
+                prove_token(one, TOKEN, purpose, Deadline(READ_S))
             assert third.recv(1) == b"" and len(readers(kind)) == 2
         for thread in readers(kind):
             thread.join(READ_S)

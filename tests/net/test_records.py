@@ -13,8 +13,8 @@ from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.supervise import launch_records
 from relax_hpc.cluster.supervise.launch_records import Launch
 from relax_hpc.config.schema import Config
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
-from relax_hpc.net.rendezvous.life_signs import identity
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
+from relax_hpc.net.rendezvous.life_signs import process_identity
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.ops.observe.status_groups import group_status
 from tests.helpers.queue_helpers import make_run
@@ -92,7 +92,7 @@ def test_the_newest_incarnation_says_whether_a_group_is_done(run: RunDir) -> Non
     assert not launch_records.all_done(run, config, "actor")
     incarnation = started(run, "actor")
     assert not launch_records.all_ended(run, config, "actor")
-    leave_mark(run.exit_mark("actor", incarnation, "actor"))
+    write_exit_mark(run.exit_mark("actor", incarnation, "actor"))
     assert launch_records.all_done(run, config, "actor") and launch_records.all_ended(
         run, config, "actor"
     )
@@ -101,7 +101,7 @@ def test_the_newest_incarnation_says_whether_a_group_is_done(run: RunDir) -> Non
     assert not launch_records.all_done(run, config, "actor") and not launch_records.all_ended(
         run, config, "actor"
     )
-    leave_mark(run.exit_mark("actor", incarnation, "actor"), 75, "asked to stop", stopped=True)
+    write_exit_mark(run.exit_mark("actor", incarnation, "actor"), 75, "asked to stop", stopped=True)
     assert not launch_records.all_done(run, config, "actor") and launch_records.all_ended(
         run, config, "actor"
     )
@@ -112,7 +112,7 @@ def test_the_controllers_end_does_not_keep_a_hub_from_being_done(run: RunDir) ->
     assert not launch_records.all_done(run, config, "hub")
     incarnation = started(run, "hub")
     for role in config.groups["hub"].roles:
-        leave_mark(run.exit_mark("hub", incarnation, role))
+        write_exit_mark(run.exit_mark("hub", incarnation, role))
     assert launch_records.all_done(run, config, "hub") and not launch_records.all_ended(
         run, config, "hub"
     )
@@ -143,7 +143,7 @@ def test_a_process_that_runs_is_there_however_old_its_sign_is(run: RunDir) -> No
         "gap_s": 0.0,
         "busy_s": 0.0,
         "progress": 1,
-        **identity(),
+        **process_identity(),
     }
     path = run.rendezvous("rollout") / "beat-rollout.json"
     write_json(path, about)

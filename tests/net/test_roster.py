@@ -13,7 +13,7 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.protocol import PROTOCOL, RUN_FORMAT
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config import load_resolved
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, latest_card, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, latest_card, publish_card
 from tests.helpers.queue_helpers import make_run
 
 RACER = """
@@ -47,8 +47,8 @@ def test_the_highest_published_incarnation_is_followed(tmp_path):
         incarnation = claim_incarnation(run, "hub")
     assert latest_card(run, "hub") is None, "claimed is not published"
     for published in (incarnation, 1):
-        publish_card(run, Card("hub", published, [], f"tcp://127.0.0.1:{published}"))
-    assert latest_card(run, "hub") == Card("hub", 3, [], "tcp://127.0.0.1:3")
+        publish_card(run, GroupCard("hub", published, [], f"tcp://127.0.0.1:{published}"))
+    assert latest_card(run, "hub") == GroupCard("hub", 3, [], "tcp://127.0.0.1:3")
 
 
 def test_only_the_user_may_enter_a_run_and_read_its_token(tmp_path):
@@ -75,7 +75,7 @@ def test_a_token_that_is_none_is_refused(tmp_path, text):
 def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.rendezvous("hub").mkdir(parents=True)
-    publish_card(run, Card("hub", 3, [], "tcp://127.0.0.1:3", PROTOCOL + 1))
+    publish_card(run, GroupCard("hub", 3, [], "tcp://127.0.0.1:3", PROTOCOL + 1))
     card = latest_card(run, "hub")
     assert card is not None
     with pytest.raises(

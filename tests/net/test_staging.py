@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 WHERE = """
 import sys
 from relax_hpc.config import Config
-from relax_hpc.net.node_files import go_on_in_local_environment
+from relax_hpc.net.node_files import restart_in_local_environment
 config = Config()
 config.site.stage = ["environment"]
-go_on_in_local_environment(config, "where", sys.argv[1:])
+restart_in_local_environment(config, "where", sys.argv[1:])
 print("in", sys.prefix, "with", sys.argv[1:])
 """
 
@@ -112,7 +112,7 @@ def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
     batch["TRITON_CACHE_DIR"] = "/local/job1/me-relax/triton"
     for here, expected in ((str(tmp_path), str(tmp_path)), ("/local/job1", "/tmp"), ("", "/tmp")):
         environment = batch | {"TMPDIR": here}
-        local_dir.settle_on_this_node(environment)
+        local_dir.use_folders_of_this_node(environment)
         assert environment == {
             "TMPDIR": expected,
             "RELAX_LOCAL_DIR": f"{expected}/me-relax",
@@ -120,9 +120,9 @@ def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
             "HF_HOME": "/shared/hf",
         }
     chosen = {"RELAX_LOCAL_DIR": "/nvme/me-relax", "TMPDIR": "/nowhere"}
-    local_dir.settle_on_this_node(environment := dict(chosen))
+    local_dir.use_folders_of_this_node(environment := dict(chosen))
     assert environment == chosen, "the site's own folder is the same on each node"
-    local_dir.settle_on_this_node(
+    local_dir.use_folders_of_this_node(
         environment := chosen | {"RELAX_TMPDIR": "/local/job1", "TMPDIR": str(tmp_path)}
     )
     assert environment == chosen | {"TMPDIR": str(tmp_path)}, (

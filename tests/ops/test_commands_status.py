@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_NO_PROGRESS
-from relax_hpc.base.log_rotation import cut_log
+from relax_hpc.base.log_rotation import rotate_log
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.submissions import Entry, Ledger
 from relax_hpc.cluster.supervise import requests
 from relax_hpc.commands.program import main
 from relax_hpc.config import Config
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
-from relax_hpc.net.rendezvous.life_signs import say
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
+from relax_hpc.net.rendezvous.life_signs import write_activity
 from relax_hpc.ops.observe import listing, logs
 from relax_hpc.ops.observe.status import status
 from relax_hpc.ops.observe.status_view import lines
@@ -58,7 +58,7 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
         "actor_fwd": "running",
     }
     incarnation = begin(run, "actor", "13")
-    leave_mark(run.exit_mark("actor", incarnation, "actor"), 75, "out of luck")
+    write_exit_mark(run.exit_mark("actor", incarnation, "actor"), 75, "out of luck")
     assert states(run)["actor"] == "restarting"
     jobs = slurm.state["jobs"]
     slurm.set(jobs={job: fields for job, fields in jobs.items() if job != "13"})
@@ -69,7 +69,7 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
     for age, state in ((5.8, "suspect"), (20.0, "dead")):
         begin(run, "actor_fwd", "14", beat_age_s=age)
         assert states(run)["actor_fwd"] == state
-    leave_mark(run.exit_mark("hub", 1, "advantages"))
+    write_exit_mark(run.exit_mark("hub", 1, "advantages"))
     assert states(run)["hub"] == "done"
 
 
@@ -218,7 +218,7 @@ def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: A
     def write(*names: str, cut: bool = True) -> None:
         with log.open("ab") as file:
             file.writelines(f"{name}\n".encode() for name in names)
-        assert cut_log(log, 1) if cut else True
+        assert rotate_log(log, 1) if cut else True
 
     write("a", "b")
     write("c", "d")
@@ -299,13 +299,13 @@ def test_a_run_that_is_removed_meanwhile_does_not_end_the_list(
 
 def test_what_groups_load_is_shown(tmp_path: Path, slurm: FakeSlurm) -> None:
     run = make_run(tmp_path / "run", "local")
-    say(run.preparing, "warm start of 80 steps")
+    write_activity(run.preparing, "warm start of 80 steps")
     run_status = status(run, 0.05)
     assert run_status[
         "state"
     ] == "starting" and "preparing: warm start of 80 steps (0 s)" in "\n".join(lines(run_status))
     assert listing.runs(tmp_path)[0]["state"] == "starting"
-    say(run.preparing, "")
+    write_activity(run.preparing, "")
     begin(run, "rollout")
     beat = run.rendezvous("rollout") / "beat-rollout.json"
     write_json(

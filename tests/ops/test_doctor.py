@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.cluster.slurm.commands import Slurm
-from relax_hpc.net.transport.plane_check import Trial
+from relax_hpc.net.transport.plane_check import PlaneTrial
 from relax_hpc.ops.doctor import cluster, deep, doctor, host, job
 from relax_hpc.ops.doctor.doctor import diagnose
 from relax_hpc.ops.doctor.planes import judge_planes
@@ -312,7 +312,9 @@ def test_two_processes_of_this_host_try_the_planes(tmp_path: Path) -> None:
 
 
 def test_planes_that_fail_between_nodes_are_told() -> None:
-    trials = [Trial("a", "b", name, False, 0.0, why="no way") for name in ("shm", "rdma", "tcp")]
+    trials = [
+        PlaneTrial("a", "b", name, False, 0.0, why="no way") for name in ("shm", "rdma", "tcp")
+    ]
     modes = {"shm": "required", "rdma": "required", "tcp": "auto"}
     problems = bad(list(judge_planes(trials, modes, several_nodes=True)))
     assert problems == [

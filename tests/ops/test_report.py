@@ -17,7 +17,7 @@ from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.cluster.supervise.launch_records import Launch, record
 from relax_hpc.commands.program import main
 from relax_hpc.config import dump, load
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.ops.observe.report import report
 from relax_hpc.ops.observe.report_view import lines
@@ -132,7 +132,7 @@ def run(tmp_path: Path) -> RunDir:
     with (run.logs("actor", number) / "spans-actor-0.jsonl").open("a") as file:
         file.write('7\n[]\n\0\0\n{"role": "act')
     mark = run.exit_mark("actor", number, "actor")
-    leave_mark(mark, 75, "rank 0 was ended by signal 9")
+    write_exit_mark(mark, 75, "rank 0 was ended by signal 9")
     os.utime(mark, (ORIGIN + 48, ORIGIN + 48))
     incarnation(run, "actor", 50, trained_again(), 70)
     step = {
@@ -363,7 +363,7 @@ def test_what_the_user_wanted_is_no_fault(tmp_path: Path) -> None:
     for attempt, at in enumerate((0.0, day), start=1):
         spans = [("start", at, at + 2), ("train", at + 2, at + 10, attempt)]
         number = incarnation(run, "actor", at, spans, at + 10, attempt=attempt)
-        leave_mark(run.exit_mark("actor", number, "actor"), 75, "saved step 2", stopped=True)
+        write_exit_mark(run.exit_mark("actor", number, "actor"), 75, "saved step 2", stopped=True)
     found = report(run)
     assert [(one["fault"], one["gap_s"], one["why"]) for one in found["restarts"]] == [
         (False, day - 8, "saved step 2")

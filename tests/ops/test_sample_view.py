@@ -20,7 +20,7 @@ import pytest
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import harmless, wrapped
+from relax_hpc.base.terminal_text import escape_controls, wrap_text
 from relax_hpc.base.versions import Version
 from relax_hpc.commands.program import main
 from relax_hpc.config import dump
@@ -275,11 +275,11 @@ def test_a_terminal_obeys_nothing_that_a_model_has_written(made: Path) -> None:
 
 
 def test_lines_are_broken_by_columns() -> None:
-    assert list(wrapped("日本語のテキスト", 6)) == ["日本語", "のテキ", "スト"]
-    assert list(wrapped("a" * 7, 3)) == ["aaa", "aaa", "a"]
-    assert list(wrapped("", 3)) == [""] and list(wrapped("a\n\nb", 9)) == ["a", "", "b"]
-    assert harmless("\u202e\u2066\x9b\ud800\x00\r") == r"\u202e\u2066\x9b\ud800\x00\x0d"
-    assert harmless("é日本\n\tx") == "é日本\n\tx"
+    assert list(wrap_text("日本語のテキスト", 6)) == ["日本語", "のテキ", "スト"]
+    assert list(wrap_text("a" * 7, 3)) == ["aaa", "aaa", "a"]
+    assert list(wrap_text("", 3)) == [""] and list(wrap_text("a\n\nb", 9)) == ["a", "", "b"]
+    assert escape_controls("\u202e\u2066\x9b\ud800\x00\r") == r"\u202e\u2066\x9b\ud800\x00\x0d"
+    assert escape_controls("é日本\n\tx") == "é日本\n\tx"
 
 
 class Tags(html.parser.HTMLParser):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.base import disk_waits
-from relax_hpc.base.log_rotation import parts_of
+from relax_hpc.base.log_rotation import rotated_files
 from relax_hpc.queue.controller import eventlog
 from relax_hpc.queue.controller.eventlog import EventLog, Extent, event_lines
 from tests.effort import effort
@@ -57,8 +57,8 @@ def test_a_long_log_is_cut_while_it_grows(tmp_path):
         assert lines(path) == told(0, number + 1)
         log.check()
     settled(log)
-    assert len(parts_of(path)) > 20 and path.stat().st_size < 400
-    assert all(100 <= len(gzip.decompress(part.read_bytes())) < 150 for part in parts_of(path))
+    assert len(rotated_files(path)) > 20 and path.stat().st_size < 400
+    assert all(100 <= len(gzip.decompress(part.read_bytes())) < 150 for part in rotated_files(path))
     log.close()
     assert lines(path) == told(0, 200)
 
@@ -163,7 +163,7 @@ def test_a_beginning_that_is_not_as_it_was_is_told_again(tmp_path, damage):
     settled(log)
     extent = log.extent
     log.close()
-    first = parts_of(path)[0]
+    first = rotated_files(path)[0]
     if damage == "a part is gone":
         first.unlink()
     elif damage == "a part is another":
@@ -190,7 +190,7 @@ def test_a_controller_killed_between_part_and_file_leaves_no_line_twice(tmp_path
     log.flush()
     log._packing.join(60)
     log.flush()
-    assert len(parts_of(path)) == 1 and lines(path) == told(0, 30)
+    assert len(rotated_files(path)) == 1 and lines(path) == told(0, 30)
     extent = log.extent
     log.close()
     monkeypatch.undo()
@@ -216,11 +216,11 @@ def test_where_there_is_no_room_for_a_part_the_file_grows(tmp_path, monkeypatch)
         log.flush()
     log._packing and log._packing.join(60)
     log.flush()
-    assert parts_of(path) == [] and path.read_bytes() == told(0, 40)
+    assert rotated_files(path) == [] and path.read_bytes() == told(0, 40)
     monkeypatch.setattr(gzip.GzipFile, "write", real)
     log._again_at = 0.0
     settled(log)
-    assert parts_of(path) and lines(path) == told(0, 40)
+    assert rotated_files(path) and lines(path) == told(0, 40)
     log.close()
 
 

@@ -30,13 +30,13 @@ from relax_hpc.base.foreign_files import (
     read_json_object,
     unpack_gzip,
 )
-from relax_hpc.base.log_rotation import lines_of
+from relax_hpc.base.log_rotation import read_all_lines
 from relax_hpc.base.metrics.read import read_metrics
-from relax_hpc.base.plugins import no_imports
+from relax_hpc.base.plugins import refuse_imports
 from relax_hpc.base.rundir import RunDir, read_map, write_json
 from relax_hpc.commands.program import main
 from relax_hpc.config import Config, dump, load_resolved
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.queue.controller import eventlog
 from relax_hpc.queue.inspect.audit import JournalCopy
 from relax_hpc.queue.plan import Plan
@@ -221,7 +221,7 @@ def test_only_regular_files_of_a_run_are_opened(run: RunDir, leave: Any) -> None
         read_metrics(run.root)
     leave(run.root / "x.log")
     with contextlib.suppress(ForeignFileError):
-        assert list(lines_of(run.root / "x.log")) == []
+        assert list(read_all_lines(run.root / "x.log")) == []
 
 
 @pytest.mark.parametrize("leave", KINDS)
@@ -270,7 +270,7 @@ def test_a_run_is_reached_through_a_link_and_links_inside_of_it_are_followed(run
 )
 def test_an_address_of_the_hub_that_is_none_ends_no_command(run: RunDir, endpoint: str) -> None:
     claim_incarnation(run, "hub")
-    publish_card(run, Card("hub", 1, [], endpoint))
+    publish_card(run, GroupCard("hub", 1, [], endpoint))
     code, out, err = printed(run, "queue", "audit")
     assert code == 0 and "nothing is wrong" in out and not err
 
@@ -483,13 +483,13 @@ def test_the_queue_knows_an_algorithm_that_is_not_imported(
     run.config.write_text(json.dumps({"run_dir": str(run.root), "algorithm": algorithm}))
     config = load_resolved(run.root)
     write_json(run.algorithm, record_of(config.algorithm))
-    with no_imports():
+    with refuse_imports():
         looked_at = load_resolved(run.root)
     assert isinstance(looked_at.algorithm, UnavailableAlgorithm)
     assert Plan.of(looked_at) == Plan.of(config)
     assert Plan.of(config).tasks["advantages"].whole_step
     run.algorithm.write_text(json.dumps({**record_of(config.algorithm), "gives": [3]}))
-    with no_imports():
+    with refuse_imports():
         assert load_resolved(run.root).algorithm.gives == ("advantages",)
 
 

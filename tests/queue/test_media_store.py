@@ -331,7 +331,7 @@ def test_placeholders_are_those_of_the_model(tmp_path, config, found):
 def hashed(monkeypatch) -> dict[str, int]:
     """Bytes that were hashed since, by what for."""
     found = {"name": 0, "damage": 0}
-    name, checksum = media.id_of, media.xxhash.xxh3_128_digest
+    name, checksum = media.hash_content, media.xxhash.xxh3_128_digest
 
     def counted(what: str, real: Callable) -> Callable:
         def count(blob: memoryview, **how: int) -> object:
@@ -340,7 +340,7 @@ def hashed(monkeypatch) -> dict[str, int]:
 
         return count
 
-    monkeypatch.setattr(media, "id_of", counted("name", name))
+    monkeypatch.setattr(media, "hash_content", counted("name", name))
     monkeypatch.setattr(media.xxhash, "xxh3_128_digest", counted("damage", checksum))
     return found
 

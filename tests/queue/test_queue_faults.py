@@ -20,7 +20,7 @@ from relax_hpc.base.errors import (
 )
 from relax_hpc.base.protocol import PROTOCOL
 from relax_hpc.base.versions import Version
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.net.transport.wire import pack
 from relax_hpc.queue.client import QueueClient, connection
 from relax_hpc.queue.controller.journal import Journal, JournalError, Position
@@ -70,7 +70,7 @@ def test_a_hub_of_another_protocol_is_refused_by_name(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     run.rendezvous("hub").mkdir(parents=True)
     publish_card(
-        run, Card("hub", claim_incarnation(run, "hub"), [], "tcp://127.0.0.1:9", PROTOCOL + 1)
+        run, GroupCard("hub", claim_incarnation(run, "hub"), [], "tcp://127.0.0.1:9", PROTOCOL + 1)
     )
     with QueueClient(run, config, "actor", 1) as client:
         for _ in range(2):

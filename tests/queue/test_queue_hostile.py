@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from relax_hpc.base.versions import Version
 from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.net.transport import wire
-from relax_hpc.net.transport.sockets import framed
+from relax_hpc.net.transport.sockets import frame_content
 from relax_hpc.net.transport.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
 from relax_hpc.queue.client import Claim, read_rows
 from relax_hpc.queue.controller.journal import Journal, JournalError
@@ -333,7 +333,7 @@ def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
     ):
         with contextlib.suppress(OSError):
             for frame in frames:
-                connection.send(frame) if connection else made.sendall(framed(frame))
+                connection.send(frame) if connection else made.sendall(frame_content(frame))
         assert (
             roles["actor"].connection.call("status")["trained_steps"] <= 1
             and hub.process.poll() is None

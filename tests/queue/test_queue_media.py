@@ -24,7 +24,7 @@ from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import media
-from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media, id_of
+from relax_hpc.queue.storage.media import BadMedia, MediaStore, check_media, hash_content
 from tests.helpers.queue_helpers import (
     BUDGET,
     GIVES,
@@ -106,26 +106,30 @@ def step(roles: Roles, number: int) -> None:
 def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpointed(tmp_path):
     """The hub is killed in between; a medium that later prompts share stays."""
     run, config = make_run(tmp_path / "run"), small(keep_steps=0)
-    shared = id_of(wav(7))
+    shared = hash_content(wav(7))
     with in_thread(run, config), Roles(run, config) as roles:
         roles.start()
         step(roles, 0)
-        first = {id_of(png(0)), id_of(png(1))}
+        first = {hash_content(png(0)), hash_content(png(1))}
         assert files(run) == first | {shared}
     with (
         in_thread(run, config, snapshot_every=1) as hub,
         Roles(run, config, incarnation=1) as roles,
     ):
-        assert hub.state.media.counts == {shared: 2, id_of(png(0)): 1, id_of(png(1)): 1}
+        assert hub.state.media.counts == {
+            shared: 2,
+            hash_content(png(0)): 1,
+            hash_content(png(1)): 1,
+        }
         assert files(run) == first | {shared}, "trained, and not checkpointed"
         store = MediaStore(run.media)
-        assert bytes(store.read(id_of(png(1)))) == png(1)
+        assert bytes(store.read(hash_content(png(1)))) == png(1)
         with wave.open(io.BytesIO(store.read(shared))) as sound:
             assert sound.getnframes() == 160
         step(roles, 1)
         roles["actor"].connection.call("checkpoint", step=1, name="c1", digest="d")
         roles["actor"].connection.call("status")
-        second = {id_of(png(2)), id_of(png(3))}
+        second = {hash_content(png(2)), hash_content(png(3))}
         assert files(run) == second | {shared}
         roles["actor"].connection.call("checkpoint", step=2, name="c2", digest="d")
         roles["actor"].connection.call("status")
@@ -142,7 +146,7 @@ def test_a_killed_hub_counts_as_before(tmp_path):
         with HubProcess(run):
             assert roles["rollout"].generated(rows) == {}
             roles["rollout"].settle()
-            assert files(run) == {id_of(png(0)), id_of(png(1)), id_of(wav(7))}
+            assert files(run) == {hash_content(png(0)), hash_content(png(1)), hash_content(wav(7))}
             roles.learn(V0)
             claim = sound_claim(roles["actor"], "actor", BUDGET, placeholders=PADS)
             assert claim.tickets == (0, 1) == claim.with_media
@@ -194,7 +198,7 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
         for _ in range(2):
             claim = reader.claim("reference", BUDGET)
             assert check_claim(reader, claim, PADS)
-            assert {bytes(reader.media.read(id_of(blob))) for blob in blobs} == set(blobs)
+            assert {bytes(reader.media.read(hash_content(blob))) for blob in blobs} == set(blobs)
             assert sorted(seen["xxh3_128_digest"]) == blobs
             reader.give_back(claim)
 
@@ -221,7 +225,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         claim = roles["reference"].claim("reference", BUDGET)
         assert claim.tickets == (0, 1) and not check_claim(roles["reference"], claim, PADS)
         assert hub.state.counts.dropped == {reason: 2} and not hub.state.leases
-        assert id_of(png(1)) in hub.state.media.counts, "its ticket is generated again"
+        assert hash_content(png(1)) in hub.state.media.counts, "its ticket is generated again"
         again = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
         assert (again["tickets"], again["attempts"]) == ([1], [1]), "with another prompt"
         assert roles["rollout"].generated(with_media(roles["rollout"], [1])) == {}
@@ -252,10 +256,10 @@ def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
             actor.connection.call("resume", step=0)
             with QueueClient(run, config, "rollout", 2) as rollout:
                 rollout.connection.call("status")
-                names = {id_of(png(0)), id_of(png(1)), id_of(wav(7))}
+                names = {hash_content(png(0)), hash_content(png(1)), hash_content(wav(7))}
                 assert files(run) == names == set(hub.state.media.counts)
                 image_ids = store_media(rollout, 0, [png(0)])
-                assert image_ids == [id_of(png(0))] and files(run) == names
+                assert image_ids == [hash_content(png(0))] and files(run) == names
 
 
 def test_spares_take_their_media_with_them(tmp_path):
@@ -265,11 +269,13 @@ def test_spares_take_their_media_with_them(tmp_path):
         roles.admit(roles.start(), 2)
         extra = with_media(rollout, [0])
         assert append(rollout, [row | {START: 0} for row in extra], {0: 1}, spare=True) == {}
-        assert hub.state.media.counts[id_of(png(0))] == 2
+        assert hub.state.media.counts[hash_content(png(0))] == 2
         assert contents(QueueState.load(hub.state.plan, hub.state.dump())) == contents(hub.state)
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
-        assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
+        assert hub.state.media.of(ticket) == tuple(
+            sorted([hash_content(png(0)), hash_content(wav(7))])
+        )
         assert set(hub.state.media.holders) == {0, ticket}, (
             "the spare needs nothing for itself any more"
         )
@@ -314,10 +320,10 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         tickets = roles.admit(roles.start())
-        assert store_media(roles["actor"], 0, [png(0)]) == [id_of(png(0))]
+        assert store_media(roles["actor"], 0, [png(0)]) == [hash_content(png(0))]
         assert not run.media.exists() and hub.state.media.counts == {}
         rows = with_media(roles["rollout"], tickets)
-        rows[0]["spans"][0]["media_id"] = rows[1]["spans"][0]["media_id"] = id_of(png(9))
+        rows[0]["spans"][0]["media_id"] = rows[1]["spans"][0]["media_id"] = hash_content(png(9))
         assert roles["rollout"].generated(rows) == {0: "unknown_media"}
         assert hub.state.counts.dropped == {"unknown_media": 2} and list(
             hub.state.tickets.reissued

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.net.transport import lobby, sockets
-from relax_hpc.net.transport.listener import Listener, listen
-from relax_hpc.net.transport.sockets import Bell, Connection, Cutter, Knock, connect, framed
+from relax_hpc.net.transport.listener import Listener, create_listening_socket
+from relax_hpc.net.transport.sockets import (
+    FrameConnection,
+    FrameCutter,
+    PendingConnection,
+    Wakeup,
+    connect,
+    frame_content,
+)
 from relax_hpc.net.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage
 from tests.helpers.queue_helpers import next_payload
 
@@ -21,14 +28,14 @@ TOKEN, PURPOSE = b"0123456789abcdef" * 4, b"test"
 
 @pytest.fixture
 def listener():
-    made = Listener(listen("127.0.0.1"), TOKEN, PURPOSE)
+    made = Listener(create_listening_socket("127.0.0.1"), TOKEN, PURPOSE)
     yield made
     made.close()
 
 
-def meet(listener: Listener) -> Connection:
+def meet(listener: Listener) -> FrameConnection:
     """A connection to a listener of this thread."""
-    knock = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
+    knock = PendingConnection(listener.endpoint, TOKEN, PURPOSE, 5.0)
     for _ in range(100_000):
         assert listener.receive(0.0) == []
         if made := knock.proceed(0.001):
@@ -48,7 +55,7 @@ def come(listener: Listener, count: int) -> list[tuple[int, bytes]]:
 
 @given(st.lists(st.binary(min_size=MAC_BYTES + 1, max_size=60), max_size=8), st.data())
 def test_frames_are_what_was_framed_however_it_is_cut(contents, data):
-    stream, cutter, found = b"".join(map(framed, contents)), Cutter(), []
+    stream, cutter, found = b"".join(map(frame_content, contents)), FrameCutter(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         cutter.add(stream[:size])
@@ -60,10 +67,10 @@ def test_frames_are_what_was_framed_however_it_is_cut(contents, data):
 
 @pytest.mark.parametrize("size", [0, MAC_BYTES, MAX_MESSAGE_BYTES + 1, (1 << 32) - 1])
 def test_a_length_that_no_frame_has_ends_it(size):
-    cutter = Cutter()
+    cutter = FrameCutter()
     cutter.add((MAC_BYTES + 1).to_bytes(4, "little"))
     assert cutter.next() is None
-    cutter = Cutter()
+    cutter = FrameCutter()
     cutter.add(size.to_bytes(4, "little"))
     with pytest.raises(BadMessage, match="frame of"):
         cutter.next()
@@ -139,8 +146,8 @@ def test_a_connection_keeps_what_it_cannot_send():
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         ours, theirs = (
-            Connection(near, bytes(32), False),
-            Connection(server.accept()[0], bytes(32), True),
+            FrameConnection(near, bytes(32), False),
+            FrameConnection(server.accept()[0], bytes(32), True),
         )
     sent = [bytes([number]) * (1 << 20) for number in range(12)]
     for content in sent:
@@ -157,7 +164,7 @@ def test_a_connection_keeps_what_it_cannot_send():
 
 
 def test_a_bell_ends_a_wait_and_so_does_a_frame(listener):
-    bell, peer = Bell(), meet(listener)
+    bell, peer = Wakeup(), meet(listener)
     peer.send(b"hello")
     [(number, _)] = come(listener, 1)
     for wake in (bell.ring, lambda: listener.send(number, b"frame")):
@@ -194,7 +201,7 @@ def test_without_room_for_connections_the_others_are_served(listener, monkeypatc
 
     monkeypatch.setattr(lobby, "_REST_S", 0.2)
     listener.lobby._listening = Full()
-    late = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
+    late = PendingConnection(listener.endpoint, TOKEN, PURPOSE, 5.0)
     listener.receive(1.0)
     peer.send(b"second")
     assert [payload for _, payload in come(listener, 1)] == [b"second"] and len(refused) < 3

@@ -18,18 +18,23 @@ from hypothesis import strategies as st
 
 from relax_hpc.base.errors import DeadlineError
 from relax_hpc.net.rendezvous.open_files import connection_limit
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.net.transport import lobby, proof, sockets
-from relax_hpc.net.transport.listener import FRAMES_A_TURN, Listener, listen
+from relax_hpc.net.transport.listener import FRAMES_A_TURN, Listener, create_listening_socket
 from relax_hpc.net.transport.lobby import ACCEPTED_A_TURN
 from relax_hpc.net.transport.proof import (
     ANSWER_BYTES,
     GREETING_BYTES,
     MAX_UNPROVEN,
     Challenge,
-    Response,
+    ChallengeResponse,
 )
-from relax_hpc.net.transport.sockets import Connection, Knock, connect, framed
+from relax_hpc.net.transport.sockets import (
+    FrameConnection,
+    PendingConnection,
+    connect,
+    frame_content,
+)
 from relax_hpc.net.transport.wire import BadMessage, Seal, pack, unpack
 from relax_hpc.queue.client import QueueClient
 from tests.effort import effort
@@ -41,7 +46,7 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def listener():
-    made = Listener(listen("127.0.0.1"), TOKEN, PURPOSE)
+    made = Listener(create_listening_socket("127.0.0.1"), TOKEN, PURPOSE)
     yield made
     made.close()
 
@@ -107,7 +112,7 @@ def test_who_holds_the_token_gets_in_however_many_strangers_come(listener, stran
     there already."""
     strangers(MAX_UNPROVEN)
     turns(listener, lambda: len(listener.lobby.guests) == MAX_UNPROVEN)
-    knock = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
+    knock = PendingConnection(listener.endpoint, TOKEN, PURPOSE, 5.0)
     for _ in range(4):
         strangers(ACCEPTED_A_TURN)
         listener.receive(0.1)
@@ -155,7 +160,7 @@ def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
     (one,) = strangers(1)
     turns(listener, lambda: listener.lobby.guests)
     one.settimeout(60.0)
-    one.sendall(Response(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
+    one.sendall(ChallengeResponse(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
     turns(listener, lambda: listener._peers)
     (peer,) = listener._peers.values()
     turns(listener, lambda: peer._cutter._rest == b"abc")
@@ -205,7 +210,12 @@ def test_of_one_peer_so_many_frames_a_turn_and_none_is_lost(listener):
 
 def test_a_bad_frame_ends_its_connection_at_once(listener):
     good = meet(listener)
-    bad: list[bytes] = [struct.pack("<I", 0), bytes(1 << 16), framed(b"x" * 100), b"\xff" * 8]
+    bad: list[bytes] = [
+        struct.pack("<I", 0),
+        bytes(1 << 16),
+        frame_content(b"x" * 100),
+        b"\xff" * 8,
+    ]
     for number, raw in enumerate(bad, 1):
         peer = meet(listener)
         peer.send(b"good")
@@ -247,7 +257,7 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
             assert limits == ["(96,", "96)"], "the soft limit is the hard one"
             held = [socket.create_connection(("127.0.0.1", int(port)), 5.0) for _ in range(300)]
             publish_card(
-                run, Card("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}")
+                run, GroupCard("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}")
             )
             with QueueClient(run, small(), "actor", 1) as actor:
                 actor.connection.call("resume", timeout=20.0, step=0)
@@ -298,7 +308,7 @@ def test_a_frame_is_good_once_in_its_place_and_direction():
 def test_each_connection_has_a_key_that_the_token_alone_does_not_give():
     keys = set()
     for _ in range(3):
-        challenge, response = Challenge(TOKEN, PURPOSE), Response(TOKEN, PURPOSE)
+        challenge, response = Challenge(TOKEN, PURPOSE), ChallengeResponse(TOKEN, PURPOSE)
         sent = challenge.greeting, response.answer(challenge.greeting)
         own, key = challenge.check(sent[1])
         assert response.check(own) == key and TOKEN not in b"".join([*sent, own])
@@ -306,7 +316,9 @@ def test_each_connection_has_a_key_that_the_token_alone_does_not_give():
     assert len(keys) == 3
     for token, purpose in ((TOKEN[::-1], PURPOSE), (TOKEN, b"another")):
         with pytest.raises(ConnectionError, match="token"):
-            Challenge(token, purpose).check(Response(TOKEN, PURPOSE).answer(challenge.greeting))
+            Challenge(token, purpose).check(
+                ChallengeResponse(TOKEN, PURPOSE).answer(challenge.greeting)
+            )
     response.answer(challenge.greeting)
     for nonsense in (own, bytes(32), sent[1][32:]):
         with pytest.raises(ConnectionError, match="token"):
@@ -316,9 +328,9 @@ def test_each_connection_has_a_key_that_the_token_alone_does_not_give():
 def recorded(monkeypatch) -> list[bytes]:
     """All that connections of this process send from now on."""
     sent: list[bytes] = []
-    real = Connection._sent
+    real = FrameConnection._sent
     monkeypatch.setattr(
-        Connection, "_sent", lambda self, data: sent.append(bytes(data)) or real(self, data)
+        FrameConnection, "_sent", lambda self, data: sent.append(bytes(data)) or real(self, data)
     )
     return sent
 
@@ -373,7 +385,7 @@ class Squatter:
 @pytest.mark.parametrize("answer", [b"", bytes(GREETING_BYTES), b"RLXLINK1" + bytes(32), None])
 def test_a_client_tells_nothing_to_who_does_not_prove_that_it_holds_the_token(tmp_path, answer):
     run, squatter = make_run(tmp_path / "run"), Squatter(answer)
-    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
+    publish_card(run, GroupCard("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         asked = actor.connection.submit("resume", timeout=20.0, step=0)
         squatter.serve_one()
@@ -387,7 +399,7 @@ def test_a_client_tells_nothing_to_who_does_not_prove_that_it_holds_the_token(tm
 def test_a_silent_squatter_costs_a_call_no_more_than_its_patience(tmp_path):
     """Nor does it hold up a client once there is a newer controller."""
     run, squatter = make_run(tmp_path / "run"), Squatter(b"")
-    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
+    publish_card(run, GroupCard("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         with pytest.raises(DeadlineError):
             actor.connection.call("status", timeout=0.2)
@@ -447,7 +459,7 @@ def client(tmp_path_factory):
 def test_who_listens_and_hangs_up_is_an_error(listener):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        knock = Knock(endpoint, TOKEN, PURPOSE, 5.0)
+        knock = PendingConnection(endpoint, TOKEN, PURPOSE, 5.0)
         taken.accept()[0].close()
         with pytest.raises(ConnectionError):
             knock.proceed(5.0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from relax_hpc.base.background import say
+from relax_hpc.base.background import print_log_line
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.reward_settings import JudgeSettings, RemoteSettings, RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward
@@ -443,5 +443,5 @@ def test_a_token_that_a_service_repeats_is_in_no_error(tmp_path: Path, answer: A
 
 
 def test_further_lines_of_an_entry_of_a_log_are_indented(capfd: pytest.CaptureFixture[str]) -> None:
-    say("one\ntwo\x1b[2J\r\nthree")
+    print_log_line("one\ntwo\x1b[2J\r\nthree")
     assert capfd.readouterr().err == "one\n    two\\x1b[2J\\x0d\n    three\n"

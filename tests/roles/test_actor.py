@@ -27,7 +27,7 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 from relax_hpc.data.multimodal.medium import Kind  # noqa: E402
-from relax_hpc.net.rendezvous.channel import Channel  # noqa: E402
+from relax_hpc.net.rendezvous.channel import RankChannel  # noqa: E402
 from relax_hpc.roles.checkpoints import Checkpoints  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
 from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
@@ -153,7 +153,7 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.route_watch = SimpleNamespace(agree=lambda *_: True)
     about = {"run": RunDir(Path("run")), "model": Path("model"), "stop": threading.Event()}
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
-    layout, alone = SimpleNamespace(data_size=1), Channel(10.0)
+    layout, alone = SimpleNamespace(data_size=1), RankChannel(10.0)
     ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}
     actor.ranks = SimpleNamespace(
         leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways

@@ -18,7 +18,7 @@ from relax_hpc.base.metrics.spans import Spans
 from relax_hpc.base.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
 from relax_hpc.cluster.supervise.processes import environment
 from relax_hpc.config.schema import Config, ForwardConfig
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_ids import row_id
@@ -94,7 +94,7 @@ def test_a_window_of_one_prompt_group_is_shared_by_all_ranks() -> None:
 def test_a_mark_is_never_replaced_by_one_that_says_less(tmp_path: Path) -> None:
     mark = tmp_path / "exit-actor.json"
     for code, stays in ((0, 0), (75, 75), (93, 93), (75, 93), (0, 93)):
-        leave_mark(mark, code)
+        write_exit_mark(mark, code)
         assert json.loads(mark.read_text())["code"] == stays
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.net.transport.exchange import Exchange, Gone, Message, TooLarge
+from relax_hpc.net.transport.exchange import Exchange, Message, PeerGone, TooLarge
 from relax_hpc.net.transport.sockets import connect
 from relax_hpc.net.transport.wire import BadMessage, pack
 from relax_hpc.rollout.agents.gateway.broker import message_of
@@ -62,7 +62,7 @@ def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
             token = there.run.token().decode()
             for forged in ("", "sk-three", key_of(first), first + "x", token, "Bearer"):
                 assert await code_of(there.url, forged) == (401, "unknown_bearer")
-            with pytest.raises(Gone, match="another has a session of this key"):
+            with pytest.raises(PeerGone, match="another has a session of this key"):
                 await two.call(do="open", session="one", key=key_of(first))
             await two.call(do="close", key=key_of(first))
             assert (await post(there.url, first))[0] == 200, "nobody closes the session of another"
@@ -77,7 +77,7 @@ def test_a_bearer_opens_its_session_and_nothing_else(tmp_path: Path) -> None:
                 {"do": "open", "key": ["x"], "session": 1},
                 {},
             ):
-                with pytest.raises(Gone):
+                with pytest.raises(PeerGone):
                     await one.call(**odd)
             one.close()
             two.close()
@@ -328,7 +328,7 @@ def test_an_answer_that_no_message_can_hold_is_an_error_of_its_request(
     async def play() -> None:
         asking = Exchange(lambda payload: answering.take(payload), serve)
         answering = Exchange(lambda payload: asking.take(payload), serve)
-        with pytest.raises(Gone, match="Error: "):
+        with pytest.raises(PeerGone, match="Error: "):
             async with asyncio.timeout(LIMIT_S):
                 await asking.call(number=3)
 

@@ -14,7 +14,7 @@ import torch
 from relax_hpc.base.routes import BAD_ROUTES, NAME, OTHER_ROUTES, RouteShape
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.client.segments import START, joined
 from relax_hpc.queue.row_schema import Row
@@ -197,7 +197,7 @@ def test_rows_with_routes_of_others_are_dropped_before_a_step(tmp_path, capsys) 
         claim = roles["actor"].claim("actor", BUDGET, config.prompts_per_step, **dealt)
         rows = roles["actor"].rows(claim)
         context = SimpleNamespace(config=config, client=roles["actor"])
-        ranks = SimpleNamespace(control=Channel(10.0), layout=SimpleNamespace(data_rank=0))
+        ranks = SimpleNamespace(control=RankChannel(10.0), layout=SimpleNamespace(data_rank=0))
         computed = [(Window(claim, rows), batches_of(rows, claim.assignment[0]))]
         whole = slice(None)
         model = SimpleNamespace(routed=True, pack_split=WHOLE, router_tokens=lambda _: whole)

@@ -22,7 +22,7 @@ requires("sglang")
 import psutil  # noqa: E402
 
 import tests.rollout.engine_fake_server as fake  # noqa: E402
-from relax_hpc.base.errors import ConfigError, RelaxError, start_error_of  # noqa: E402
+from relax_hpc.base.errors import ConfigError, RelaxError, find_start_error  # noqa: E402
 from relax_hpc.base.last_error import find_last_error  # noqa: E402
 from relax_hpc.base.versions import Version  # noqa: E402
 from relax_hpc.cluster.sandbox.processes import command_line  # noqa: E402
@@ -316,7 +316,7 @@ def test_a_busy_port_is_tried_again(place: Path) -> None:
             EngineFault, match=rf"rollout\.engine\.port: {port} is in use"
         ) as caught:
             start(make_engine(place, port=port - 2))
-    assert start_error_of(caught.value) == ""
+    assert find_start_error(caught.value) == ""
 
 
 def test_a_missing_model_is_named(place: Path) -> None:
@@ -430,7 +430,7 @@ def test_a_server_that_cannot_start_is_dead_and_its_log_named(
     text = r"while starting; its log ends with .*No module named .*; see .*engine-2\.log"
     with pytest.raises(EngineFault, match=f"ended with code 1 {text}") as caught:
         start(make_engine(place))
-    assert caught.value.reason == "dead" and start_error_of(caught.value) == ""
+    assert caught.value.reason == "dead" and find_start_error(caught.value) == ""
     assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
 
 
@@ -443,10 +443,10 @@ def test_the_last_error_of_a_server_is_quoted(place: Path, monkeypatch: pytest.M
         start(make_engine(place, flags={"prints": SGLANG + CONSEQUENCE}))
     quote = find_last_error(SGLANG).text
     assert f"ended with code -9 while starting: {quote}; see " in str(caught.value)
-    assert start_error_of(RelaxError("the role")) == ""
+    assert find_start_error(RelaxError("the role")) == ""
     role_error = RelaxError("the role")
     role_error.__cause__ = caught.value
-    assert start_error_of(role_error) == quote
+    assert find_start_error(role_error) == quote
 
 
 def test_an_error_that_may_pass_is_quoted_and_tried_again(
@@ -456,7 +456,7 @@ def test_an_error_that_may_pass_is_quoted_and_tried_again(
     log = SGLANG.replace(find_last_error(SGLANG).text, "OSError: [Errno 98] Address already in use")
     with pytest.raises(EngineFault, match="Address already in use") as caught:
         start(make_engine(place, flags={"prints": log}))
-    assert start_error_of(caught.value) == ""
+    assert find_start_error(caught.value) == ""
 
 
 def test_server_arguments_that_sglang_refuses_are_a_mistake_of_the_configuration(

@@ -20,7 +20,7 @@ from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.transformers_hook import install_transformers_hook
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.process import SignalFlag
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.process_context import Context
@@ -118,7 +118,9 @@ def serve(run: RunDir, config: Config, incarnation: int) -> None:
         spans = Spans(run.root / f"spans-{incarnation}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
         rollout_role.run(
-            Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag())
+            Context(
+                run, config, "rollout", "rollout", incarnation, world, client, spans, SignalFlag()
+            )
         )
 
 

@@ -28,7 +28,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.commands.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
-from relax_hpc.net.rendezvous.process import Flag
+from relax_hpc.net.rendezvous.process import SignalFlag
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.ops.observe.status import status
 from relax_hpc.ops.observe.status_view import lines as status_lines
@@ -418,7 +418,15 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
                 world = World(0, 1, 0, [{}])
                 rollout_role.run(
                     Context(
-                        run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()
+                        run,
+                        config,
+                        "rollout",
+                        "rollout",
+                        incarnation,
+                        world,
+                        client,
+                        spans,
+                        SignalFlag(),
                     )
                 )
 

@@ -12,7 +12,7 @@ import numpy as np
 from relax_hpc.base.metrics.spans import OpenSpan
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import Claim
 from relax_hpc.queue.client.plane_log import Ways
 from relax_hpc.roles import forward
@@ -78,7 +78,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     found = {8: iter([None, rows])}
     rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}
     ranks = SimpleNamespace(
-        size=2, tell=told.append, control=Channel(10.0), reader=reader, **rows_of
+        size=2, tell=told.append, control=RankChannel(10.0), reader=reader, **rows_of
     )
     context = SimpleNamespace(
         client=client,

@@ -19,7 +19,7 @@ from relax_hpc.algorithms import Dpo, Sft
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.base.metrics.read import read_metrics
-from relax_hpc.base.metrics.tags import declared
+from relax_hpc.base.metrics.tags import find_declared_tag
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.commands.program import main
@@ -360,7 +360,9 @@ def test_a_run_of_pairs_comes_to_prefer_what_is_chosen(tmp_path: Path) -> None:
     assert rows[11]["queue/bad_prompt_missing_field"] == 1
     assert not audit(live.run).problems
     tags = {tag for row in rows for tag in row if "/" in tag}
-    assert not any(tag.startswith(("reward/", "staleness/")) or not declared(tag) for tag in tags)
+    assert not any(
+        tag.startswith(("reward/", "staleness/")) or not find_declared_tag(tag) for tag in tags
+    )
 
 
 COLOURS = {"r": (250, 20, 20), "g": (20, 250, 20)}

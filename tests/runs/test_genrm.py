@@ -30,10 +30,10 @@ from relax_hpc.config import load
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tokenizer import load_tokenizer
-from relax_hpc.net.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
+from relax_hpc.net.rendezvous.endpoints import Endpoint, publish_endpoints, read_endpoints
 from relax_hpc.net.transport.calls import CallListener
 from relax_hpc.net.transport.exchange import Message
-from relax_hpc.net.transport.listener import listen
+from relax_hpc.net.transport.listener import create_listening_socket
 from relax_hpc.net.transport.proof import Challenge
 from relax_hpc.ops.checks.model_files import spec_at
 from relax_hpc.ops.checks.settings import check
@@ -73,7 +73,7 @@ async def answering(
     key: str, serve: Callable[[int, Message], Awaitable[Message]]
 ) -> AsyncIterator[Endpoint]:
     """A process of role genrm that answers questions by ``serve``."""
-    listener = CallListener(listen("127.0.0.1"), key.encode(), PURPOSE, serve)
+    listener = CallListener(create_listening_socket("127.0.0.1"), key.encode(), PURPOSE, serve)
     running = asyncio.create_task(listener.run())
     try:
         yield Endpoint(listener.endpoint, key)
@@ -400,8 +400,8 @@ def test_endpoints_are_those_of_the_newest_incarnation_for_this_user_alone(tmp_p
         publish_endpoints(
             tmp_path, incarnation, rank, [Endpoint(f"http://{incarnation}", str(rank))]
         )
-    assert endpoints_of(tmp_path) == [Endpoint("http://10", "0"), Endpoint("http://10", "1")]
-    assert endpoints_of(tmp_path / "none") == []
+    assert read_endpoints(tmp_path) == [Endpoint("http://10", "0"), Endpoint("http://10", "1")]
+    assert read_endpoints(tmp_path / "none") == []
 
 
 @pytest.fixture(name="base")
@@ -503,7 +503,7 @@ def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Pat
     with running(tmp_path, merged(LIGHT, over)) as live:
         live.wait_for_step(1, WAIT_S)
         others = [process.pid for role in OTHERS for process in live.processes(role)]
-        (endpoint,) = endpoints_of(live.run.rendezvous("genrm"))
+        (endpoint,) = read_endpoints(live.run.rendezvous("genrm"))
         words = [word for process in psutil.process_iter() for word in command_line(process)]
         assert not [word for word in words if endpoint.key in word]
         live.kill("genrm")

@@ -17,7 +17,7 @@ import xxhash
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc.base.metrics.tags import PARTS, declared, in_tensorboard
+from relax_hpc.base.metrics.tags import TAG_GROUPS, find_declared_tag, tensorboard_tag
 from relax_hpc.cluster.sandbox.processes import alive, command_line, until_gone
 from relax_hpc.ops.observe.sample_view import Wanted, find
 from relax_hpc.training.weights.node_cache import staging_root
@@ -112,7 +112,7 @@ def assert_metrics_are_whole(live: Running) -> None:
     assert [line["step"] for line in steps] == list(range(STEPS))
     assert all(line["time"] <= after["time"] for line, after in pairwise(steps))
     tags = {tag for line in lines for tag in line if "/" in tag}
-    assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS} - {
+    assert {tag.partition("/")[0] for tag in tags} == {part.name for part in TAG_GROUPS} - {
         "algorithm",
         "episodes",
         "experts",
@@ -120,7 +120,7 @@ def assert_metrics_are_whole(live: Running) -> None:
         "r3",
         "trainer",
     }
-    assert not {tag for tag in tags if not declared(tag)}, (
+    assert not {tag for tag in tags if not find_declared_tag(tag)}, (
         "docs/metrics.md is made of metrics/tags.py"
     )
     for role in ("rollout", "actor", "actor_fwd", "advantages"):
@@ -128,7 +128,7 @@ def assert_metrics_are_whole(live: Running) -> None:
         assert any(tag.startswith(f"idle/{role}_for_") for line in steps for tag in line)
     board = EventAccumulator(str(live.run.tensorboard), {"scalars": 0})
     board.Reload()
-    shown = {event.step: event.value for event in board.Scalars(in_tensorboard("reward/mean"))}
+    shown = {event.step: event.value for event in board.Scalars(tensorboard_tag("reward/mean"))}
     assert shown.keys() == {line["step"] for line in steps}
     assert all(abs(shown[line["step"]] - line["reward/mean"]) < 1e-6 for line in steps)
 

@@ -26,7 +26,7 @@ from relax_hpc.commands.run_setup import check_resumable, keep_date
 from relax_hpc.config import dump, load, load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.visits import prompt_at
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.net.rendezvous.roster import claim_incarnation
 from relax_hpc.training.weights.node_cache import staging_root
 from tests.helpers.audit import audit, read_events
@@ -235,7 +235,7 @@ def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -
     for role in ("rollout", "actor"):
         mark = run.exit_mark(role, claim_incarnation(run, role), role)
         mark.parent.mkdir(parents=True)
-        leave_mark(mark)
+        write_exit_mark(mark)
     run.logs("hub", 1).mkdir(parents=True)
     run.exit_mark("hub", 1, "advantages").touch()
     run.finished.touch()

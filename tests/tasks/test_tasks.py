@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.base.errors import EXIT_RETRY, ConfigError, RelaxError
-from relax_hpc.base.plugins import RENAMED, no_imports
+from relax_hpc.base.plugins import RENAMED, refuse_imports
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.commands.run_setup import check_resumable
 from relax_hpc.config import Config, dump, load, load_resolved
@@ -163,7 +163,7 @@ def test_old_names_of_example_tasks_are_accepted_with_one_warning(
     current = f"{type(task).__module__}:{type(task).__name__}"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: task: {name!r} is now called {current!r}")
-    with no_imports():
+    with refuse_imports():
         assert type(get_task(current)) is type(task), (
             "commands that only read a run know the tasks of this package"
         )
@@ -174,7 +174,7 @@ def test_every_example_task_has_a_class_under_its_old_name() -> None:
     modules = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
     assert modules == {name[len("tasks.") :] for name in RENAMED_PATHS if name.startswith("tasks.")}
     with (
-        no_imports(),
+        refuse_imports(),
         pytest.raises(ConfigError, match="imports no module that a configuration names"),
     ):
         get_task("relax_hpc.examples.tasks.avi:avi")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from relax_hpc.base import parallel_copies
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training import parallel
 from relax_hpc.training.checkpoint import saver, store, strategy
 from tests.helpers.training_helpers import LR, batch, rows, trainer
@@ -62,8 +62,8 @@ def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
     ``point`` is named."""
     torch.set_num_threads(1)
     parallel.initialize_alone("cpu", 0, 60.0)
-    ours, channel = trainer(model), Channel(60.0)
-    keeper, journal = saver.Saver(ours, Channel(60.0), 60.0), folder / "journal"
+    ours, channel = trainer(model), RankChannel(60.0)
+    keeper, journal = saver.Saver(ours, RankChannel(60.0), 60.0), folder / "journal"
     begun = first = resume(folder, ours, channel)
     for step in range(first, LAST):
         ours.accumulate([batch(rows(4, seed=step))])
@@ -91,7 +91,7 @@ def add(journal: Path, name: str, digest: str) -> None:
         file.write(f"{name} {digest}\n")
 
 
-def resume(folder: Path, ours: Any, channel: Channel) -> int:
+def resume(folder: Path, ours: Any, channel: RankChannel) -> int:
     """Load the newest checkpoint that was journaled; its step."""
     journal = folder / "journal"
     for line in reversed(journal.read_text().splitlines() if journal.exists() else []):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.models.batches import Batch, idle_batch
@@ -46,7 +46,7 @@ def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
     for source, target in zip((usual, ours), again, strict=True):
         folder = out / f"i000009-step-{next(_names):06d}"
         helpers.save(folder, source, {})
-        store.load(folder, target, Channel(60.0))
+        store.load(folder, target, RankChannel(60.0))
     if not usual.settings.offload:
         # On a CPU moments of the host are on the device too, which cannot have their memory.
         away = DeviceOffload(again[0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training.checkpoint import store
 from relax_hpc.training.critic import CriticTrainer
 from tests.helpers.training_helpers import (
@@ -64,7 +64,7 @@ def one_rank_run(
     `checkpoint`."""
     ours = trainer(directory, **sharded_as(layout))
     if checkpoint:
-        store.load(checkpoint, ours, Channel(60.0))
+        store.load(checkpoint, ours, RankChannel(60.0))
     logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
     metrics = []
     for samples in ([] if checkpoint else [rows(4, seed=9)]) + [rows(8)]:
@@ -108,7 +108,7 @@ def check_critic_agrees(layout: dict[str, Any], directory: Path, out: Path) -> N
         found = load_file(out / f"values-{replica}.safetensors")["values"].numpy()
         np.testing.assert_allclose(found, np.concatenate(said[replica::replicas]), atol=1e-5)
     again = critic(directory, **sharded_as(layout))
-    store.load(out / "critic-i000001-step-000001", again, Channel(60.0))
+    store.load(out / "critic-i000001-step-000001", again, RankChannel(60.0))
     assert two_steps(again, first=1) == [pytest.approx(metrics[1], rel=1e-4, abs=1e-5)]
 
 

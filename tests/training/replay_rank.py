@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from relax_hpc.base.routes import NAME
 from relax_hpc.config.schema import ActorConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.training import parallel
 from relax_hpc.training.route_agreement import RouteAgreement
@@ -55,7 +55,11 @@ def samples_of(directory: Path) -> list[Row]:
 def check(directory: Path, actor: ActorConfig) -> dict[str, Any]:
     """Log-probabilities of rows, a step of several micro-batches, and which rows have other routes;
     complete in the leader."""
-    samples, trainer, line = samples_of(directory), routed_trainer(directory, actor), Channel(60.0)
+    samples, trainer, line = (
+        samples_of(directory),
+        routed_trainer(directory, actor),
+        RankChannel(60.0),
+    )
     layout, model = trainer.model.layout, trainer.model
     mine = range(layout.data_rank, len(samples), layout.data_size)
     parts = [list(mine)[start : start + 2] for start in range(0, len(mine), 2)]

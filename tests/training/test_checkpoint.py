@@ -20,7 +20,7 @@ import torch
 from relax_hpc.base import host_memory
 from relax_hpc.base.disk_waits import WAITS
 from relax_hpc.base.errors import ConfigError, DeadlineError, FencedError, NoProgressError
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training import adam
 from relax_hpc.training.checkpoint import saver, store
 from relax_hpc.training.checkpoint.saver import Saver
@@ -111,7 +111,7 @@ def test_training_continues_bit_for_bit(
 def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(
     tiny: Path, tmp_path: Path, distributed: bool
 ):
-    keeper = Saver(trainer(tiny, optimizer={"distributed": distributed}), Channel(60.0), 60.0)
+    keeper = Saver(trainer(tiny, optimizer={"distributed": distributed}), RankChannel(60.0), 60.0)
     keeper.prepare()
     keeper.ready()
     writer = keeper._writer
@@ -126,7 +126,7 @@ def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(
 def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
+    keeper = Saver(trainer(tiny), RankChannel(60.0), 60.0)
     monkeypatch.setattr(
         host_memory.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory"))
     )
@@ -245,7 +245,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     ours = trainer(tiny)
     train(ours, range(2))
     expected = ours.model.export_hf()
-    keeper = Saver(ours, Channel(60.0), 60.0)
+    keeper = Saver(ours, RankChannel(60.0), 60.0)
     keeper.save(tmp_path / "i000001-step-000002", {"step": 2})
     assert begun.wait(30.0)
     train(ours, range(2, 4))
@@ -264,7 +264,7 @@ def test_the_next_save_waits_for_the_last_one_but_not_for_ever(
 ):
     hold = threading.Event()
     monkeypatch.setattr(saver, "_begin", lambda *_: hold.wait(30.0))
-    keeper = Saver(trainer(tiny), Channel(60.0), 0.2)
+    keeper = Saver(trainer(tiny), RankChannel(60.0), 0.2)
     keeper.save(tmp_path / "a", {})
     with pytest.raises(DeadlineError, match=r"not written within checkpoint\.timeout_s=0\.2"):
         keeper.save(tmp_path / "b", {})
@@ -288,7 +288,7 @@ def test_a_full_disk_costs_the_checkpoint_alone(tiny: Path, tmp_path: Path, capf
     """Each size is the end of another kind of file."""
     told: list[str] = []
     ours = trainer(tiny)
-    keeper = Saver(ours, Channel(60.0), 60.0, told.append)
+    keeper = Saver(ours, RankChannel(60.0), 60.0, told.append)
     keeper.save(tmp_path / "a", {"step": 1})
     keeper.settle()
     with files_up_to(size):
@@ -309,7 +309,7 @@ def test_on_a_full_disk_it_is_tried_until_there_is_room(tiny: Path, tmp_path: Pa
     told: list[str] = []
     with small_disk(tmp_path / "disk", "2m") as disk:
         ours = trainer(tiny)
-        keeper = Saver(ours, Channel(60.0), 60.0, told.append, max_failures=1)
+        keeper = Saver(ours, RankChannel(60.0), 60.0, told.append, max_failures=1)
         for number, left in enumerate((0, 4096, 8192, 40_000, 80_000)):
             disk.fill(left)
             keeper.save(disk.folder / f"{number}", {"step": number})
@@ -334,7 +334,7 @@ def test_on_a_full_disk_it_is_tried_until_there_is_room(tiny: Path, tmp_path: Pa
 def test_on_a_full_disk_the_next_one_takes_its_place(tiny: Path, tmp_path: Path, capfd):
     told: list[str] = []
     with small_disk(tmp_path / "disk", "2m") as disk:
-        keeper = Saver(trainer(tiny), Channel(60.0), 60.0, told.append)
+        keeper = Saver(trainer(tiny), RankChannel(60.0), 60.0, told.append)
         disk.fill()
         for number in range(3):
             keeper.save(disk.folder / f"{number}", {"step": number})
@@ -350,7 +350,7 @@ def test_failures_in_a_row_that_no_full_disk_explains_end_the_run(
     tiny: Path, tmp_path: Path, capfd
 ):
     told: list[str] = []
-    keeper = Saver(trainer(tiny), Channel(60.0), 60.0, told.append, max_failures=2)
+    keeper = Saver(trainer(tiny), RankChannel(60.0), 60.0, told.append, max_failures=2)
     (tmp_path / "file").touch()
     keeper.save(tmp_path / "file" / "a", {})
     keeper.wait()
@@ -381,7 +381,7 @@ def test_an_older_actor_finishes_nothing(tiny: Path, tmp_path: Path):
     def fenced(_: str) -> None:
         raise FencedError("actor incarnation 2 exists")
 
-    keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
+    keeper = Saver(trainer(tiny), RankChannel(60.0), 60.0)
     keeper.save(tmp_path / "a", {}, fenced)
     with pytest.raises(FencedError):
         keeper.settle()

@@ -41,11 +41,11 @@ pytestmark = pytest.mark.run
 TOKEN = b"t" * 32
 ALONE = """
 import os, psutil
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training.cpu import single_process as alone
 from relax_hpc.training import parallel
 parallel.initialize_alone("cpu", 0, 60.0)
-channel = Channel(60.0)
+channel = RankChannel(60.0)
 import torch.distributed as dist
 from megatron.core import parallel_state
 assert channel.gather({"a": 1}) == [{"a": 1}] and alone.wrong_collectives() == []
@@ -255,7 +255,7 @@ RANK = """
 import os, sys, torch
 import torch.distributed as dist
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.rendezvous.world import World
 from relax_hpc.training import parallel
 from relax_hpc.training.authenticated_store import make_store
@@ -268,7 +268,7 @@ parallel.initialize(ParallelConfig(data=2), rank, 2, 0, make_store(world, b"t" *
 values = torch.full((4,), rank + 1.0)
 dist.all_reduce(values)
 assert values.tolist() == [3.0] * 4
-assert Channel(60.0).gather(rank) == ([0, 1] if rank == 0 else None)
+assert RankChannel(60.0).gather(rank) == ([0, 1] if rank == 0 else None)
 dist.barrier()
 parallel.destroy()
 """
@@ -317,9 +317,9 @@ import ctypes, os
 if os.environ["RELAX_MEETING"].startswith("1 "):
     assert ctypes.CDLL(None).unshare(0x10000000) == 0, "no user namespaces"
 from relax_hpc.config.schema import MpiConfig
-from relax_hpc.net.rendezvous.world import join
+from relax_hpc.net.rendezvous.world import join_world
 from relax_hpc.training.authenticated_store import make_store
-world = join("127.0.0.1", 2, MpiConfig(), 60.0)
+world = join_world("127.0.0.1", 2, MpiConfig(), 60.0)
 store = make_store(world, b"t" * 32, 30.0)
 if world.leader:
     store.set("word", "from rank 0")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.host_memory import host_like
+from relax_hpc.base.host_memory import allocate_host_tensors
 from relax_hpc.training import offload, swap_weights
 from relax_hpc.training.device_offload import DeviceOffload
 from relax_hpc.training.trainer import Trainer
@@ -114,13 +114,13 @@ def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piec
         torch.ones(130, dtype=torch.bfloat16),
         torch.tensor(1.0),
     ]
-    found = host_like(like, pinned=True, what="test")
+    found = allocate_host_tensors(like, pinned=True, what="test")
     assert pinned == [(found[0].data_ptr(), 64 + 320 + 64)]
     assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in like]
     for number, one in enumerate(found):
         one.fill_(number)
     assert [set(one.flatten().tolist()) for one in found] == [{0.0}, set(), {2.0}, {3.0}]
-    wide = host_like(like, pinned=False, what="test", dtype=torch.float32)
+    wide = allocate_host_tensors(like, pinned=False, what="test", dtype=torch.float32)
     assert (
         {one.dtype for one in wide} == {torch.float32}
         and not any(one.any() for one in wide)
@@ -135,11 +135,19 @@ def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(
     huge = type(
         "Huge", (), {"numel": lambda _: unlimited, "dtype": torch.uint8, "shape": (unlimited,)}
     )()
-    monkeypatch.setattr(swap_weights, "host_like", lambda _, *about: host_like([huge], *about))
+    monkeypatch.setattr(
+        swap_weights,
+        "allocate_host_tensors",
+        lambda _, *about: allocate_host_tensors([huge], *about),
+    )
     too_little = r"weights old: \d+ bytes of host memory .*group of its own"
     with pytest.raises(ConfigError, match=r"actor\.forward: .*" + too_little):
         swap_weights.SwappedWeights(ours.model.module).keep("old")
-    monkeypatch.setattr(offload, "host_like", lambda _, *about: host_like([huge], *about[:2]))
+    monkeypatch.setattr(
+        offload,
+        "allocate_host_tensors",
+        lambda _, *about: allocate_host_tensors([huge], *about[:2]),
+    )
     with pytest.raises(
         ConfigError,
         match=r"actor\.optimizer\.offload: .*optimizer states: \d+ bytes .*set it false",

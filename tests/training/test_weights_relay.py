@@ -18,7 +18,7 @@ from relax_hpc.base.errors import RefusedError
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, GroupConfig, ResourcesConfig
 from relax_hpc.net.transport import PlaneError, TcpPlane
-from relax_hpc.net.transport.tcp import Coming, record_in
+from relax_hpc.net.transport.tcp import RecordPending, record_in_folder
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.relays import FAN_OUT, Relays, ancestors
 from relax_hpc.training.weights.manifest import Chunk, Manifest, read_manifest
@@ -242,28 +242,30 @@ def test_a_folder_gives_what_is_there_and_its_readers_wait_for_what_comes():
     def give(name: str) -> memoryview | None:
         asked.append(name)
         if name == "late" and len(asked) < 3:
-            raise Coming
+            raise RecordPending
         return None if name == "none" else memoryview(name.encode())
 
     maker, reader = TcpPlane(TOKEN, "127.0.0.1"), TcpPlane(TOKEN, "127.0.0.1")
     try:
         folder = maker.open_folder("f", give)
         assert (
-            bytes(reader.read(record_in(folder, "late", 4), 20.0)) == b"late"
+            bytes(reader.read(record_in_folder(folder, "late", 4), 20.0)) == b"late"
             and asked == ["late"] * 3
         )
         for name, size, why in (("none", 4, "retired"), ("late", 5, "has 4 bytes of it")):
             with pytest.raises(PlaneError, match=why):
-                reader.read(record_in(folder, name, size), 20.0)
+                reader.read(record_in_folder(folder, name, size), 20.0)
         with pytest.raises(PlaneError, match="for too long"):
-            reader.read(record_in(maker.open_folder("never", _comes_never), "x", 1), 20.0, 0.05)
+            reader.read(
+                record_in_folder(maker.open_folder("never", _comes_never), "x", 1), 20.0, 0.05
+            )
         maker.close_folder("f")
         with pytest.raises(PlaneError, match="retired"):
-            reader.read(record_in(folder, "late", 4), 20.0)
+            reader.read(record_in_folder(folder, "late", 4), 20.0)
     finally:
         reader.close()
         maker.close()
 
 
 def _comes_never(_: str) -> memoryview | None:
-    raise Coming
+    raise RecordPending

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.net.rendezvous import channel
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import Claim
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.shard import ShardError
@@ -68,7 +68,7 @@ def one_case(
     parallel.initialize(split, rank, world, rank, meeting, "cpu", 0, 60.0)
     trainer = helpers.trainer(Path(model), **settings)
     if checkpoint:
-        store.load(Path(checkpoint), trainer, Channel(60.0))
+        store.load(Path(checkpoint), trainer, RankChannel(60.0))
         first_step(trainer, Path(out))
     else:
         check_slices(trainer.model, Path(model))
@@ -185,7 +185,7 @@ def check_slices(model: PolicyModel, directory: Path) -> None:
             mine = whole.narrow(one.axis, one.start, one.stop - one.start)
             assert torch.equal(one.view().reshape(mine.shape), mine), one.name
             parts.append([one.name, one.axis, one.start, one.stop])
-    gathered = Channel(60.0).gather(parts)
+    gathered = RankChannel(60.0).gather(parts)
     if gathered is not None:
         everybody = [TensorPart(*part, 0) for mine in gathered for part in mine]
         assert all(gathered) and not coverage_error(model.tensors(), everybody)
@@ -195,7 +195,7 @@ def check_who_waits_for_the_leader() -> None:
     """However long the leader is at something, the others hear of it, and none of that is taken for
     an answer."""
     channel._LOOK_S, channel._TELL_S = 0.01, 0.02
-    line, said, hold = Channel(60.0), list[Any](), threading.Event()
+    line, said, hold = RankChannel(60.0), list[Any](), threading.Event()
     broadcast = line._broadcast
 
     def counted(message: Any) -> Any:
@@ -214,7 +214,7 @@ def check_who_waits_for_the_leader() -> None:
 def check_rows_that_one_rank_cannot_read() -> None:
     """What a maker took along after the leader had read it costs a claim, and no rank; what is only
     late is awaited."""
-    ranks, line, leads = Ranks.__new__(Ranks), Channel(60.0), dist.get_rank() == 0
+    ranks, line, leads = Ranks.__new__(Ranks), RankChannel(60.0), dist.get_rank() == 0
     claim = Claim(
         5,
         0,
@@ -307,7 +307,7 @@ def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] 
 def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:
     """Whichever rank cannot write, at whichever point: all ranks know, and the next save is as good
     as any."""
-    keeper = Saver(trainer, Channel(20.0), 20.0)
+    keeper = Saver(trainer, RankChannel(20.0), 20.0)
     faults = [
         (StagedState, "write_common", 0),
         (saver, "save_random_state", 1),

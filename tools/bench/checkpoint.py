@@ -25,7 +25,7 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training import parallel
 from relax_hpc.training.checkpoint.saver import Saver
 from relax_hpc.training.checkpoint.store import remove_others
@@ -60,7 +60,7 @@ def trainer_of(folder: Path, layers: int, hidden: int) -> Trainer:
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
     """Saves and their yardsticks, in turns; the first round brings memory and is not counted."""
-    saver, size = Saver(trainer, Channel(WAIT_S), WAIT_S), 0
+    saver, size = Saver(trainer, RankChannel(WAIT_S), WAIT_S), 0
     times: dict[str, list[float]] = {name: [] for name in ("kept", "copied", "written", "raw")}
     source = room = np.empty(0, np.uint8)
     for turn in range(rounds + 1):

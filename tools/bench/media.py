@@ -205,12 +205,12 @@ def size_of(name: str, kind: Kind, source: Source, target: float) -> Figure:
 ALONE = """
 import sys, time
 from pathlib import Path
-from relax_hpc.base.content_id import id_of
+from relax_hpc.base.content_id import hash_content
 from relax_hpc.data.multimodal.loading import load
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.data.multimodal.rules import Rules
 path, count = Path(sys.argv[1]), int(sys.argv[2])
-def work(): return id_of(*load(Kind.IMAGE, path, Rules()).parts())
+def work(): return hash_content(*load(Kind.IMAGE, path, Rules()).parts())
 work()
 print(flush=True)
 sys.stdin.readline()

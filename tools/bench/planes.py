@@ -36,7 +36,7 @@ from relax_hpc.net.rendezvous.process import die_with_parent
 from relax_hpc.net.transport import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
 from relax_hpc.net.transport.links import Deadline
 from relax_hpc.net.transport.rdma import RdmaPlane
-from relax_hpc.net.transport.rdma_agent import Agent, address_of, why_not_installed
+from relax_hpc.net.transport.rdma_agent import NixlAgent, address_of, why_not_installed
 
 
 class RawNixl(Plane):
@@ -47,7 +47,7 @@ class RawNixl(Plane):
 
     def __init__(self, pool: SlabPool) -> None:
         self._pool, self._room = pool, SlabPool()
-        self._agent = Agent("bench")
+        self._agent = NixlAgent("bench")
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()

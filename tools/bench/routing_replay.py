@@ -30,7 +30,7 @@ from curves import difference
 from figures import Figure, print_figures
 from quickstart_runs import finished, scores
 
-from relax_hpc.base.fields import ROUTES, declare
+from relax_hpc.base.fields import ROUTES, declare_fields
 from relax_hpc.base.routes import NAME, RouteShape
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import ActorConfig, Config, ModelConfig, TinyModelConfig
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one object as the last line")
     args = parser.parse_args(argv)
-    declare("model.routing_replay", (ROUTES,))
+    declare_fields("model.routing_replay", (ROUTES,))
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).absolute()
         measure = {"mismatch": mismatch, "cost": cost, "learning": learning}[args.what]

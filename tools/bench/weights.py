@@ -40,9 +40,9 @@ from relax_hpc.config.schema import (
     ParallelConfig,
     TinyModelConfig,
 )
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.rendezvous.process import die_with_parent
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
 from relax_hpc.net.transport import TcpPlane
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.relays import FAN_OUT
@@ -95,7 +95,7 @@ class Actor:
         """With its queue and its publisher."""
         self.controller = Controller(self.run, Plan.of(self.config), 1)
         claim_incarnation(self.run, "hub")
-        publish_card(self.run, Card("hub", 1, [], self.controller.endpoint))
+        publish_card(self.run, GroupCard("hub", 1, [], self.controller.endpoint))
         ended = threading.Event()
         thread = threading.Thread(target=self.controller.serve, args=(ended.is_set,), daemon=True)
         thread.start()
@@ -105,7 +105,7 @@ class Actor:
             self.publisher = Publisher(
                 self.run,
                 self.client,
-                lambda: Channel(WAIT_S),
+                lambda: RankChannel(WAIT_S),
                 store.planes,
                 store.pool,
                 tensors,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_hpc.base.metrics.tags import PARTS, TAGS, in_tensorboard
+from relax_hpc.base.metrics.tags import TAG_GROUPS, TAGS, tensorboard_tag
 
 _HEAD = """# Metrics
 
@@ -29,10 +29,10 @@ def page() -> str:
     """The whole page."""
     lines = [
         _HEAD.format(
-            first=in_tensorboard("reward/mean"), seconds=in_tensorboard("perf/actor_train_s")
+            first=tensorboard_tag("reward/mean"), seconds=tensorboard_tag("perf/actor_train_s")
         )
     ]
-    for part in PARTS:
+    for part in TAG_GROUPS:
         lines += [f"## {part.name}", f"{part.about}.", "", "| metric | what |", "|---|---|"]
         lines += [
             f"| `{tag}` | {about} |"

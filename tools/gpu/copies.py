@@ -22,7 +22,7 @@ from policies import policy, settings_of, trainer
 from safetensors import safe_open
 from shapes import rows
 
-from relax_hpc.base.host_memory import host_room
+from relax_hpc.base.host_memory import allocate_host_memory
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.rollout.engines.sglang.slab_loader import copying
 from relax_hpc.training.weights.ring import SlabRing
@@ -38,7 +38,7 @@ def raw_copy(size: int, device: str, to_device: bool) -> Callable[[], object]:
     """One of ``size`` bytes in one piece."""
     there, room = (
         torch.ones(size, dtype=torch.uint8, device=device),
-        host_room(size, device == "cuda", "raw copy"),
+        allocate_host_memory(size, device == "cuda", "raw copy"),
     )
     return (
         partial(there.copy_, room, non_blocking=True)
@@ -121,12 +121,12 @@ def checkpoint(
 ) -> dict[str, float]:
     """As in a run: memory for copies is made at start, then a step is trained, then the first one
     is saved."""
-    from relax_hpc.net.rendezvous.channel import Channel
+    from relax_hpc.net.rendezvous.channel import RankChannel
     from relax_hpc.training.checkpoint.saver import Saver
     from relax_hpc.training.models.batches import collate
 
     ours = trainer(shape, actor, device)
-    saver = Saver(ours, Channel(PATIENCE_S), PATIENCE_S)
+    saver = Saver(ours, RankChannel(PATIENCE_S), PATIENCE_S)
     started = time.perf_counter()
     saver.prepare()
     saver.ready()

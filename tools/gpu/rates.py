@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from child import answer, in_turns, middle
 
-from relax_hpc.base.host_memory import host_room
+from relax_hpc.base.host_memory import allocate_host_memory
 
 
 def measure(device: str, size: int, copied_bytes: int, rounds: int = 10) -> dict[str, float]:
@@ -15,7 +15,7 @@ def measure(device: str, size: int, copied_bytes: int, rounds: int = 10) -> dict
     one piece."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.ones(copied_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    room = host_room(copied_bytes, device == "cuda", "rates")
+    room = allocate_host_memory(copied_bytes, device == "cuda", "rates")
     acts = {
         "matmul": lambda: [left @ right for _ in range(10)],
         "copy": lambda: there.copy_(here),

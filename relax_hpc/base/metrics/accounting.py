@@ -93,7 +93,7 @@ class Account:
         self._at = max(now, self._at)
 
 
-def partition(stretches: Iterable[Stretch], start: float, end: float) -> dict[Label, float]:
+def seconds_by_label(stretches: Iterable[Stretch], start: float, end: float) -> dict[Label, float]:
     """The seconds of [start, end] by label: those that no stretch covers are OTHER's."""
     edges: list[tuple[float, bool, Label]] = []
     for label, low, high in stretches:
@@ -106,7 +106,7 @@ def partition(stretches: Iterable[Stretch], start: float, end: float) -> dict[La
     return account.take(max(start, end))
 
 
-def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
+def uncovered_intervals(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
     """The parts of ``interval`` that no hole covers, ascending."""
     at, end = interval
     for low, high in sorted(hole for hole in holes if hole[1] > hole[0]):
@@ -117,7 +117,7 @@ def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]
         yield at, end
 
 
-def added(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
+def sum_by_label(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
     """Sums of ``parts`` by label."""
     total: dict[Label, float] = defaultdict(float)
     for part in parts:
@@ -126,7 +126,7 @@ def added(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
     return dict(total)
 
 
-def work_of(seconds: Mapping[Label, float]) -> float:
+def work_seconds(seconds: Mapping[Label, float]) -> float:
     """Seconds of work among ``seconds``."""
     return sum(spent for label, spent in seconds.items() if label.what not in IDLE)
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.disk_waits import Lines
+from relax_hpc.base.disk_waits import AppendFile
 from relax_hpc.base.error_origin import ErrorOrigin, shorten
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import ForeignFileError, parse_json, read_in_run
@@ -89,14 +89,14 @@ class FailureWriter:
     def __init__(self, run_dir: Path) -> None:
         self._first_failures = FirstFailures()
         self._path = run_dir / FAILURES_FILE
-        self._lines: Lines | None = None
+        self._lines: AppendFile | None = None
 
     def write(self, failure: FirstFailure) -> None:
         """Append ``failure`` if it is the first of its kind since the hub began."""
         if not self._first_failures.is_first(failure):
             return
         if self._lines is None:
-            self._lines = Lines(self._path)
+            self._lines = AppendFile(self._path)
         line = {"time": time.time(), **asdict(failure)}
         self._lines.write(json.dumps(line).encode() + b"\n")
         self._lines.flush()

@@ -254,7 +254,7 @@ def _title(pattern: str, tags: list[str], window: int) -> str:
     return f"{title} (bold: mean over {window} steps)" if window > 1 else title
 
 
-def from_0_to_1(curves: Sequence[Curve]) -> bool:
+def lies_in_0_to_1(curves: Sequence[Curve]) -> bool:
     """Whether these are shares or scores, all of whose values lie there: then all such axes are
     alike."""
     known = all(
@@ -271,7 +271,7 @@ def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
     if units <= set(_SHARES):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylabel(units.pop() if len(units) == 1 else "value")
-    if from_0_to_1(curves):
+    if lies_in_0_to_1(curves):
         axes.set_ylim(-_EDGE, 1.0 + _EDGE)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TextIO
 
 from relax_hpc.base.metrics.shares import is_by_peer
-from relax_hpc.base.terminal_text import harmless, one_line, unfiltered
+from relax_hpc.base.terminal_text import escape_controls, escape_line, unfiltered
 
 WIDTH = 79
 """Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be
@@ -109,7 +109,7 @@ class Progress:
         self._speed = values.get(_SPEED, self._speed)
         width = shutil.get_terminal_size().columns - 1 if self.terminal else WIDTH
         eta_s = self._eta(step, time.time() if at is None else at)
-        line = harmless(
+        line = escape_controls(
             progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width)
         )
         if self.terminal and not self._stays(step, values):
@@ -122,7 +122,7 @@ class Progress:
         """Show ``text`` on a terminal, as a line that the next one overwrites; cut to its width."""
         if self.terminal:
             self._write(
-                f"\r{one_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}"
+                f"\r{escape_line(text)[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}"
             )
             self._open = True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.foreign_files import ForeignFileError, lines_of, open_in_run, parse_json
+from relax_hpc.base.foreign_files import ForeignFileError, open_in_run, parse_json, read_lines
 from relax_hpc.base.metrics.writer import METRICS_FILE, RESERVED
 
 _FILE_BYTES = 1 << 30
@@ -109,7 +109,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             raise ForeignFileError(
                 errno.EFBIG, f"found {size} bytes, allowed for metrics: {_FILE_BYTES}", str(path)
             )
-        yield from lines_of(file)
+        yield from read_lines(file)
 
 
 def parse_lines(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:

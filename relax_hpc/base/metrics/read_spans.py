@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_hpc.base.foreign_files import parse_json
-from relax_hpc.base.log_rotation import lines_of
+from relax_hpc.base.log_rotation import read_all_lines
 from relax_hpc.base.metrics.accounting import Interval
 from relax_hpc.base.rundir import is_map
 
@@ -134,7 +134,7 @@ def union_length(intervals: Iterable[Interval], start: float, end: float) -> flo
 
 def _lines(path: Path) -> Iterator[dict]:
     with contextlib.suppress(OSError):
-        for text in lines_of(path):
+        for text in read_all_lines(path):
             with contextlib.suppress(ValueError):
                 line = parse_json(text)
                 if isinstance(line, dict) and all(map(_is_sound, line.values())):

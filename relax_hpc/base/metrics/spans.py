@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import Lines
-from relax_hpc.base.log_rotation import cut_own
+from relax_hpc.base.disk_waits import AppendFile
+from relax_hpc.base.log_rotation import rotate_closed_file
 from relax_hpc.base.metrics.accounting import Account, Label
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
@@ -24,7 +24,7 @@ FOR = "_for_"
 """Infix of a kind such as `wait_for_rollout`: seconds of waiting by peer."""
 
 _FLUSH_S = 1.0
-PART_BYTES, _KEPT_PARTS = 16 << 20, 128
+ROTATION_BYTES, _KEPT_PARTS = 16 << 20, 128
 """Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that
 compressed."""
 _ROUND_TRIP_S = 0.05
@@ -32,7 +32,7 @@ _ROUND_TRIP_S = 0.05
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """Time at which this process was started, of the monotonic clock, to a hundredth of a
     second."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -213,7 +213,7 @@ class Spans:
 
     def _begin_file(self) -> None:
         """Each file and part of it has the line without which its spans have no time."""
-        self._file = Lines(self._path)
+        self._file = AppendFile(self._path)
         now, wall = time.monotonic(), time.time()
         self._write(
             {
@@ -231,9 +231,9 @@ class Spans:
         if now - self._flushed >= _FLUSH_S and not self._file.closed:
             self._file.flush()
             self._flushed = now
-            if self._file.settled and os.fstat(self._file.fileno()).st_size > PART_BYTES:
+            if self._file.settled and os.fstat(self._file.fileno()).st_size > ROTATION_BYTES:
                 self._file.close()
-                cut_own(self._path, _KEPT_PARTS)
+                rotate_closed_file(self._path, _KEPT_PARTS)
                 self._begin_file()
 
 

@@ -13,35 +13,35 @@ from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TagGroup:
     """Tags with the same word before the slash."""
 
     name: str
     about: str
 
 
-PARTS = (
-    Part("reward", "What the policy gets for what it writes"),
-    Part("eval", "Held-out prompts"),
-    Part(
+TAG_GROUPS = (
+    TagGroup("reward", "What the policy gets for what it writes"),
+    TagGroup("eval", "Held-out prompts"),
+    TagGroup(
         "loss",
         "What the optimizer sees; of several updates in a step the mean, unless the name says "
         "otherwise",
     ),
-    Part("perf", "Throughput and seconds"),
-    Part("episodes", "Episodes of several turns"),
-    Part("kl", "How far policies are from each other, nats a token"),
-    Part("experts", "How the tokens of a step were spread over experts"),
-    Part("algorithm", "What else an algorithm says of its loss"),
-    Part("preference", "What dpo has made of its pairs"),
-    Part("staleness", "How old the weights were that drew the tokens, versions"),
-    Part("correction", "What off-policy correction does"),
-    Part("parity", "How far engine and trainer differ in the same log-probability, nats"),
-    Part("r3", "Rollout routing replay: experts that the engine chose"),
-    Part("idle", "Share of a role's time in which it waited"),
-    Part("weights", "Versions on their way to engines"),
-    Part("queue", "Prompt groups and samples on their way"),
-    Part("trainer", "What roles that train beside the actor report of their last step"),
+    TagGroup("perf", "Throughput and seconds"),
+    TagGroup("episodes", "Episodes of several turns"),
+    TagGroup("kl", "How far policies are from each other, nats a token"),
+    TagGroup("experts", "How the tokens of a step were spread over experts"),
+    TagGroup("algorithm", "What else an algorithm says of its loss"),
+    TagGroup("preference", "What dpo has made of its pairs"),
+    TagGroup("staleness", "How old the weights were that drew the tokens, versions"),
+    TagGroup("correction", "What off-policy correction does"),
+    TagGroup("parity", "How far engine and trainer differ in the same log-probability, nats"),
+    TagGroup("r3", "Rollout routing replay: experts that the engine chose"),
+    TagGroup("idle", "Share of a role's time in which it waited"),
+    TagGroup("weights", "Versions on their way to engines"),
+    TagGroup("queue", "Prompt groups and samples on their way"),
+    TagGroup("trainer", "What roles that train beside the actor report of their last step"),
 )
 """Parts of the tags, in the order in which people look for them."""
 
@@ -182,24 +182,24 @@ TAGS = {
 
 
 @lru_cache(maxsize=4096)
-def declared(tag: str) -> str:
+def find_declared_tag(tag: str) -> str:
     """The entry of TAGS that ``tag`` is one of; empty: it is none.
 
-    >>> declared("perf/actor_train_s"), declared("perf/mine")
+    >>> find_declared_tag("perf/actor_train_s"), find_declared_tag("perf/mine")
     ('perf/<role>_<kind>_s', '')
     """
     return next((known for known in TAGS if _pattern(known).fullmatch(tag)), "")
 
 
-def in_tensorboard(tag: str) -> str:
+def tensorboard_tag(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part
     first.
 
-    >>> [in_tensorboard(tag) for tag in ("reward/mean", "perf/actor_train_s", "mine/score")]
+    >>> [tensorboard_tag(tag) for tag in ("reward/mean", "perf/actor_train_s", "mine/score")]
     ['01_reward/mean', '14_time/actor_train_s', 'mine/score']
     """
     part, _, name = tag.partition("/")
-    shown = _TIME if declared(tag) == _SECONDS else _SHOWN_IN.get(tag, part)
+    shown = _TIME if find_declared_tag(tag) == _SECONDS else _SHOWN_IN.get(tag, part)
     return f"{_PLACES[shown]:02d}_{shown}/{name}" if shown in _PLACES else tag
 
 
@@ -208,7 +208,7 @@ _SECONDS, _TIME = "perf/<role>_<kind>_s", "time"
 tags these many would hide what a run's speed is."""
 _SHOWN_IN = {"reward/generated": "queue"}
 """Tag -> its part in TensorBoard. This count would be the first chart of all, before the reward."""
-_NAMES = [part.name for part in PARTS]
+_NAMES = [part.name for part in TAG_GROUPS]
 _NAMES.insert(_NAMES.index("idle"), _TIME)
 _PLACES = {name: place for place, name in enumerate(_NAMES, start=1)}
 
@@ -216,3 +216,8 @@ _PLACES = {name: place for place, name in enumerate(_NAMES, start=1)}
 @lru_cache
 def _pattern(known: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"<\w+>", r"[^/]+", re.sub(r"([.+*?])", r"\\\1", known)))
+
+
+# Names in release 0.1.
+declared = find_declared_tag
+in_tensorboard = tensorboard_tag

@@ -16,9 +16,9 @@ from relax_hpc.base.metrics.accounting import (
     Interval,
     Label,
     Stretch,
-    added,
-    partition,
-    without,
+    seconds_by_label,
+    sum_by_label,
+    uncovered_intervals,
 )
 from relax_hpc.base.metrics.read_spans import Process, Span, merge_intervals
 
@@ -28,7 +28,7 @@ none."""
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerTimeline:
     """A rank of a role, or one of the engines of a rank, from the start of its process to its
     end."""
 
@@ -67,8 +67,8 @@ class Worker:
         self, start: float, end: float, holes: Iterable[Interval] = ()
     ) -> dict[Label, float]:
         """Seconds of its life in [start, end], but for ``holes``, by label; each one once."""
-        parts = without((max(start, self.began), min(end, self.ended)), holes)
-        return added(partition(self.stretches, low, high) for low, high in parts)
+        parts = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
+        return sum_by_label(seconds_by_label(self.stretches, low, high) for low, high in parts)
 
     def useful(self) -> Interval | None:
         """The start of its first work that helps the run, and the end of its last."""
@@ -78,14 +78,16 @@ class Worker:
         )
 
 
-def workers_of(process: Process, ended: float) -> list[Worker]:
+def workers_of_process(process: Process, ended: float) -> list[WorkerTimeline]:
     """The workers of a process, which ended, if it does not say so itself, at ``ended``."""
     about = (process.group, process.incarnation, process.role, process.began)
     end = max(process.last, ended if process.ended is None else process.ended)
-    return [Worker(*about, end, spans, process.ended is not None) for spans in process.workers()]
+    return [
+        WorkerTimeline(*about, end, spans, process.ended is not None) for spans in process.workers()
+    ]
 
 
-def step_ends(workers: Iterable[Worker]) -> dict[int, float]:
+def step_ends(workers: Iterable[WorkerTimeline]) -> dict[int, float]:
     """Time at which each step was trained, the last time that it was, in ascending order of
     steps."""
     ends: dict[int, float] = {}
@@ -95,7 +97,7 @@ def step_ends(workers: Iterable[Worker]) -> dict[int, float]:
     return dict(sorted(ends.items()))
 
 
-def trained_again(workers: Iterable[Worker]) -> list[tuple[Worker, Span]]:
+def find_repeated_training(workers: Iterable[WorkerTimeline]) -> list[tuple[WorkerTimeline, Span]]:
     """Training whose step a later incarnation of the actor had to train once more."""
     trained = [
         (worker, span, span.step) for worker, span in _training(workers) if span.step is not None
@@ -106,7 +108,7 @@ def trained_again(workers: Iterable[Worker]) -> list[tuple[Worker, Span]]:
     return [(worker, span) for worker, span, step in trained if worker.incarnation < newest[step]]
 
 
-def _training(workers: Iterable[Worker]) -> Iterator[tuple[Worker, Span]]:
+def _training(workers: Iterable[WorkerTimeline]) -> Iterator[tuple[WorkerTimeline, Span]]:
     actors = (worker for worker in workers if worker.role == "actor")
     return ((worker, span) for worker in actors for span in worker.spans if span.what == "train")
 
@@ -126,7 +128,7 @@ class Pace:
         return max(self.rollout_s, self.actor_s) / self.step_s
 
 
-def pace(workers: Sequence[Worker], ends: dict[int, float]) -> Pace | None:
+def measure_pace(workers: Sequence[WorkerTimeline], ends: dict[int, float]) -> Pace | None:
     """The pace of the steps in ``ends`` whose step before is there too and ended before; None
     without any.
 
@@ -142,7 +144,7 @@ def pace(workers: Sequence[Worker], ends: dict[int, float]) -> Pace | None:
     return Pace(len(windows), median(end - start for start, end in windows), *sides)
 
 
-def _busy(workers: Iterable[Worker], start: float, end: float) -> float:
+def _busy(workers: Iterable[WorkerTimeline], start: float, end: float) -> float:
     """Seconds of [start, end] in which ``workers`` were busy, on average."""
     lives = [(worker, lived) for worker in workers if (lived := worker.lived(start, end))]
     whole = sum(lived for _, lived in lives)

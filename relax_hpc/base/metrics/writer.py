@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_hpc.base.disk_waits import Lines
+from relax_hpc.base.disk_waits import AppendFile
 from relax_hpc.base.metrics.trackers.tensorboard import TensorBoard
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
@@ -47,7 +47,7 @@ class MetricsWriter:
         """Open for appending, making directories as needed; `incarnation` is the incarnation that
         writes."""
         self.incarnation = incarnation
-        self._file = Lines(run_dir / METRICS_FILE)
+        self._file = AppendFile(run_dir / METRICS_FILE)
         self.tensorboard = TensorBoard(run_dir, incarnation)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:

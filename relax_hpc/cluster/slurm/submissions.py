@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from relax_hpc.base.disk_waits import for_at_most, patiently
+from relax_hpc.base.disk_waits import has_passed_in, retry_write
 from relax_hpc.base.rundir import RunDir, read_map, write_numbered
 
 
@@ -54,15 +54,15 @@ class Ledger:
         """Add a job; on a full disk after a while, as nobody would know of a job that only Slurm
         has."""
         data = json.dumps(asdict(entry)).encode()
-        patiently(
-            self.folder, lambda: write_numbered(self.folder, ".json", data), for_at_most(_FULL_S)
+        retry_write(
+            self.folder, lambda: write_numbered(self.folder, ".json", data), has_passed_in(_FULL_S)
         )
 
     def give_way(self, job: str) -> None:
         """Note, before we cancel ``job`` ourselves, that its end is not the user's wish."""
         folder = self.folder.with_name("given_way")
         folder.mkdir(parents=True, exist_ok=True)
-        patiently(folder / job, (folder / job).touch, for_at_most(_FULL_S))
+        retry_write(folder / job, (folder / job).touch, has_passed_in(_FULL_S))
 
     def gave_way(self, job: str) -> bool:
         return (self.folder.with_name("given_way") / job).exists()

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from relax_hpc.base.errors import RelaxError
-from relax_hpc.base.log_rotation import cut_log
+from relax_hpc.base.log_rotation import rotate_log
 from relax_hpc.base.metrics.first_failures import FirstFailure, parse_failure
 from relax_hpc.base.metrics.learning_signal import why_nothing_learned
 from relax_hpc.base.metrics.progress import Progress
 from relax_hpc.base.metrics.read import is_step
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.cluster.supervise.unsaved_work import in_words as unsaved_in_words
 from relax_hpc.config.schema import Config
 
@@ -64,7 +64,7 @@ class Terminal:
     def say(self, text: str) -> None:
         """Print one line for the user and the supervisor's log."""
         self.progress.close()
-        line = f"[{time.monotonic() - self.started:7.1f}s] {one_line(text)}"
+        line = f"[{time.monotonic() - self.started:7.1f}s] {escape_line(text)}"
         # A full disk must not end the supervision.
         with contextlib.suppress(OSError):
             print(line, flush=True)
@@ -74,7 +74,7 @@ class Terminal:
         with contextlib.suppress(OSError):
             self.log.write(line + "\n")
             self.log.flush()
-            cut_log(self.run.root / "supervisor.log")
+            rotate_log(self.run.root / "supervisor.log")
 
     def log_error(
         self, _kind: object, error: BaseException | None, trace: TracebackType | None
@@ -84,9 +84,9 @@ class Terminal:
         if error is not None and not isinstance(error, RelaxError):
             for text in traceback.format_exception(type(error), error, trace):
                 for line in text.splitlines():
-                    self._log(one_line(line))
+                    self._log(escape_line(line))
         elif error is not None:
-            self._log(one_line(str(error)))
+            self._log(escape_line(str(error)))
 
     def show_doing(self, doing: Mapping[str, str]) -> None:
         """Say what each group is ``doing``, if it is something new: a start of minutes would pass

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.disk_waits import in_words, may_pass, probe
+from relax_hpc.base.disk_waits import describe_wait, is_temporary, probe_folder
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.group import Unavailable
 
@@ -74,12 +74,12 @@ class DiskWatch:
         for place in sorted({self.run.root, *self._places}):
             # What is not there, or not on this node, is not what hinders.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                found += [told] if (told := probe(place)) else []
+                found += [told] if (told := probe_folder(place)) else []
         return found
 
     def met(self, path: Path, error: OSError) -> None:
-        """The supervisor itself cannot go on for it. Raises ``error`` unless it `may_pass`."""
-        if not may_pass(error):
+        """The supervisor itself cannot go on for it. Raises ``error`` unless it `is_temporary`."""
+        if not is_temporary(error):
             raise error
         told = {"path": str(path), "errno": error.errno, "seconds": 0.0, "loose": False}
         self.look([told], time.monotonic())
@@ -89,11 +89,11 @@ class DiskWatch:
         folder = Path(told["path"]).parent
         key = folder, told["errno"]
         if not told["loose"]:
-            self._words = in_words(told)
+            self._words = describe_wait(told)
         if key in self._said or (told["loose"] and self._takes_data(folder)):
             return
         self._said.add(key)
-        self.say(in_words(told))
+        self.say(describe_wait(told))
         if told["loose"]:
             self._loose.add(folder)
 
@@ -113,7 +113,7 @@ class DiskWatch:
         self._loose_probed_at[folder] = now
         # A folder that is not there, or not on this node, says nothing.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            return not probe(folder)
+            return not probe_folder(folder)
         return False
 
     def too_long(self) -> str:
@@ -123,9 +123,9 @@ class DiskWatch:
 
     def check_room(self) -> None:
         """Raise NoRoom on a full disk: a process that is started now could not even say so."""
-        if told := probe(self.run.root):
-            raise NoRoom(in_words(told))
+        if told := probe_folder(self.run.root):
+            raise NoRoom(describe_wait(told))
 
     def hinders(self) -> bool:
         """Whether nothing can be written now."""
-        return bool(probe(self.run.root))
+        return bool(probe_folder(self.run.root))

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
-from relax_hpc.base.disk_waits import for_at_most, patiently
+from relax_hpc.base.disk_waits import has_passed_in, retry_write
 from relax_hpc.base.errors import (
     EXIT_CONFIG,
     EXIT_NO_PROGRESS,
@@ -77,10 +77,10 @@ class Failures:
         theirs too."""
         text = f"{name}: {reason} (log: {self.run.logs(name, latest_incarnation(self.run, name))})"
         with contextlib.suppress(OSError):
-            patiently(
+            retry_write(
                 self.run.stop,
                 lambda: requests.ask_to_stop(self.run, code, text),
-                for_at_most(_ASK_S),
+                has_passed_in(_ASK_S),
             )
         raise {EXIT_CONFIG: ConfigError, EXIT_NO_PROGRESS: NoProgressError}.get(code, RelaxError)(
             text

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from relax_hpc.base.background import in_thread
+from relax_hpc.base.background import run_in_thread
 from relax_hpc.base.errors import EXIT_RETRY, RelaxError
 from relax_hpc.base.last_error import read_last_error
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.command import Command
 from relax_hpc.cluster.supervise.launch_records import Launch, read_mark
-from relax_hpc.net.rendezvous.exit_mark import leave_mark
+from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 
 _WORDS = 300
 _RANK_LOG = re.compile(r"controller\.log|.*-rank-\d+\.log")
@@ -108,7 +108,7 @@ class Incarnation(ABC):
         with contextlib.suppress(OSError):
             before = [path.stat().st_size for path in logs]
             # Slurm may take 20 s to find that a node does not answer.
-            in_thread(self.ask_for_stacks)
+            run_in_thread(self.ask_for_stacks)
             # One that is stopped, or whose node does not answer, never writes any.
             deadline, last = time.monotonic() + _STACKS_S, before
             while time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class Incarnation(ABC):
             with contextlib.suppress(OSError):
                 if not read_mark(self.run, self.name, self.incarnation, role):
                     mark = self.run.exit_mark(self.name, self.incarnation, role)
-                    leave_mark(mark, EXIT_RETRY, "ended by its supervisor", patience_s=0.0)
+                    write_exit_mark(mark, EXIT_RETRY, "ended by its supervisor", patience_s=0.0)
 
     def leave(self) -> None:
         """Stop looking after it, without touching it."""

@@ -11,12 +11,12 @@ from itertools import groupby, pairwise
 
 from relax_hpc.base.metrics.accounting import Interval
 from relax_hpc.base.metrics.read_spans import Process, read_processes
-from relax_hpc.base.metrics.timeline import Worker, workers_of
+from relax_hpc.base.metrics.timeline import WorkerTimeline, workers_of_process
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.launch_records import last_beat_s, read_launch, read_mark
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import base_name, group_of
-from relax_hpc.net.rendezvous.roster import card_of, latest_incarnation
+from relax_hpc.net.rendezvous.roster import latest_incarnation, read_card
 from relax_hpc.queue.client import BEAT_FILE_S
 
 _GOOD_ENDS = ("done", "stopped")
@@ -28,7 +28,7 @@ class PastIncarnation:
 
     group: str
     incarnation: int
-    workers: Sequence[Worker]
+    workers: Sequence[WorkerTimeline]
     units: float
     """GPUs, nodes or processes that it has: see `unit_of`."""
     held_as: tuple
@@ -120,7 +120,7 @@ def _incarnation(
     for process in processes:
         mark = run.exit_mark(group, incarnation, process.role)
         ended = mark.stat().st_mtime if marks[process.role] else until if living else process.last
-        workers += workers_of(process, min(ended, until))
+        workers += workers_of_process(process, min(ended, until))
     worst = max(
         (mark for mark in marks.values() if mark), key=lambda mark: mark["code"], default={}
     )
@@ -159,7 +159,7 @@ def _units(run: RunDir, config: Config, group: str, incarnation: int, workers: i
 
 
 def _nodes(run: RunDir, group: str, incarnation: int) -> int:
-    card = card_of(run, group, incarnation)
+    card = read_card(run, group, incarnation)
     return len({rank.get("node", "") for rank in card.ranks} - {""}) if card else 0
 
 

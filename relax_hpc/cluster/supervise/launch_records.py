@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from relax_hpc.base.last_error import without_numbers
+from relax_hpc.base.last_error import mask_numbers
 from relax_hpc.base.rundir import RunDir, read_map, write_json
 from relax_hpc.config.groups import base_name, roles_of
 from relax_hpc.config.schema import Config
 from relax_hpc.net.rendezvous import life_signs
-from relax_hpc.net.rendezvous.life_signs import is_gone
+from relax_hpc.net.rendezvous.life_signs import has_ended
 from relax_hpc.net.rendezvous.roster import latest_incarnation
 
 Progress = tuple[int, int, int]
@@ -100,7 +100,7 @@ def repeated_start_error(run: RunDir, config: Config, group: str, attempt: int) 
         errors.append(error)
     if len(errors) < _SAME_ERRORS:
         return ""
-    kinds = {without_numbers(error) for error in errors[:_SAME_ERRORS]}
+    kinds = {mask_numbers(error) for error in errors[:_SAME_ERRORS]}
     return errors[0] if len(kinds) == 1 else ""
 
 
@@ -142,7 +142,7 @@ def last_beat_s(run: RunDir, group: str) -> float:
         read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
     )
     return time.time() - max(
-        (beat["time"] for beat in beats if beat and not is_gone(beat)), default=-math.inf
+        (beat["time"] for beat in beats if beat and not has_ended(beat)), default=-math.inf
     )
 
 
@@ -152,7 +152,7 @@ def is_there(run: RunDir, group: str) -> bool:
     beats = (
         read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json")
     )
-    return any(map(life_signs.is_there, beats))
+    return any(map(life_signs.is_running, beats))
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import psutil
 
-from relax_hpc.base.disk_waits import for_at_most, may_pass, patiently, probe
+from relax_hpc.base.disk_waits import has_passed_in, is_temporary, probe_folder, retry_write
 from relax_hpc.base.rundir import RunDir, read_map, write_json
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.net.rendezvous.roster import latest_incarnation
@@ -79,7 +79,7 @@ class Lease:
         except FileNotFoundError:
             text = ""
         except OSError as error:
-            if not may_pass(error):
+            if not is_temporary(error):
                 raise
             self._since = time.monotonic()
             return False
@@ -106,7 +106,7 @@ class Lease:
         still_s = now - self._since
         if still_s > self.limits.lease_s / 2 and now - self._tried_at > self.limits.beat_s:
             self._tried_at = now
-            if probe(self.path.parent, _WIDTH):
+            if probe_folder(self.path.parent, _WIDTH):
                 self._since = now
         return now - self._since > self.limits.lease_s
 
@@ -194,7 +194,7 @@ def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
     """
     path = run.rendezvous(name) / f"outcome-{allocation}.json"
     with contextlib.suppress(OSError):
-        patiently(path, lambda: write_json(path, {"code": code}), for_at_most(_OUTCOME_S))
+        retry_write(path, lambda: write_json(path, {"code": code}), has_passed_in(_OUTCOME_S))
 
 
 def outcome_of(run: RunDir, name: str, allocation: str) -> int | None:

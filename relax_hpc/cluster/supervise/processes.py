@@ -25,7 +25,7 @@ from relax_hpc.net.rendezvous.process import (
     PARENT,
     STACKS_SIGNAL,
     clean_environment,
-    shows_stacks,
+    handles_stack_signal,
 )
 
 
@@ -41,7 +41,7 @@ class Processes(Incarnation):
         """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would
         end."""
         for process in (one for member in self.members for one in family(member.process.pid)):
-            if shows_stacks(process.pid):
+            if handles_stack_signal(process.pid):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(STACKS_SIGNAL)
 

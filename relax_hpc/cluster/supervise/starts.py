@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from relax_hpc.base.disk_waits import may_pass, with_cure
+from relax_hpc.base.disk_waits import describe_write_error, is_temporary
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.cluster.supervise.disk_watch import NoRoom
 from relax_hpc.cluster.supervise.failures import Failures
@@ -29,9 +29,9 @@ def claim(run: RunDir, name: str, former: int | None = None) -> int:
     try:
         return claim_incarnation(run, name, former)
     except OSError as error:
-        if not may_pass(error):
+        if not is_temporary(error):
             raise
-        raise NoRoom(with_cure(run.rendezvous(name), error)) from error
+        raise NoRoom(describe_write_error(run.rendezvous(name), error)) from error
 
 
 class Starts:
@@ -78,7 +78,7 @@ class Starts:
         try:
             self.start(name)
         except (Unavailable, OSError) as error:
-            if not (may_pass(error) or getattr(error, "later", False)):
+            if not (is_temporary(error) or getattr(error, "later", False)):
                 raise
             now = time.monotonic()
             self.again[name] = (str(error), now, now)
@@ -95,7 +95,7 @@ class Starts:
             )
         except (NoRoom, OSError) as error:
             # It does not begin before there is room.
-            if not (may_pass(error) or isinstance(error, NoRoom)):
+            if not (is_temporary(error) or isinstance(error, NoRoom)):
                 raise
         self.failures.count(name, reason)
         self.bring_back(name, reason)
@@ -130,7 +130,7 @@ class Starts:
             else:
                 self.hand_over(name, reason)
         except (Unavailable, OSError) as error:
-            passes = isinstance(error, NoRoom) or may_pass(error)
+            passes = isinstance(error, NoRoom) or is_temporary(error)
             if not passes and (now - since > _OUTAGE_S or not getattr(error, "later", True)):
                 raise
             self.again[name] = (reason, since, time.monotonic() + _AGAIN_S)

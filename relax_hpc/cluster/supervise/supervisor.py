@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import EXIT_RETRY, FencedError, RelaxError
 from relax_hpc.base.model_sizes import read_seconds
 from relax_hpc.base.rundir import RunDir
@@ -223,7 +223,7 @@ class Supervisor:
         for too long: OSError.
         """
         signals, folder = self.interrupted, self.run.rendezvous(self.name)
-        latest = patiently(
+        latest = retry_write(
             folder, self._latest, lambda: self.interrupted > signals or bool(self.disk.too_long())
         )
         if latest > self.incarnation:

@@ -16,7 +16,7 @@ from relax_hpc.data.multimodal.medium import Header, Kind, Medium
 from relax_hpc.data.multimodal.options import NO_OPTIONS, MediumOptions
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.source import Source, name_of
-from relax_hpc.net.workers.pool import Pool
+from relax_hpc.net.workers.pool import WorkerPool
 from relax_hpc.net.workers.process import Message
 
 
@@ -50,7 +50,7 @@ class MediaPool:
     """Pool of up to ``count`` workers for the media of one model; for one event loop."""
 
     def __init__(self, rules: Rules, limits: Limits | None = None, count: int = 1) -> None:
-        self._pool = Pool(MediaWork(rules, limits or Limits()), count)
+        self._pool = WorkerPool(MediaWork(rules, limits or Limits()), count)
 
     async def load(self, kind: Kind, source: Source, options: MediumOptions = NO_OPTIONS) -> Loaded:
         """A medium. BadMedium: it cannot be used."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from relax_hpc.base.content_id import id_of
+from relax_hpc.base.content_id import hash_content
 from relax_hpc.data.multimodal.bad_media import BadMedium, Reason
 from relax_hpc.data.multimodal.limits import Limits
 from relax_hpc.data.multimodal.loading import header, load
@@ -16,7 +16,7 @@ from relax_hpc.data.multimodal.options import MediumOptions, with_options
 from relax_hpc.data.multimodal.rules import Rules
 from relax_hpc.data.multimodal.source import Source
 from relax_hpc.net.workers import frames
-from relax_hpc.net.workers.serving import bound_memory, serve, write
+from relax_hpc.net.workers.serving import bound_memory, serve, write_answer
 
 
 class Decoder:
@@ -53,7 +53,7 @@ class Decoder:
         self._blob, parts = os.memfd_create("blob"), medium.parts()
         with os.fdopen(self._blob, "wb", closefd=False) as file:
             file.writelines(parts)
-        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": id_of(*parts)}
+        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": hash_content(*parts)}
 
 
 def _source(message: dict[str, Any]) -> Source:
@@ -66,9 +66,9 @@ def _shown(about: Header) -> dict[str, Any]:
 
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
     decoder = Decoder(frames.read(asked))
-    write(answers, {"at_once": 1})
+    write_answer(answers, {"at_once": 1})
     while True:
-        write(answers, decoder.answer(frames.read(asked)))
+        write_answer(answers, decoder.answer(frames.read(asked)))
 
 
 if __name__ == "__main__":

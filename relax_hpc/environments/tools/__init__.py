@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 from relax_hpc.environments.tools.base import Tool
 
 TOOLS: dict[str, str] = {
@@ -56,7 +56,7 @@ def options_of(tool: str, environment: Mapping[str, Any]) -> Mapping[str, Any] |
 def _made(name: str, options: str) -> tuple[Tool, ...]:
     """The tools of one name and these options, for the whole process: some take long to make."""
     try:
-        made = named("environment.options.tools", name, TOOLS)(**json.loads(options))
+        made = load_plugin("environment.options.tools", name, TOOLS)(**json.loads(options))
     except TypeError as error:
         raise ConfigError(
             f"environment.options.tools: {name!r} cannot be made with {options}: {error}"

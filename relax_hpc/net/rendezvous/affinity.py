@@ -47,7 +47,7 @@ class Rank:
     """NUMA domain of its GPU; None: it has several, in all domains."""
 
 
-def take_share(config: Config, group: str, role: str) -> None:
+def bind_to_share(config: Config, group: str, role: str) -> None:
     """Bind this process, and what it starts, to its share of the node; only inside a Slurm step,
     before threads are.
 
@@ -57,10 +57,10 @@ def take_share(config: Config, group: str, role: str) -> None:
     number = os.environ.get("SLURM_LOCALID", "")
     if config.layout == "local" or not number.isdigit() or "cpu-bind" in config.site.srun_options:
         return
-    found = cores(os.sched_getaffinity(0))
-    mine = shares(found, ranks_on_a_node(config, group, domains_of_gpus(config, group, found))).get(
-        (role, int(number))
-    )
+    found = read_cores(os.sched_getaffinity(0))
+    mine = divide_cores(
+        found, list_ranks_of_node(config, group, domains_of_gpus(config, group, found))
+    ).get((role, int(number)))
     if mine is None:
         print(
             f"{role}: {len(found)} cores here are too few for a share each: not bound",
@@ -78,7 +78,7 @@ def take_share(config: Config, group: str, role: str) -> None:
         )
 
 
-def shares(cores: Sequence[Core], ranks: Sequence[Rank]) -> dict[tuple[str, int], set[int]]:
+def divide_cores(cores: Sequence[Core], ranks: Sequence[Rank]) -> dict[tuple[str, int], set[int]]:
     """CPUs of each rank by role and number: whole cores, no core twice, first from the domain of
     its GPU.
 
@@ -103,7 +103,7 @@ def shares(cores: Sequence[Core], ranks: Sequence[Rank]) -> dict[tuple[str, int]
     return {rank: {cpu for core in mine for cpu in core.cpus} for rank, mine in found.items()}
 
 
-def ranks_on_a_node(config: Config, group: str, domains: Sequence[int]) -> list[Rank]:
+def list_ranks_of_node(config: Config, group: str, domains: Sequence[int]) -> list[Rank]:
     """All ranks that a node of ``group`` holds when every role has started; ``domains``: of its
     GPUs, by number."""
     nodes, found = group_of(config, group).resources.nodes, []
@@ -165,27 +165,29 @@ def numa_of_gpus(
     return [nodes.get(number, -1) for number in numbers] if nodes else []
 
 
-def cores(allowed: set[int], cpus: Path = _CPUS, numa: Path = _NUMA) -> list[Core]:
+def read_cores(allowed: set[int], cpus: Path = _CPUS, numa: Path = _NUMA) -> list[Core]:
     """The cores that ``allowed`` CPUs are in, by domain and number, with those of their threads
     that are allowed."""
     domains = {
         cpu: int(path.parent.name.removeprefix("node"))
         for path in numa.glob("node*/cpulist")
-        for cpu in numbers(_read(path))
+        for cpu in parse_cpu_list(_read(path))
     }
     found: dict[tuple[int, ...], int] = {}
     for cpu in sorted(allowed):
-        siblings = numbers(_read(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list")) or [cpu]
+        siblings = parse_cpu_list(
+            _read(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        ) or [cpu]
         found[tuple(sorted(allowed & {cpu, *siblings}))] = domains.get(cpu, 0)
     return sorted(
         (Core(*item) for item in found.items()), key=lambda core: (core.domain, core.cpus)
     )
 
 
-def numbers(text: str) -> list[int]:
+def parse_cpu_list(text: str) -> list[int]:
     """A list as the kernel writes it.
 
-    >>> numbers("0-2,8")
+    >>> parse_cpu_list("0-2,8")
     [0, 1, 2, 8]
     """
     found: list[int] = []

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from relax_hpc.base.background import in_thread
+from relax_hpc.base.background import run_in_thread
 
 T = TypeVar("T")
 _LOOK_S, _TELL_S = 0.5, 30.0
 _YET = {"yet": True}
 
 
-class Channel:
+class RankChannel:
     """A gloo group of all ranks of the default one. It is used by one thread of each rank, all in
     the same order.
 
@@ -60,13 +60,13 @@ class Channel:
         """Result of ``act`` in every rank; rank 0 alone calls it, however long that takes."""
         if self.size == 1:
             return act()
-        return self.tell(in_thread(act) if self.rank == 0 else None)
+        return self.tell(run_in_thread(act) if self.rank == 0 else None)
 
     def meanwhile(self, act: Callable[[], T]) -> T:
         """Result of ``act``, for rank 0 alone, while all others are in `tell`."""
         if self.size == 1:
             return act()
-        work = in_thread(act)
+        work = run_in_thread(act)
         while not wait([work], _LOOK_S).done:
             self.still_waits()
         return work.result()

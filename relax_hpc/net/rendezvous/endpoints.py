@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import read_map, write_json
 
 _FILE = re.compile(r"inc-(\d{6})-servers-\d+\.json")
@@ -35,10 +35,10 @@ def publish_endpoints(
     """Publish the endpoints of one process of an incarnation, for this user alone."""
     path = folder / f"inc-{incarnation:06d}-servers-{rank}.json"
     value = {"endpoints": [asdict(endpoint) for endpoint in endpoints]}
-    patiently(path, lambda: write_json(path, value))
+    retry_write(path, lambda: write_json(path, value))
 
 
-def endpoints_of(folder: Path) -> list[Endpoint]:
+def read_endpoints(folder: Path) -> list[Endpoint]:
     """Endpoints of the newest incarnation; none, if none has published any. What is not as
     `publish_endpoints` writes it is left out."""
     try:

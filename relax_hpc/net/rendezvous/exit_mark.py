@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import for_at_most, may_pass, patiently
+from relax_hpc.base.disk_waits import has_passed_in, is_temporary, retry_write
 from relax_hpc.base.errors import EXIT_DONE
 from relax_hpc.base.rundir import read_map, write_json
 
 _FAILED_S = 3.0
 
 
-def leave_mark(
+def write_exit_mark(
     path: Path,
     code: int = EXIT_DONE,
     reason: str = "",
@@ -24,8 +24,8 @@ def leave_mark(
     """Write the mark of a role that ended with ``code``; another rank's stays if its code is as
     high or higher.
 
-    ``start_error``: see `relax_hpc.base.errors.start_error_of`. ``is_programming_error``: the role
-    ended with `relax_hpc.base.errors.ProgrammingError`.
+    ``start_error``: see `relax_hpc.base.errors.find_start_error`. ``is_programming_error``: the
+    role ended with `relax_hpc.base.errors.ProgrammingError`.
 
     On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without
     it that one failed.
@@ -41,8 +41,8 @@ def leave_mark(
         mark["is_programming_error"] = True
     try:
         # What is done and does not say so would be done again.
-        until = for_at_most(math.inf if status == "done" else patience_s)
-        patiently(path, lambda: write_json(path, mark), until)
+        until = has_passed_in(math.inf if status == "done" else patience_s)
+        retry_write(path, lambda: write_json(path, mark), until)
     except OSError as error:
-        if status == "done" or not may_pass(error):
+        if status == "done" or not is_temporary(error):
             raise

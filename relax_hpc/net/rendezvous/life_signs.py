@@ -17,26 +17,28 @@ _ENDED = "ZXx"
 """States of a process that runs no more."""
 
 
-def identity() -> dict[str, Any]:
-    """Identity of this process, for `is_gone` on the same machine."""
+def process_identity() -> dict[str, Any]:
+    """Identity of this process, for `has_ended` on the same machine."""
     return {"pid": os.getpid(), "born": _born(os.getpid()), "space": _space()}
 
 
-def is_gone(sign: Mapping[str, Any]) -> bool:
+def has_ended(sign: Mapping[str, Any]) -> bool:
     """Whether the process that left ``sign`` has certainly ended; of another machine, or container,
     nobody here knows.
 
-    >>> is_gone(identity()), is_gone(identity() | {"born": 1}), is_gone({"pid": 1})
+    >>> sign = process_identity()
+    >>> has_ended(sign), has_ended(sign | {"born": 1}), has_ended({"pid": 1})
     (False, True, False)
     """
     return _is_here(sign) and _born(sign["pid"]) != sign.get("born")
 
 
-def is_there(sign: Mapping[str, Any]) -> bool:
+def is_running(sign: Mapping[str, Any]) -> bool:
     """Whether the process that left ``sign`` certainly runs, as it does here, however old the sign
     is.
 
-    >>> is_there(identity()), is_there(identity() | {"born": 1}), is_there({"pid": 1})
+    >>> sign = process_identity()
+    >>> is_running(sign), is_running(sign | {"born": 1}), is_running({"pid": 1})
     (True, False, False)
     """
     return _is_here(sign) and _born(sign["pid"]) == sign.get("born")
@@ -66,16 +68,16 @@ def _born(pid: int) -> int:
     return 0 if fields[0] in _ENDED else int(fields[19])
 
 
-def say(path: Path, doing: str) -> None:
+def write_activity(path: Path, doing: str) -> None:
     """Tell who looks at ``path`` what this process is at from now on; empty: nothing any more. A
     full disk must not keep it from its work."""
     with contextlib.suppress(OSError):
-        write_json(path, {"doing": doing, "since": time.time(), **identity()})
+        write_json(path, {"doing": doing, "since": time.time(), **process_identity()})
 
 
-def said(path: Path) -> str:
+def read_activity(path: Path) -> str:
     """Words of the sign at ``path``, and since when it stands; empty if its process is gone."""
     sign = read_map(path, doing=str, since=(int, float))
-    if not sign or not sign["doing"] or is_gone(sign):
+    if not sign or not sign["doing"] or has_ended(sign):
         return ""
     return f"{sign['doing']} ({max(0.0, time.time() - sign['since']):.0f} s)"

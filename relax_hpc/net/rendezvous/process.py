@@ -51,12 +51,12 @@ def die_with_parent() -> None:
         sys.exit(f"process {parent}, which started this one, has ended")
 
 
-def stay_private() -> None:
+def set_private_umask() -> None:
     """Let only the user read and write what this process and its children create."""
     os.umask(PRIVATE_UMASK)
 
 
-def show_stacks() -> None:
+def install_stack_dump() -> None:
     """Write the stacks of all threads to standard error on STACKS_SIGNAL, and when the process
     crashes.
 
@@ -67,7 +67,7 @@ def show_stacks() -> None:
     faulthandler.register(STACKS_SIGNAL, 2)
 
 
-def shows_stacks(pid: int) -> bool:
+def handles_stack_signal(pid: int) -> bool:
     """Whether a process of this machine has a handler for STACKS_SIGNAL, which ends one that has
     none."""
     try:
@@ -92,7 +92,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return tuple(s for s in STOP_SIGNALS if not (ignores_hangup and s == signal.SIGHUP))
 
 
-class Flag:
+class SignalFlag:
     """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal
     interrupts while it holds that would wait for itself."""
 
@@ -108,14 +108,14 @@ class Flag:
         return self._set
 
 
-def on_terminate(at_once: bool, led: bool = False) -> Flag:
+def flag_stop_signals(at_once: bool, led: bool = False) -> SignalFlag:
     """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main
     thread is.
 
     ``led``: by a parent which gets Slurm's signals too, and decides who ends when: END_SIGNAL alone
     counts.
     """
-    flag, own = Flag((END_SIGNAL,) if led else STOP_SIGNALS), os.getpid()
+    flag, own = SignalFlag((END_SIGNAL,) if led else STOP_SIGNALS), os.getpid()
 
     def handle(number: int, _: object) -> None:
         # Rather than SIG_IGN, which what this process starts would inherit; what it forks is not
@@ -132,7 +132,7 @@ def on_terminate(at_once: bool, led: bool = False) -> Flag:
     return flag
 
 
-def watched(
+def run_watched(
     work: Callable[[], int],
     ended: Callable[[int], int | None],
     beside: Callable[[], None] | None = None,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import ConfigError, FencedError
 from relax_hpc.base.protocol import PROTOCOL
 from relax_hpc.base.rundir import RunDir, read_map, sync_directory, write_json
@@ -23,7 +23,7 @@ _CLAIM = re.compile(r"inc-(\d{6})\.claim")
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class GroupCard:
     """Card of a group, by its leader: its incarnation and, for the hub, the controller's
     endpoint."""
 
@@ -80,34 +80,34 @@ def latest_incarnation(run: RunDir, group: str) -> int:
     return max(_numbers(run.rendezvous(group), _CLAIM), default=0)
 
 
-def publish_card(run: RunDir, card: Card) -> None:
+def publish_card(run: RunDir, card: GroupCard) -> None:
     """Publish the card by which other groups find this incarnation."""
     value = asdict(card)
     path = run.rendezvous(card.group) / f"inc-{card.incarnation:06d}.json"
-    patiently(path, lambda: write_json(path, value, sync=True))
+    retry_write(path, lambda: write_json(path, value, sync=True))
 
 
-def latest_card(run: RunDir, group: str) -> Card | None:
+def latest_card(run: RunDir, group: str) -> GroupCard | None:
     """Card of the newest published incarnation of ``group``, or None."""
     incarnations = _numbers(run.rendezvous(group), _CARD)
     return next(
         (
             card
             for incarnation in sorted(incarnations, reverse=True)
-            if (card := card_of(run, group, incarnation))
+            if (card := read_card(run, group, incarnation))
         ),
         None,
     )
 
 
-def card_of(run: RunDir, group: str, incarnation: int) -> Card | None:
+def read_card(run: RunDir, group: str, incarnation: int) -> GroupCard | None:
     """Card that an incarnation of ``group`` has published, or None."""
     path = run.rendezvous(group) / f"inc-{incarnation:06d}.json"
     value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str, protocol=int)
     if not value or (value["group"], value["incarnation"]) != (group, incarnation):
         return None
     ranks = [rank for rank in value["ranks"] if isinstance(rank, dict)]
-    return Card(group, incarnation, ranks, value["endpoint"], value["protocol"])
+    return GroupCard(group, incarnation, ranks, value["endpoint"], value["protocol"])
 
 
 def _numbers(folder: Path, name: re.Pattern) -> list[int]:

@@ -65,12 +65,12 @@ class World:
         return self.on_one_node and len({card.get("space") for card in self.cards}) == 1
 
 
-def alone(address: str) -> World:
+def single_rank_world(address: str) -> World:
     """A group of one rank, which needs no MPI, and no launcher."""
     return World(0, 1, 0, [_card(address)])
 
 
-def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
+def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     """Meet the others of all ``ranks``; they reach this one at ``address``.
 
     RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from relax_hpc.net.transport.exchange import Exchange, Message
 from relax_hpc.net.transport.listener import Listener
-from relax_hpc.net.transport.sockets import Connection, connect
+from relax_hpc.net.transport.sockets import FrameConnection, connect
 from relax_hpc.net.transport.wire import BadMessage
 
 _TURN_S = 0.5
@@ -91,7 +91,9 @@ class CallLink:
     """Connecting end of calls. `open_link` makes one."""
 
     def __init__(
-        self, connection: Connection, serve: Callable[[Message], Awaitable[Message]] = serve_nothing
+        self,
+        connection: FrameConnection,
+        serve: Callable[[Message], Awaitable[Message]] = serve_nothing,
     ) -> None:
         self._connection = connection
         self._exchange = Exchange(self._send, serve)

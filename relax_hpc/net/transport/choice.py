@@ -54,9 +54,9 @@ def make_planes(
 def _rdma(mode: Mode, token: bytes, pool: SlabPool, owner: str) -> Plane:
     # NIXL takes half a second to load: not where it could only emulate, which plane tcp does
     # better.
-    from relax_hpc.net.transport.rdma_path import has_fabric
+    from relax_hpc.net.transport.rdma_path import has_active_card
 
-    if mode == "auto" and not has_fabric():
+    if mode == "auto" and not has_active_card():
         raise PlaneError("rdma: there is no InfiniBand card that NIXL knows")
     from relax_hpc.net.transport.rdma import RdmaPlane
 
@@ -67,9 +67,9 @@ def check_required(config: Config) -> None:
     """ConfigError if a plane is required that this process cannot have. Cheap where none needs a
     package."""
     if config.queue.planes.rdma == "required":
-        from relax_hpc.net.transport.rdma_agent import available
+        from relax_hpc.net.transport.rdma_agent import check_nixl
 
-        usable, why = available()
+        usable, why = check_nixl()
         if not usable:
             raise ConfigError(missing_plane("rdma", why))
 

@@ -24,7 +24,7 @@ MAX_PAYLOAD_BYTES = MAX_MESSAGE_BYTES - MAC_BYTES
 Message = dict[str, Any]
 
 
-class Gone(Exception):
+class PeerGone(Exception):
     """Error of a request whose other end has gone, or that it cannot answer."""
 
 
@@ -70,7 +70,7 @@ class Exchange:
             self._send(payload)
             return await answer
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise PeerGone(str(error)) from error
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):
                 self._send(pack({"cancel": number}))
@@ -90,7 +90,7 @@ class Exchange:
             task.add_done_callback(lambda ended: self._forget(number, ended))
         elif (answer := self._asked.get(_number(message["re"]))) and not answer.done():
             if "gone" in message:
-                answer.set_exception(Gone(str(message["gone"])))
+                answer.set_exception(PeerGone(str(message["gone"])))
             else:
                 answer.set_result(message)
 
@@ -102,7 +102,7 @@ class Exchange:
         number = message.get("id")
         try:
             payload = pack({**await self._serve(message), "re": number})
-        except Gone as gone:
+        except PeerGone as gone:
             payload = _refusal(number, str(gone))
         except (
             Exception
@@ -122,7 +122,7 @@ class Exchange:
             task.cancel()
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(Gone(why))
+                answer.set_exception(PeerGone(why))
 
 
 def _refusal(number: Any, reason: str) -> bytes:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from relax_hpc.net.transport.lobby import Lobby
-from relax_hpc.net.transport.proof import GREETING_BYTES, PROOF_BYTES, Response
+from relax_hpc.net.transport.proof import GREETING_BYTES, PROOF_BYTES, ChallengeResponse
 
 MAX_CONNECTIONS = 1024
 """Connections of one listener at most, each with a thread; further peers are turned away, and read
@@ -89,13 +89,15 @@ def wait_for_request(connection: socket.socket) -> bool:
     return bool(connection.recv(1, socket.MSG_PEEK))
 
 
-def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline) -> None:
+def prove_token(
+    connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline
+) -> None:
     """Show the listening end that we hold ``token``, and have it show the same.
 
     ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or
     has another token.
     """
-    response = Response(token, purpose)
+    response = ChallengeResponse(token, purpose)
     answer = response.answer(receive(connection, GREETING_BYTES, deadline))
     connection.settimeout(deadline.left())
     connection.sendall(answer)
@@ -124,8 +126,8 @@ class ThreadListener:
         name: str,
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
-        """``purpose``: what readers must mean, see `prove`; ``check``: OSError for who need not
-        even be asked."""
+        """``purpose``: what readers must mean, see `prove_token`; ``check``: OSError for who need
+        not even be asked."""
         self._listening, self._serve, self._name = listening, serve, name
         self._selector = selectors.DefaultSelector()
         self._lobby = Lobby(listening, token, purpose, self._selector, ACCEPT_SHARE, check)

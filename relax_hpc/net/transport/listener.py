@@ -10,7 +10,7 @@ import selectors
 import socket
 
 from relax_hpc.net.transport.lobby import WAITING, Lobby
-from relax_hpc.net.transport.sockets import Connection, endpoint_of
+from relax_hpc.net.transport.sockets import FrameConnection, endpoint_of
 from relax_hpc.net.transport.wire import BadMessage, Bytes
 
 FRAMES_A_TURN = 64
@@ -26,7 +26,7 @@ class Listener:
     ) -> None:
         """``purpose``, ``share``: see `Lobby`. ``listening`` is closed with this."""
         self.endpoint = endpoint_of(*listening.getsockname()[:2])
-        self._peers: dict[int, Connection] = {}
+        self._peers: dict[int, FrameConnection] = {}
         self._unsent: set[int] = set()
         """Peers that have not taken all that they were sent."""
         self._unread: set[int] = set()
@@ -78,7 +78,7 @@ class Listener:
         """Payloads of a peer; of a guest only that it is one. OSError, BadMessage: it is to go."""
         if number in self.lobby.guests:
             if known := self.lobby.hear(number):
-                self._peers[number] = Connection(*known, listens=True)
+                self._peers[number] = FrameConnection(*known, listens=True)
                 self._selector.register(known[0], _IN, number)
             return []
         peer = self._peers[number]
@@ -137,7 +137,7 @@ class Listener:
         self._selector.close()
 
 
-def listen(host: str) -> socket.socket:
+def create_listening_socket(host: str) -> socket.socket:
     """A socket that listens at ``host``, an address of this node, at a port of its own."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=WAITING)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from relax_hpc.net.transport.links import CLOSE_S, CONNECT_S, Deadline
 
 
-class Link:
+class PeerLink:
     """One connection to a peer, made when it is first needed, used by one thread at a time, given
     up at any failure.
 
@@ -76,11 +76,11 @@ def _is_readable(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-_Link = TypeVar("_Link", bound=Link)
+_Link = TypeVar("_Link", bound=PeerLink)
 _Address = TypeVar("_Address", bound=Hashable)
 
 
-class Peers(Generic[_Address, _Link]):
+class PeerLinks(Generic[_Address, _Link]):
     """The links to all peers by address. Those of peers that have ended are dropped when a new one
     is made."""
 

@@ -33,7 +33,7 @@ Msgpack-able."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PlaneTrial:
     """Result of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do
     not."""
 
@@ -65,7 +65,7 @@ def make_offer(
     return offer
 
 
-def withdraw(process: str, planes: Mapping[str, Plane]) -> None:
+def withdraw_offer(process: str, planes: Mapping[str, Plane]) -> None:
     """Retire what `make_offer` published, once all have tried it."""
     for plane in planes.values():
         plane.retire(_record_name(process))
@@ -77,7 +77,7 @@ def try_offers(
     offers: Iterable[Offer],
     timeout_s: float,
     absent: Mapping[str, str] | None = None,
-) -> list[Trial]:
+) -> list[PlaneTrial]:
     """One trial for each plane of each other process, or that this one has: ``timeout_s`` for each,
     and no longer."""
     trials = []
@@ -96,10 +96,10 @@ def _try(
     offer: Offer,
     timeout_s: float,
     absent: Mapping[str, str],
-) -> Trial:
+) -> PlaneTrial:
     maker, descriptor = offer["process"], offer["planes"].get(name)
     if descriptor is None:
-        return Trial(
+        return PlaneTrial(
             process,
             maker,
             name,
@@ -108,12 +108,12 @@ def _try(
             why=f"{maker}: {offer['absent'].get(name, 'not offered')}",
         )
     if plane is None:
-        return Trial(
+        return PlaneTrial(
             process, maker, name, False, 0.0, why=f"{process}: {absent.get(name, 'not here')}"
         )
     start = time.monotonic()
     path, why = _within(timeout_s + _GRACE_S, lambda: _read(plane, descriptor, offer, timeout_s))
-    return Trial(process, maker, name, not why, time.monotonic() - start, path, why)
+    return PlaneTrial(process, maker, name, not why, time.monotonic() - start, path, why)
 
 
 def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) -> tuple[str, str]:
@@ -139,7 +139,7 @@ def _within(seconds: float, work: Callable[[], tuple[str, str]]) -> tuple[str, s
     return found[0] if found else ("", f"hangs: no answer and no error in {seconds:g} s")
 
 
-def best(trials: Iterable[Trial]) -> dict[tuple[str, str], str]:
+def choose_planes(trials: Iterable[PlaneTrial]) -> dict[tuple[str, str], str]:
     """The plane to use by (reader, maker): the first of PREFERENCE that works, "" if none does."""
     working: dict[tuple[str, str], set[str]] = {}
     for trial in trials:
@@ -149,7 +149,7 @@ def best(trials: Iterable[Trial]) -> dict[tuple[str, str], str]:
     return {pair: next(iter(_in_order(names)), "") for pair, names in working.items()}
 
 
-def missing(trials: Iterable[Trial], required: Iterable[str]) -> list[str]:
+def describe_missing(trials: Iterable[PlaneTrial], required: Iterable[str]) -> list[str]:
     """A line for each trial that failed although its plane is among ``required``."""
     wanted = set(required)
     return [
@@ -160,9 +160,9 @@ def missing(trials: Iterable[Trial], required: Iterable[str]) -> list[str]:
     ]
 
 
-def table(trials: Sequence[Trial]) -> str:
+def format_trials(trials: Sequence[PlaneTrial]) -> str:
     """The trials as text, one a line; the plane to use of a pair has a star."""
-    chosen = best(trials)
+    chosen = choose_planes(trials)
     lines = [("reader", "maker", "plane", "", "seconds", "path", "why not")]
     for trial in trials:
         star = " *" if chosen[trial.reader, trial.maker] == trial.plane else ""

@@ -36,7 +36,7 @@ class Challenge:
     """The listening end's part. It hashes ANSWER_BYTES of a stranger once, and nothing else.
 
     >>> listening = Challenge(b"token", b"purpose")
-    >>> connecting = Response(b"token", b"purpose")
+    >>> connecting = ChallengeResponse(b"token", b"purpose")
     >>> proof, key = listening.check(connecting.answer(listening.greeting))
     >>> connecting.check(proof) == key
     True
@@ -62,7 +62,7 @@ class Challenge:
         return own, _mac(self._token, b"key", challenges, self._purpose)
 
 
-class Response:
+class ChallengeResponse:
     """Part of the connecting end."""
 
     __slots__ = ("_challenges", "_purpose", "_token")

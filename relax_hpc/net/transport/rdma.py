@@ -32,9 +32,9 @@ import numpy as np
 
 from relax_hpc.net.transport.links import Deadline
 from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError
-from relax_hpc.net.transport.rdma_agent import Agent, Transfer, address_of, available
-from relax_hpc.net.transport.rdma_path import Route, route
-from relax_hpc.net.transport.rdma_source import WORD_BYTES, Place, Source
+from relax_hpc.net.transport.rdma_agent import NixlAgent, Transfer, address_of, check_nixl
+from relax_hpc.net.transport.rdma_path import Route, find_route
+from relax_hpc.net.transport.rdma_source import WORD_BYTES, RdmaAddress, RdmaSource
 from relax_hpc.net.transport.slab import Slab, SlabPool
 
 
@@ -42,7 +42,7 @@ class _Sink:
     """One life of the agent that reads: its destinations, and those that were given up on."""
 
     def __init__(self, owner: str) -> None:
-        self.agent = Agent(owner)
+        self.agent = NixlAgent(owner)
         self.readers = 0
         self.quarantined = 0
         """Bytes of destinations that were given up on."""
@@ -52,7 +52,7 @@ class _Sink:
         """Slabs that nobody has a view of any more. They come from finalizers, which must not take
         a lock."""
 
-    def fetch(self, place: Place, deadline: Deadline) -> memoryview:
+    def fetch(self, place: RdmaAddress, deadline: Deadline) -> memoryview:
         """A copy of the record; what was taken for it comes back with the last view of it."""
         while self._returned:
             with contextlib.suppress(IndexError):
@@ -68,7 +68,7 @@ class _Sink:
         weakref.finalize(record, self._returned.append, slab).atexit = False
         return memoryview(record).toreadonly()
 
-    def _fill(self, place: Place, slab: Slab, transfer: Transfer, deadline: Deadline) -> None:
+    def _fill(self, place: RdmaAddress, slab: Slab, transfer: Transfer, deadline: Deadline) -> None:
         self.agent.register(slab.number, slab.memory, deadline)
         self.agent.meet(place.agent, place.metadata, deadline)
         mine, word = address_of(slab.memory), -(-place.size // WORD_BYTES) * WORD_BYTES
@@ -115,7 +115,7 @@ class RdmaPlane(Plane):
     ) -> None:
         """``pool``: where records lie that are published without a copy. ``owner``: this process,
         for messages. ``poll_s``: how often to look for readers that connect."""
-        usable, why_not = available()
+        usable, why_not = check_nixl()
         if not usable:
             raise PlaneError(f"rdma: {why_not}")
         self.owner, self.emulated, self.suspect_s, self.quarantine_bytes = (
@@ -130,7 +130,7 @@ class RdmaPlane(Plane):
         """Times that the reading agent ended for what it had given up on."""
         self._token, self._pool, self._poll_s = token, pool, poll_s
         self._lock = threading.Lock()
-        self._source: Source | None = None
+        self._source: RdmaSource | None = None
         self._sink: _Sink | None = None
         self._closed = False
         self._suspects: dict[str, float] = {}
@@ -143,11 +143,11 @@ class RdmaPlane(Plane):
         except Exception as error:
             raise PlaneError(f"rdma: record {name}: {_text(error)}") from error
 
-    def _offering(self) -> Source:
+    def _offering(self) -> RdmaSource:
         with self._lock:
             self._check_open()
             if self._source is None:
-                self._source = Source(self._token, self.owner, self._pool, self._poll_s)
+                self._source = RdmaSource(self._token, self.owner, self._pool, self._poll_s)
             return self._source
 
     def _check_open(self) -> None:
@@ -156,19 +156,19 @@ class RdmaPlane(Plane):
 
     def path(self, descriptor: Descriptor) -> str:
         """See `Plane`: `cma`, `verbs`, or `tcp` with what is in the way of a better one."""
-        return str(self._route(Place.of(descriptor, self._token)))
+        return str(self._route(RdmaAddress.of(descriptor, self._token)))
 
-    def _route(self, place: Place) -> Route:
+    def _route(self, place: RdmaAddress) -> Route:
         found = self.routes.get(place.agent)
         if found is None:
-            found = self.routes[place.agent] = route(place.card, place.address)
+            found = self.routes[place.agent] = find_route(place.card, place.address)
             _say(f"the way from {place.peer} is {found}")
         return found
 
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a copy."""
         try:
-            place = Place.of(descriptor, self._token)
+            place = RdmaAddress.of(descriptor, self._token)
             self._check_peer(place)
             with self._reading() as sink:
                 return self._fetch(sink, place, Deadline(timeout_s))
@@ -181,7 +181,7 @@ class RdmaPlane(Plane):
             f"rdma: record {descriptor.get('name')} from {descriptor.get('peer')}: {why}"
         )
 
-    def _fetch(self, sink: _Sink, place: Place, deadline: Deadline) -> memoryview:
+    def _fetch(self, sink: _Sink, place: RdmaAddress, deadline: Deadline) -> memoryview:
         try:
             return sink.fetch(place, deadline)
         except PlaneError:
@@ -193,7 +193,7 @@ class RdmaPlane(Plane):
             sink.agent.part(place.agent)
             raise
 
-    def _check_peer(self, place: Place) -> None:
+    def _check_peer(self, place: RdmaAddress) -> None:
         if time.monotonic() < self._suspects.get(place.agent, 0.0):
             raise PlaneError(
                 f"it has not answered in time, and is left alone for {self.suspect_s:g} s"

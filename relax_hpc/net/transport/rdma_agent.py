@@ -78,7 +78,7 @@ def _environment() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def available() -> tuple[bool, str]:
+def check_nixl() -> tuple[bool, str]:
     """Whether NIXL can be used in this process, and if not, why."""
     try:
         with _environment():
@@ -93,7 +93,7 @@ def address_of(memory: memoryview) -> int:
     return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
 
 
-class Agent:
+class NixlAgent:
     """One NIXL agent, used by one thread at a time, without NIXL's own thread, which would keep a
     core busy.
 
@@ -179,7 +179,7 @@ class Transfer:
     """Reads, one after the other. While `is_open` the destination of the last one may be written at
     any time."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: NixlAgent) -> None:
         self._agent, self._handle = agent, None
 
     @property

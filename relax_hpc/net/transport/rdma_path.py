@@ -35,7 +35,7 @@ class Route:
         return f"{self.kind} ({self.why})" if self.why else self.kind
 
 
-def card() -> dict[str, Any]:
+def route_facts() -> dict[str, Any]:
     """Facts of this process by which others find their route to it; msgpack-able."""
     return {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -43,23 +43,23 @@ def card() -> dict[str, Any]:
         "user_ns": Path("/proc/self/ns/user").stat().st_ino,
         "uid": os.getuid(),
         "pid": os.getpid(),
-        "fabric": has_fabric(),
+        "fabric": has_active_card(),
     }
 
 
-def route(there: dict[str, Any], address: int) -> Route:
-    """The way to the memory at ``address`` of the process whose `card` is ``there``, as UCX chooses
-    it."""
+def find_route(there: dict[str, Any], address: int) -> Route:
+    """The way to the memory at ``address`` of the process whose `route_facts` is ``there``, as UCX
+    chooses it."""
     why_not = _why_not_cma(there, address)
     if not why_not:
         return Route("cma")
-    if there["fabric"] and has_fabric() and _allowed(_VERBS_NAMES):
+    if there["fabric"] and has_active_card() and _allowed(_VERBS_NAMES):
         return Route("verbs")
     return Route("tcp", why_not)
 
 
 def _why_not_cma(there: dict[str, Any], address: int) -> str:
-    here = card()
+    here = route_facts()
     if here["boot"] != there["boot"]:
         return "another node, and no InfiniBand card that NIXL knows on both"
     if not _allowed(_CMA_NAMES):
@@ -91,7 +91,7 @@ def _allowed(names: tuple[str, ...]) -> bool:
     return any(name in listed for name in names) != words.startswith("^")
 
 
-def has_fabric() -> bool:
+def has_active_card() -> bool:
     return any(_is_active(device) for device in _FABRIC.glob("*"))
 
 

@@ -15,8 +15,8 @@ import msgpack
 
 from relax_hpc.net.transport.links import CLOSE_S, Deadline
 from relax_hpc.net.transport.plane import Descriptor, PlaneError
-from relax_hpc.net.transport.rdma_agent import Agent, address_of
-from relax_hpc.net.transport.rdma_path import card
+from relax_hpc.net.transport.rdma_agent import NixlAgent, address_of
+from relax_hpc.net.transport.rdma_path import route_facts
 from relax_hpc.net.transport.slab import Memfd, Slab, SlabPool
 
 MAX_RECORDS = 1 << 16
@@ -30,7 +30,7 @@ _PUBLISH_S = 10.0
 
 
 @dataclass(slots=True)
-class Place:
+class RdmaAddress:
     """A descriptor: `size` bytes at `address` of NIXL agent `agent`, which is of process `peer`;
     they are there as long as the 8 bytes at address `slot` are `serial`. `card` says where the
     process is."""
@@ -52,7 +52,7 @@ class Place:
         return found | {"proof": _proof(found, token)}
 
     @classmethod
-    def of(cls, descriptor: Descriptor, token: bytes) -> Place:
+    def of(cls, descriptor: Descriptor, token: bytes) -> RdmaAddress:
         """ValueError or TypeError if it is none, or was not made by a holder of ``token``."""
         found = dict(descriptor)
         proof = found.pop("proof", None)
@@ -67,7 +67,7 @@ def _proof(fields: Descriptor, token: bytes) -> bytes:
     return blake2b(msgpack.packb(fields), key=token, digest_size=_PROOF_BYTES).digest()
 
 
-class Source:
+class RdmaSource:
     """The records that this process offers, and a thread that looks now and then for readers who
     connect.
 
@@ -77,8 +77,8 @@ class Source:
 
     def __init__(self, token: bytes, owner: str, pool: SlabPool, poll_s: float) -> None:
         self._token, self._owner, self._pool, self._poll_s = token, owner, pool, poll_s
-        self._card = card()
-        self._agent = Agent(owner)
+        self._card = route_facts()
+        self._agent = NixlAgent(owner)
         self._lock = threading.Lock()
         self._board = Memfd("relax-rdma-board", WORD_BYTES * MAX_RECORDS)
         self._slots = self._board.memory.cast("Q")
@@ -110,7 +110,7 @@ class Source:
         except BaseException:
             self._give_back(copy)
             raise
-        place = Place(
+        place = RdmaAddress(
             name=name,
             size=len(record),
             peer=self._owner,

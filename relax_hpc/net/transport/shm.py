@@ -18,11 +18,11 @@ from relax_hpc.net.transport.links import (
     SILENCE_S,
     Deadline,
     ThreadListener,
-    prove,
+    prove_token,
     receive,
     wait_for_request,
 )
-from relax_hpc.net.transport.peers import Link, Peers
+from relax_hpc.net.transport.peers import PeerLink, PeerLinks
 from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError
 from relax_hpc.net.transport.slab import Memfd, Slab, SlabPool, map_read_only
 
@@ -105,7 +105,7 @@ class _Board:
         self.memfd.close()
 
 
-class _Maker(Link):
+class _Maker(PeerLink):
     """A process that offers records, another or this one: what was mapped of its memory so far."""
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -143,7 +143,7 @@ def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
     try:
         _knock(connection, address, deadline)
         _check_user(connection)
-        prove(connection, token, address.encode(), deadline)
+        prove_token(connection, token, address.encode(), deadline)
     except BaseException:
         connection.close()
         raise
@@ -197,7 +197,7 @@ class ShmPlane(Plane):
         self._lock = threading.Lock()
         self._board = _Board()
         self._records: dict[str, _Record] = {}
-        self._makers: Peers[str, _Maker] = Peers(lambda address: _Maker(address, token))
+        self._makers: PeerLinks[str, _Maker] = PeerLinks(lambda address: _Maker(address, token))
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{self._address}")
         listening.listen()

@@ -15,7 +15,7 @@ import struct
 import time
 from urllib.parse import urlsplit
 
-from relax_hpc.net.transport.proof import GREETING_BYTES, PROOF_BYTES, PROOF_S, Response
+from relax_hpc.net.transport.proof import GREETING_BYTES, PROOF_BYTES, PROOF_S, ChallengeResponse
 from relax_hpc.net.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage, Bytes, Seal
 
 _SIZE = struct.Struct("<I")
@@ -26,16 +26,17 @@ _SILENT_S = 60
 """Seconds of silence after which the system asks whether the other end is still there."""
 
 
-def framed(content: Bytes) -> bytes:
+def frame_content(content: Bytes) -> bytes:
     """Bytes of ``content`` as a frame on its way."""
     return _SIZE.pack(len(content)) + content
 
 
-class Cutter:
+class FrameCutter:
     """Cuts what comes into frames.
 
-    >>> cutter = Cutter()
-    >>> cutter.add(framed(b"the first frame of two") + framed(b"and the second one")[:5])
+    >>> cutter = FrameCutter()
+    >>> second = frame_content(b"the second frame, of which five bytes have come")
+    >>> cutter.add(frame_content(b"the first frame of two") + second[:5])
     >>> cutter.next(), cutter.next()
     (bytearray(b'the first frame of two'), None)
     """
@@ -73,7 +74,7 @@ class Cutter:
         return frame
 
 
-class Connection:
+class FrameConnection:
     """A stream socket whose ends know each other, and that nobody waits for: what cannot be sent at
     once is kept."""
 
@@ -86,7 +87,7 @@ class Connection:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-        self.socket, self._backlog, self._cutter = made, bytearray(), Cutter()
+        self.socket, self._backlog, self._cutter = made, bytearray(), FrameCutter()
         self._seals, self._opens = (
             Seal(key, to_listener=not listens),
             Seal(key, to_listener=listens),
@@ -94,7 +95,7 @@ class Connection:
 
     def send(self, payload: Bytes) -> None:
         """Send ``payload``. OSError: it is broken, or its other end does not read."""
-        data = framed(self._seals.frame(payload))
+        data = frame_content(self._seals.frame(payload))
         if self._backlog:
             self._backlog += data
             self.flush()
@@ -154,7 +155,7 @@ class Connection:
         poll.poll(1000 * seconds)
 
 
-class Knock:
+class PendingConnection:
     """A connection in the making, from the connecting end: nothing is said to who has not proven
     what it is.
 
@@ -164,11 +165,15 @@ class Knock:
     def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
         """Connect to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts
         within ``seconds``."""
-        self._socket = dial(endpoint, seconds)
-        self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
+        self._socket = open_socket(endpoint, seconds)
+        self._response, self._greeted, self._heard = (
+            ChallengeResponse(token, purpose),
+            False,
+            bytearray(),
+        )
         self._end = time.monotonic() + PROOF_S
 
-    def proceed(self, seconds: float) -> Connection | None:
+    def proceed(self, seconds: float) -> FrameConnection | None:
         """The connection, once both ends have proven themselves; None if that takes longer than
         ``seconds`` more.
 
@@ -180,7 +185,7 @@ class Knock:
                 self._socket.settimeout(left)
                 try:
                     if key := self._hear():
-                        return Connection(self._socket, key, listens=False)
+                        return FrameConnection(self._socket, key, listens=False)
                 except TimeoutError:
                     break
             if time.monotonic() >= self._end:
@@ -212,10 +217,10 @@ class Knock:
         self._socket.close()
 
 
-def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> Connection:
+def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> FrameConnection:
     """A connection to ``endpoint``, whose ends know each other. OSError: there is none within
     ``seconds``."""
-    knock = Knock(endpoint, token, purpose, seconds)
+    knock = PendingConnection(endpoint, token, purpose, seconds)
     if made := knock.proceed(seconds):
         return made
     knock.close()
@@ -230,13 +235,13 @@ def endpoint_of(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def wake(endpoint: str, seconds: float) -> None:
+def wake_listener(endpoint: str, seconds: float) -> None:
     """Wake whoever listens there, if anybody does."""
     with contextlib.suppress(OSError):
-        dial(endpoint, seconds).close()
+        open_socket(endpoint, seconds).close()
 
 
-def dial(endpoint: str, seconds: float) -> socket.socket:
+def open_socket(endpoint: str, seconds: float) -> socket.socket:
     """A connection to ``endpoint``. OSError: no process listens there, or it is no endpoint."""
     try:
         place = urlsplit(endpoint)
@@ -245,7 +250,7 @@ def dial(endpoint: str, seconds: float) -> socket.socket:
         raise ConnectionError(f"{endpoint}: no endpoint: {error}") from error
 
 
-class Bell:
+class Wakeup:
     """Bell that wakes a thread that waits for a connection."""
 
     def __init__(self) -> None:
@@ -257,7 +262,7 @@ class Bell:
         with contextlib.suppress(OSError):
             self._hammer.send(b"!")
 
-    def wait(self, connection: Connection | None, seconds: float) -> None:
+    def wait(self, connection: FrameConnection | None, seconds: float) -> None:
         """Wait until it rings, ``connection`` has something or takes what was kept, or ``seconds``
         have passed."""
         poll = select.poll()

@@ -19,12 +19,12 @@ from relax_hpc.net.transport.links import (
     SILENCE_S,
     Deadline,
     ThreadListener,
-    prove,
+    prove_token,
     receive,
     receive_into,
     wait_for_request,
 )
-from relax_hpc.net.transport.peers import Link, Peers
+from relax_hpc.net.transport.peers import PeerLink, PeerLinks
 from relax_hpc.net.transport.plane import Descriptor, Plane, PlaneError
 
 MAX_NAME_BYTES = 1024
@@ -49,13 +49,13 @@ _FOLDER = "/"
 """Separator between the name of a folder and that of a record in it."""
 
 
-class Coming(Exception):
+class RecordPending(Exception):
     """A record is not there yet, but will be: whoever wants it asks again."""
 
 
 Give = Callable[[str], memoryview | None]
 """Function that makes a record of a folder by name, in any thread; None: it is not offered.
-`Coming`, after a moment: it will be."""
+`RecordPending`, after a moment: it will be."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) ->
     connection = socket.create_connection((host, port), deadline.wait())
     try:
         _tune(connection)
-        prove(connection, token, maker.encode(), deadline)
+        prove_token(connection, token, maker.encode(), deadline)
     except BaseException:
         connection.close()
         raise
@@ -173,8 +173,8 @@ class TcpPlane(Plane):
         self._folders: dict[str, Give] = {}
         self.sent_bytes = 0
         """Bytes of all records so far, to all readers."""
-        self._peers: Peers[tuple[str, int, str], Link] = Peers(
-            lambda address: Link(lambda deadline: _connect(address, token, deadline))
+        self._peers: PeerLinks[tuple[str, int, str], PeerLink] = PeerLinks(
+            lambda address: PeerLink(lambda deadline: _connect(address, token, deadline))
         )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family)
@@ -195,8 +195,8 @@ class TcpPlane(Plane):
         return {"host": self._host, "port": self._port, "maker": self._maker}
 
     def open_folder(self, name: str, give: Give) -> Descriptor:
-        """Offer what ``give`` makes when it is asked for, until `close_folder`; see `record_in` for
-        how to find it."""
+        """Offer what ``give`` makes when it is asked for, until `close_folder`; see
+        `record_in_folder` for how to find it."""
         with self._lock:
             self._folders[name] = give
         return self.folder(name)
@@ -257,7 +257,7 @@ class TcpPlane(Plane):
         connection.settimeout(patience)
         try:
             record = self._offered(name)
-        except Coming:
+        except RecordPending:
             connection.sendall(_ANSWER.pack(_COMING, 0, 0))
             return
         if record is None:
@@ -293,7 +293,7 @@ class TcpPlane(Plane):
         return None if memory is None else _Record(memory, xxhash.xxh3_64_intdigest(memory))
 
 
-def record_in(folder: Descriptor, name: str, size: int) -> Descriptor:
+def record_in_folder(folder: Descriptor, name: str, size: int) -> Descriptor:
     """The descriptor of record ``name`` of ``size`` bytes in what `TcpPlane.open_folder` gave.
     LookupError or TypeError if it gave no such thing."""
     where = {key: folder[key] for key in ("host", "port", "maker")}

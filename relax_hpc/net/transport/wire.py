@@ -25,7 +25,7 @@ class BadMessage(ValueError):
     """A frame that is not what the other end sent next, or a message that is malformed."""
 
 
-def purpose_of(incarnation: int) -> bytes:
+def controller_purpose(incarnation: int) -> bytes:
     """Purpose that the controller of this hub incarnation listens for."""
     return b"queue controller %d" % incarnation
 

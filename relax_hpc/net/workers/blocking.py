@@ -19,7 +19,13 @@ from typing import Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.net.workers import frames
-from relax_hpc.net.workers.process import START_S, Message, WorkerEnded, end_of, worker_environment
+from relax_hpc.net.workers.process import (
+    START_S,
+    Message,
+    WorkerEnded,
+    error_of_exit,
+    worker_environment,
+)
 
 _BLOCK_BYTES = 1 << 18
 
@@ -89,7 +95,7 @@ class BlockingWorker:
             self.end()
             raise WorkerEnded(f"did not answer within {limit_s:g} s", False) from None
         except (OSError, EOFError, ValueError):
-            raise end_of(self.end()) from None
+            raise error_of_exit(self.end()) from None
         except BaseException:
             # Otherwise the next request would get this answer.
             self.end()
@@ -112,7 +118,7 @@ class BlockingWorker:
                 raise EOFError
             data += block
             if size == frames.HEAD.size <= len(data):
-                size += frames.size(data[:size])
+                size += frames.read_size(data[:size])
         return json.loads(data[frames.HEAD.size :])
 
 

@@ -22,7 +22,7 @@ def pack(message: Any) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-def size(head: bytes) -> int:
+def read_size(head: bytes) -> int:
     """Bytes of the message after ``head``. ValueError: there can be none of that length."""
     (length,) = HEAD.unpack(head)
     if length > MOST_BYTES:
@@ -33,7 +33,7 @@ def size(head: bytes) -> int:
 def read(file: BinaryIO) -> Any:
     """The next message of ``file``. EOFError: there is none."""
     head = file.read(HEAD.size)
-    body = file.read(size(head)) if len(head) == HEAD.size else b""
-    if len(head) < HEAD.size or len(body) < size(head):
+    body = file.read(read_size(head)) if len(head) == HEAD.size else b""
+    if len(head) < HEAD.size or len(body) < read_size(head):
         raise EOFError
     return json.loads(body)

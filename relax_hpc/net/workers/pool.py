@@ -58,7 +58,7 @@ class Work(Protocol[Q, A]):
         """Whether a worker says with ``answer`` that the request took too long."""
 
 
-class Pool(Generic[Q, A]):
+class WorkerPool(Generic[Q, A]):
     """Pool of up to ``count`` workers; for one event loop."""
 
     def __init__(self, work: Work[Q, A], count: int) -> None:

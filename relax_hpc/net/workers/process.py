@@ -75,7 +75,7 @@ class Worker:
                 process.stdin.write(frames.pack(about))
                 first = await _message(process.stdout)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            raise end_of(await _end(process)) from error
+            raise error_of_exit(await _end(process)) from error
         except BaseException:
             await _end(process)
             raise
@@ -126,7 +126,7 @@ class Worker:
                 if (answer := self._asked.get(message["id"])) and not answer.done():
                     answer.set_result(self._as_answer(message))
         self.has_ended = True
-        self._give_up(end_of(await _end(self._process)))
+        self._give_up(error_of_exit(await _end(self._process)))
 
     def _give_up(self, ended: WorkerEnded) -> None:
         for answer in self._asked.values():
@@ -149,7 +149,7 @@ async def _message(reader: asyncio.StreamReader) -> Any:
     ours."""
     try:
         return json.loads(
-            await reader.readexactly(frames.size(await reader.readexactly(frames.HEAD.size)))
+            await reader.readexactly(frames.read_size(await reader.readexactly(frames.HEAD.size)))
         )
     except asyncio.IncompleteReadError:
         raise EOFError from None
@@ -172,7 +172,7 @@ def worker_environment() -> dict[str, str]:
     return clean_environment() | {PARENT: str(os.getpid())}
 
 
-def end_of(code: int) -> WorkerEnded:
+def error_of_exit(code: int) -> WorkerEnded:
     """Error of the requests to a worker that ended by itself with an exit ``code``."""
     if code >= 0:
         how = f"ended by exit code {code}"

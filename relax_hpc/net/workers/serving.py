@@ -40,7 +40,7 @@ def serve(work: Callable[[BinaryIO, BinaryIO], None], dies_with_thread: bool = T
     _end(0)
 
 
-async def requests(asked: BinaryIO) -> AsyncIterator[Any]:
+async def read_requests(asked: BinaryIO) -> AsyncIterator[Any]:
     """Requests as they come, for one event loop, until there are no more."""
     reader = asyncio.StreamReader(limit=frames.MOST_BYTES)
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -48,7 +48,7 @@ async def requests(asked: BinaryIO) -> AsyncIterator[Any]:
     with contextlib.suppress(asyncio.IncompleteReadError):
         while True:
             head = await reader.readexactly(frames.HEAD.size)
-            yield json.loads(await reader.readexactly(frames.size(head)))
+            yield json.loads(await reader.readexactly(frames.read_size(head)))
 
 
 def bound_memory(most_mb: int) -> None:
@@ -59,7 +59,7 @@ def bound_memory(most_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def write(file: BinaryIO, message: Any) -> None:
+def write_answer(file: BinaryIO, message: Any) -> None:
     """Write an answer at once."""
     file.write(frames.pack(message))
     file.flush()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
-from relax_hpc.base.terminal_text import one_line
-from relax_hpc.base.weight_files import Stored, check_tied, stored_tensors, weight_files
+from relax_hpc.base.terminal_text import escape_line
+from relax_hpc.base.weight_files import StoredTensor, check_tied, stored_tensors, weight_files
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.training.models.families import config_problems, spec_from_config
 from relax_hpc.training.models.hf_mapping import check_names
@@ -136,7 +136,7 @@ def _look(path: Path, config: ModelConfig) -> Model:
             else [str(error)]
         )
     # Keys and names of tensors are foreign text.
-    model.problems = list(map(one_line, wrong))
+    model.problems = list(map(escape_line, wrong))
     return model
 
 
@@ -191,7 +191,9 @@ def _weights(path: Path, model: Model) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _stored_tensors(path: Path, _: tuple[tuple[int, ...], ...]) -> dict[str, tuple[Path, Stored]]:
+def _stored_tensors(
+    path: Path, _: tuple[tuple[int, ...], ...]
+) -> dict[str, tuple[Path, StoredTensor]]:
     """Tensors of a directory, kept while its files are the same: several checks ask for them."""
     return stored_tensors(path)
 

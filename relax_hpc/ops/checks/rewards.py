@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.reward_settings import MATH_GROUP_LIMIT_S, MATH_LIMIT_S
-from relax_hpc.base.signatures import misfit
+from relax_hpc.base.signatures import describe_mismatch
 from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
 from relax_hpc.rewards import find_reward, get_reward
@@ -42,7 +42,7 @@ def check_rewards(config: Config) -> Iterator[str]:
     yield from _servers(config, "judge" in leaves)
     if config.rollout.filter:
         try:
-            text = misfit(get_filter(config.rollout.filter), "rewards")
+            text = describe_mismatch(get_filter(config.rollout.filter), "rewards")
             if text:
                 yield f"rollout.filter: {config.rollout.filter!r} {text}, a list of numbers"
         except ConfigError as error:

@@ -18,8 +18,8 @@ from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.fields import FIELDS, fields_by
 from relax_hpc.base.metrics.trackers import CALLED_WITH, KEY, tracker_class
 from relax_hpc.base.path_errors import explain_path_error
-from relax_hpc.base.protocol import misfit
-from relax_hpc.base.signatures import misfit as misfit_of_call
+from relax_hpc.base.protocol import describe_protocol_mismatch
+from relax_hpc.base.signatures import describe_mismatch as misfit_of_call
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
 from relax_hpc.config.roles import ON_CPUS, ROLES
@@ -127,7 +127,7 @@ def _run(config: Config) -> Findings:
 
 def _code(config: Config) -> Findings:
     for name, group in config.groups.items():
-        if group.code and (why := misfit(Path(group.code))):
+        if group.code and (why := describe_protocol_mismatch(Path(group.code))):
             yield f"groups.{name}.code: {why}"
 
 

@@ -20,7 +20,7 @@ from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.slurm.mpi import mpi_problem
 from relax_hpc.config.schema import Config
 from relax_hpc.net.transport.choice import planes_wanted
-from relax_hpc.net.transport.plane_check import Trial
+from relax_hpc.net.transport.plane_check import PlaneTrial
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.job import PROBE, Probe, make_folder, plan, plane_words
 from relax_hpc.ops.doctor.planes import judge_planes
@@ -99,8 +99,8 @@ def check_here(config: Config) -> Iterator[Finding]:
         yield from judge_planes(_trials(_reports(folder / "probes")), planes_wanted(config), False)
 
 
-def _trials(reports: Mapping[str, dict[str, Any]]) -> list[Trial]:
-    return [Trial(**trial) for report in reports.values() for trial in report["trials"]]
+def _trials(reports: Mapping[str, dict[str, Any]]) -> list[PlaneTrial]:
+    return [PlaneTrial(**trial) for report in reports.values() for trial in report["trials"]]
 
 
 def judge(

@@ -14,13 +14,13 @@ from relax_hpc.config.schema import Mode
 from relax_hpc.net.transport import SlabPool
 from relax_hpc.net.transport.choice import make_planes
 from relax_hpc.net.transport.plane_check import (
-    Trial,
-    best,
+    PlaneTrial,
+    choose_planes,
+    describe_missing,
+    format_trials,
     make_offer,
-    missing,
-    table,
     try_offers,
-    withdraw,
+    withdraw_offer,
 )
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 
@@ -39,7 +39,7 @@ class PlaneProbe:
         return b64encode(msgpack.packb(make_offer(self._name, self._planes, self._absent))).decode()
 
     def trials(self, offers: Iterable[str]) -> list[dict[str, Any]]:
-        """Results of trying ``offers``: the fields of a `Trial` each."""
+        """Results of trying ``offers``: the fields of a `PlaneTrial` each."""
         found = [msgpack.unpackb(b64decode(text)) for text in offers]
         return [
             asdict(trial)
@@ -48,14 +48,14 @@ class PlaneProbe:
 
     def close(self) -> None:
         """Close the planes, once nobody tries any more."""
-        withdraw(self._name, self._planes)
+        withdraw_offer(self._name, self._planes)
         for plane in self._planes.values():
             plane.close()
         self._pool.close()
 
 
 def judge_planes(
-    trials: list[Trial], modes: Mapping[str, Mode], several_nodes: bool
+    trials: list[PlaneTrial], modes: Mapping[str, Mode], several_nodes: bool
 ) -> Iterator[Finding]:
     """The table of all trials, required planes that fail, and pairs that have none."""
     if not trials:
@@ -66,12 +66,12 @@ def judge_planes(
         for name, mode in modes.items()
         if mode == "required" and not (several_nodes and name == "shm")
     ]
-    for line in missing(trials, wanted):
+    for line in describe_missing(trials, wanted):
         yield error(f"queue.planes: {line}")
-    for (reader, maker), plane in best(trials).items():
+    for (reader, maker), plane in choose_planes(trials).items():
         if not plane:
             yield warning(
                 f"queue.planes: {reader} reads {maker} by none of them; rows will pass through "
                 "files"
             )
-    yield ok("planes: every two processes tried (* is what rows will take)", table(trials))
+    yield ok("planes: every two processes tried (* is what rows will take)", format_trials(trials))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError, RelaxError
-from relax_hpc.base.reward_settings import CodeSettings, rebuilt
+from relax_hpc.base.reward_settings import CodeSettings, rebuild_settings
 from relax_hpc.base.rundir import write_json
 from relax_hpc.cluster.slurm.mpi import try_mpi
 from relax_hpc.config.schema import Config
@@ -141,7 +141,7 @@ def _programs(jails: str) -> list[str]:
     problems = []
     for key, settings in json.loads(jails).items():
         try:
-            Jail(rebuilt(CodeSettings, settings), key)
+            Jail(rebuild_settings(CodeSettings, settings), key)
         except RelaxError as error:
             problems.append(str(error))
     return problems

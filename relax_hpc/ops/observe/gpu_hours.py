@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from relax_hpc.base.metrics.accounting import Interval, work_of
+from relax_hpc.base.metrics.accounting import Interval, work_seconds
 from relax_hpc.base.metrics.read_spans import union_length
-from relax_hpc.base.metrics.timeline import trained_again
+from relax_hpc.base.metrics.timeline import find_repeated_training
 from relax_hpc.cluster.supervise.incarnations import PastIncarnation, Restart, held
 
 _HOUR_S = 3600.0
@@ -47,7 +47,7 @@ def hours(
                 worker.seconds(start, end, gaps[one.group]),
                 one.units / len(one.workers),
             )
-            found["used"] += part * work_of(seconds)
+            found["used"] += part * work_seconds(seconds)
             found["waiting"] += part * sum(
                 spent for label, spent in seconds.items() if label.what == "wait"
             )
@@ -63,7 +63,9 @@ def _again(
     """Unit-seconds of training whose steps had to be trained once more."""
     parts = {(one.group, one.incarnation): one.units / len(one.workers) for one in incarnations}
     total = 0.0
-    for worker, span in trained_again([worker for one in incarnations for worker in one.workers]):
+    for worker, span in find_repeated_training(
+        [worker for one in incarnations for worker in one.workers]
+    ):
         spent = union_length([(span.start, span.end)], *window)
         lost = union_length(
             gaps[worker.group], max(span.start, window[0]), min(span.end, window[1])

@@ -13,9 +13,14 @@ from pathlib import Path
 
 from relax_hpc.base.errors import EXIT_DONE, ConfigError
 from relax_hpc.base.foreign_files import ForeignFileError, open_in_run
-from relax_hpc.base.log_rotation import lines_of_part, number_of, parts_of, read_part
+from relax_hpc.base.log_rotation import (
+    read_rotated_file,
+    read_rotated_lines,
+    rotated_files,
+    rotation_number,
+)
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import harmless
+from relax_hpc.base.terminal_text import escape_controls
 from relax_hpc.cluster.supervise.launch_records import all_ended, members_of
 from relax_hpc.cluster.supervise.requests import asked_to_stop
 from relax_hpc.config import load_resolved
@@ -84,7 +89,9 @@ def files(run: RunDir, wanted: WantedLogs) -> list[Path]:
         ]
     if not (wanted.group or wanted.role or wanted.rank is not None or wanted.incarnation):
         found += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
-    return [path for path in found if path.is_file() and (path.stat().st_size or parts_of(path))]
+    return [
+        path for path in found if path.is_file() and (path.stat().st_size or rotated_files(path))
+    ]
 
 
 class Tail:
@@ -99,8 +106,8 @@ class Tail:
 
     def last(self, count: int) -> list[str]:
         """Last lines of the file as it is now; `new` goes on after them."""
-        parts = parts_of(self.path)
-        self._part = max(map(number_of, parts), default=0)
+        parts = rotated_files(self.path)
+        self._part = max(map(rotation_number, parts), default=0)
         with open_in_run(self.path) as file:
             position = end = file.seek(0, 2)
             data = b""
@@ -111,7 +118,7 @@ class Tail:
                 data = file.read(size) + data
         self._offset = end
         while not position and parts and (missing := count - data.count(b"\n")) > 0:
-            data = b"".join(deque(lines_of_part(parts.pop()), missing)) + data
+            data = b"".join(deque(read_rotated_lines(parts.pop()), missing)) + data
         return _lines(data)[-count:] if count else []
 
     def new(self) -> list[str]:
@@ -124,10 +131,10 @@ class Tail:
         """Bytes that have come and lie in a part by now: the part that holds what was read begins
         like the file did."""
         found = b""
-        for part in parts_of(self.path):
-            if number_of(part) > self._part:
-                found += read_part(part)[self._offset :]
-                self._offset, self._part = 0, number_of(part)
+        for part in rotated_files(self.path):
+            if rotation_number(part) > self._part:
+                found += read_rotated_file(part)[self._offset :]
+                self._offset, self._part = 0, rotation_number(part)
         return found
 
     def _grown(self) -> bytes:
@@ -176,5 +183,5 @@ def _prefix(run: RunDir, path: Path) -> str:
 
 
 def _print(lines: list[str], prefix: str) -> None:
-    sys.stdout.writelines(f"{prefix}{harmless(line)}\n" for line in lines)
+    sys.stdout.writelines(f"{prefix}{escape_controls(line)}\n" for line in lines)
     sys.stdout.flush()

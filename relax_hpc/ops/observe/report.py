@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.metrics.accounting import Interval, Label, added, even_split
+from relax_hpc.base.metrics.accounting import Interval, Label, even_split, sum_by_label
 from relax_hpc.base.metrics.read import is_step, load_metrics
 from relax_hpc.base.metrics.read_spans import union_length
-from relax_hpc.base.metrics.timeline import Pace, Worker, pace, step_ends
+from relax_hpc.base.metrics.timeline import Pace, WorkerTimeline, measure_pace, step_ends
 from relax_hpc.base.rundir import RunDir, read_map
 from relax_hpc.cluster.supervise.incarnations import (
     PastIncarnation,
@@ -61,7 +61,7 @@ def report(
     incarnations = read_incarnations(run, config, now)
     workers = [worker for incarnation in incarnations for worker in incarnation.workers]
     part = _part(workers, first, last)
-    followed, found = restarts(incarnations), pace(workers, part.ends)
+    followed, found = restarts(incarnations), measure_pace(workers, part.ends)
     waits = _waits(workers, part.window)
     return {
         "run_dir": str(run.root),
@@ -83,7 +83,7 @@ def report(
     }
 
 
-def _part(workers: Sequence[Worker], first: int | None, last: int | None) -> _Part:
+def _part(workers: Sequence[WorkerTimeline], first: int | None, last: int | None) -> _Part:
     ends = step_ends(workers)
     for option, step in (("--first-step", first), ("--last-step", last)):
         if step is not None and step not in ends:
@@ -108,12 +108,12 @@ def _part(workers: Sequence[Worker], first: int | None, last: int | None) -> _Pa
     return _Part(steps[0] if steps else None, steps[-1] if steps else None, (low, high), kept)
 
 
-def _wall_s(workers: Sequence[Worker], window: Interval) -> float:
+def _wall_s(workers: Sequence[WorkerTimeline], window: Interval) -> float:
     """Seconds in which some process lived: a run may lie still between two jobs."""
     return union_length(((worker.began, worker.ended) for worker in workers), *window)
 
 
-def _roles(workers: Sequence[Worker], window: Interval) -> dict[str, Any]:
+def _roles(workers: Sequence[WorkerTimeline], window: Interval) -> dict[str, Any]:
     """Seconds and shares by kind, which add up to the lives of a role's workers."""
     found: dict[str, Any] = {}
     for role, seconds in _by_role(workers, window).items():
@@ -127,7 +127,7 @@ def _roles(workers: Sequence[Worker], window: Interval) -> dict[str, Any]:
     return found
 
 
-def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
+def _waits(workers: Sequence[WorkerTimeline], window: Interval) -> list[dict[str, Any]]:
     """Waits of each role, longest first; `share` is of all its time."""
     found = []
     for role, seconds in _by_role(workers, window).items():
@@ -143,9 +143,13 @@ def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
     return found
 
 
-def _by_role(workers: Sequence[Worker], window: Interval) -> dict[str, Mapping[Label, float]]:
+def _by_role(
+    workers: Sequence[WorkerTimeline], window: Interval
+) -> dict[str, Mapping[Label, float]]:
     """Seconds of each role by label, in the order of the data flow."""
-    found = {role: added(w.seconds(*window) for w in workers if w.role == role) for role in ROLES}
+    found = {
+        role: sum_by_label(w.seconds(*window) for w in workers if w.role == role) for role in ROLES
+    }
     return {role: seconds for role, seconds in found.items() if sum(seconds.values())}
 
 
@@ -264,7 +268,7 @@ def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {reason: count for reason, count in counts.items() if math.isfinite(count)}
 
 
-def _restart(one: Restart, workers: Sequence[Worker]) -> dict[str, Any]:
+def _restart(one: Restart, workers: Sequence[WorkerTimeline]) -> dict[str, Any]:
     begin = min(worker.began for worker in workers)
     said = one.before.reason or ("" if one.before.status else "left no mark")
     at, gap = one.before.ended - begin, one.gap[1] - one.gap[0]
@@ -282,7 +286,7 @@ def _meets(interval: Interval, window: Interval) -> bool:
     return interval[0] < window[1] and interval[1] > window[0]
 
 
-def _notes(workers: Sequence[Worker], found: Pace | None) -> list[str]:
+def _notes(workers: Sequence[WorkerTimeline], found: Pace | None) -> list[str]:
     """Notes on what keeps the report from saying more."""
     if not workers:
         return ["no role has written a span yet; look again once the run has started"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_hpc.base.errors import EXIT_DONE
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.ops.observe.report import report
 from relax_hpc.ops.observe.status_view import duration
 from relax_hpc.ops.observe.text_table import Column, aligned
@@ -52,7 +52,7 @@ def main(
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """A report as text, at most 100 columns; foreign text in it is neutralised."""
-    return map(one_line, _lines(found))
+    return map(escape_line, _lines(found))
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

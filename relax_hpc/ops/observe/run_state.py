@@ -40,7 +40,7 @@ from relax_hpc.cluster.slurm.submissions import Ledger
 from relax_hpc.cluster.supervise.launch_records import all_ended, is_there, last_beat_s, members_of
 from relax_hpc.cluster.supervise.requests import asked_to_stop
 from relax_hpc.config import Config
-from relax_hpc.net.rendezvous.life_signs import said
+from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.queue.client import BEAT_FILE_S
 
 OVER = ("finished", "failed", "stopped", "ended")
@@ -151,7 +151,7 @@ def signs_of(
         hub_answers=hub_answers,
         beats=any(last_beat_s(run, name) < limit_s or is_there(run, name) for name in living),
         disk_full=is_full(run),
-        prepares=bool(said(run.preparing)),
+        prepares=bool(read_activity(run.preparing)),
         submitted=bool(kinds),
         squeue_answers=jobs is not None,
         sees_all_jobs=os.getuid() in (0, run.root.stat().st_uid),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relax_hpc.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.base.rundir import RunDir, check_owner
-from relax_hpc.base.terminal_text import harmless
+from relax_hpc.base.terminal_text import escape_controls
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
@@ -86,13 +86,13 @@ def main(folder: str, name: str, of: str = "", step: int | None = None) -> int:
     try:
         again = _again(run, config, tokenizer, found)
     except EnvironmentFault as fault:
-        print(f"{name}: {harmless(str(fault))}")
+        print(f"{name}: {escape_controls(str(fault))}")
         for line in _texts(fault, tokenizer) if isinstance(fault, Differs) else ():
             print(line)
         return EXIT_CONFIG
     mistakes = list(differences(found, again))
     told = "; ".join(mistakes) or f"{found.turns} turns, and the same again"
-    print(f"{name}: {harmless(told)}")
+    print(f"{name}: {escape_controls(told)}")
     return EXIT_CONFIG if mistakes else EXIT_DONE
 
 
@@ -169,6 +169,6 @@ def _prompt(run: RunDir, config: Config, tokenizer: Tokenizer, found: Kept) -> P
 def _texts(fault: Differs, tokenizer: Tokenizer) -> Iterator[str]:
     for word, tokens in (("then", fault.then), ("now", fault.now)):
         for number, line in enumerate(
-            harmless(tokenizer.decode(tokens)).split("\n") if tokens else ()
+            escape_controls(tokenizer.decode(tokens)).split("\n") if tokens else ()
         ):
             yield f"{word if not number else '':<6}{line}"

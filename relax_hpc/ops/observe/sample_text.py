@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-from relax_hpc.base.terminal_text import harmless, one_line, unfiltered, wrapped
+from relax_hpc.base.terminal_text import escape_controls, escape_line, unfiltered, wrap_text
 from relax_hpc.rollout.sample_log import Sample
 
 _LABEL_WIDTH, _LEAST_WIDTH = 9, 20
@@ -64,8 +64,8 @@ def _head(sample: Sample, paint: Paint) -> str:
         map(str, [f"({parts})" if parts else "", *told, sample["id"], sample.get("prompt_id", "")])
     )
     return (
-        f"{paint(one_line(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  "
-        f"{paint(one_line(about), _DIM)}"
+        f"{paint(escape_line(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  "
+        f"{paint(escape_line(about), _DIM)}"
     )
 
 
@@ -79,7 +79,9 @@ def known(part: Sample) -> Iterator[str]:
 
 def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
     about = "  ".join(map(str, [*known(turn), *turn["versions"]]))
-    yield paint(one_line(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM)
+    yield paint(
+        escape_line(f"{_SPEAKERS.get(turn['by'], turn['by']):<{_LABEL_WIDTH}}{about}"), _DIM
+    )
     yield from _media(turn, paint)
     yield from _text("", turn["text"].strip("\n"), width, paint)
     for call in turn.get("tool_calls", []):
@@ -91,12 +93,12 @@ def _turn(turn: Sample, width: int, paint: Paint) -> Iterator[str]:
 
 def _media(part: Sample, paint: Paint) -> Iterator[str]:
     for one in part.get("media", []):
-        label = paint(f"{one_line(one['kind']):<{_LABEL_WIDTH}}", _DIM)
-        yield f"{label}{one_line(one['about'])}"
+        label = paint(f"{escape_line(one['kind']):<{_LABEL_WIDTH}}", _DIM)
+        yield f"{label}{escape_line(one['about'])}"
 
 
 def _text(name: str, text: str, width: int, paint: Paint) -> Iterator[str]:
-    for number, line in enumerate(wrapped(harmless(text), width)):
+    for number, line in enumerate(wrap_text(escape_controls(text), width)):
         label = paint(f"{'' if number else name:<{_LABEL_WIDTH}}", _DIM)
         yield f"{label}{line}".rstrip()
 

@@ -28,7 +28,7 @@ from relax_hpc.cluster.supervise.waits import waits
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
-from relax_hpc.net.rendezvous.life_signs import said
+from relax_hpc.net.rendezvous.life_signs import read_activity
 from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.ops.observe.run_state import exit_code, is_full, signs_of, state_of
 from relax_hpc.ops.observe.status_groups import all_names, group_status
@@ -67,7 +67,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         "jobs": _job_rows(run, jobs),
         "excluded_nodes": excluded(run),
         "checkpoint": last_checkpoint(run, config),
-        "preparing": said(run.preparing),
+        "preparing": read_activity(run.preparing),
         "groups": {
             name: group_status(run, config, name, found, jobs, squeue, bool(asked))
             for name in all_names(run, config, jobs)

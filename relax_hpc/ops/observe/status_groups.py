@@ -23,7 +23,7 @@ from relax_hpc.cluster.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.net.rendezvous.life_signs import is_gone, is_there
+from relax_hpc.net.rendezvous.life_signs import has_ended, is_running
 from relax_hpc.net.rendezvous.roster import latest_card, latest_incarnation
 from relax_hpc.queue.client import BEAT_FILE_S
 
@@ -88,7 +88,7 @@ def group_status(
     lives = bool(hub) or _hub_beats(run, config)
     gone = squeue and bool(about["job"]) and job is None
     over = over or not lives or name not in config.groups or gone
-    there = not hub and any(map(is_there, beats))
+    there = not hub and any(map(is_running, beats))
     state, reason = _state(run, config, name, about, job, lives, over, there)
     if gone and not hub and state in ALIVE:
         # Slurm leaves no process of a job behind, however young its last beat is.
@@ -172,7 +172,9 @@ def _beats(run: RunDir, name: str, incarnation: int, hub: dict[str, Any]) -> lis
         for path in run.rendezvous(name).glob("beat-*.json")
     )
     mine = (
-        beat for beat in beats if beat and beat["incarnation"] == incarnation and not is_gone(beat)
+        beat
+        for beat in beats
+        if beat and beat["incarnation"] == incarnation and not has_ended(beat)
     )
     return [beat | {"age_s": time.time() - beat["time"]} for beat in mine]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from relax_hpc.base.disk_waits import in_words
+from relax_hpc.base.disk_waits import describe_wait
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.base.terminal_text import log_entry, one_line, unfiltered
+from relax_hpc.base.terminal_text import escape_line, log_entry, unfiltered
 from relax_hpc.cluster.slurm.commands import Slurm
 from relax_hpc.cluster.supervise.unsaved_work import in_words as unsaved_in_words
 from relax_hpc.ops.observe.run_state import OVER
@@ -72,7 +72,7 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
 def lines(run_status: dict[str, Any]) -> Iterator[str]:
     """A status as text: what matters most first, then the groups, then details."""
     yield log_entry(f"{run_status['run_dir']}: {run_status['state']}{_why(run_status)}")
-    yield from map(one_line, _results(run_status))
+    yield from map(escape_line, _results(run_status))
     yield from aligned(_COLUMNS, _group_rows(run_status))
     yield from map(log_entry, _details(run_status))
 
@@ -80,7 +80,7 @@ def lines(run_status: dict[str, Any]) -> Iterator[str]:
 def fitted_lines(run_status: dict[str, Any], width: int, height: int | None) -> list[str]:
     """The same in ``width`` columns and ``height`` lines: of what does not fit the details are left
     out, then groups that run. ``height`` None: any number of lines."""
-    results = [shorten_line(one_line(line), width) for line in _results(run_status)]
+    results = [shorten_line(escape_line(line), width) for line in _results(run_status)]
     top = [*_state_lines(run_status, width), *results]
     table = fitted(_COLUMNS, _group_rows(run_status), width)
     details = list[str]()
@@ -145,7 +145,7 @@ def _results(run_status: dict[str, Any]) -> Iterator[str]:
         waiting = f"waits {duration(disk['seconds'])} for"
         if disk["loose"]:
             waiting = "keeps the data that it cannot write to"
-        yield f"disk: {disk['who']} {waiting} {in_words(disk)}"
+        yield f"disk: {disk['who']} {waiting} {describe_wait(disk)}"
     if run_status.get("nothing_learned"):
         yield f"nothing was learned from rewards in the last step: {run_status['nothing_learned']}"
     if run_status["preparing"]:

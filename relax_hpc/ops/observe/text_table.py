@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 
 _ALWAYS = 9
 """Rank of columns that are never left out."""
@@ -61,7 +61,7 @@ def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int)
 
 
 def _harmless_cells(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [list(map(one_line, row)) for row in rows]
+    return [list(map(escape_line, row)) for row in rows]
 
 
 def _cut_cells(columns: Sequence[Column], row: Sequence[str]) -> list[str]:

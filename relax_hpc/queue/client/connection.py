@@ -27,7 +27,7 @@ from relax_hpc.base.errors import (
 )
 from relax_hpc.base.rundir import RunDir, write_json
 from relax_hpc.config.schema import Config
-from relax_hpc.net.rendezvous.life_signs import identity
+from relax_hpc.net.rendezvous.life_signs import process_identity
 from relax_hpc.net.rendezvous.roster import latest_card
 from relax_hpc.queue.client.beat import Beat
 from relax_hpc.queue.client.controller_link import Line
@@ -259,7 +259,7 @@ class Connection:
                 {
                     "time": time.time(),
                     "incarnation": self.incarnation,
-                    **identity(),
+                    **process_identity(),
                     **self.beat.about(),
                 },
             )

@@ -7,9 +7,9 @@ import time
 from typing import Any, Protocol
 
 from relax_hpc.base.rundir import RunDir
-from relax_hpc.net.rendezvous.roster import Card, latest_card
-from relax_hpc.net.transport.sockets import Bell, Connection, Knock
-from relax_hpc.net.transport.wire import BadMessage, pack, purpose_of, unpack
+from relax_hpc.net.rendezvous.roster import GroupCard, latest_card
+from relax_hpc.net.transport.sockets import FrameConnection, PendingConnection, Wakeup
+from relax_hpc.net.transport.wire import BadMessage, controller_purpose, pack, unpack
 
 
 class Sendable(Protocol):
@@ -23,15 +23,15 @@ class Line:
     """Line to the controller of the highest incarnation."""
 
     def __init__(self, run: RunDir, token: bytes) -> None:
-        self.run, self.token, self.bell = run, token, Bell()
-        self._card: Card | None = None
-        self._knock: tuple[int, Knock] | None = None
+        self.run, self.token, self.bell = run, token, Wakeup()
+        self._card: GroupCard | None = None
+        self._knock: tuple[int, PendingConnection] | None = None
         """Incarnation of a controller, and a connection in the making to it."""
-        self._connection: Connection | None = None
+        self._connection: FrameConnection | None = None
         self._heard = 0.0
         self._broken = False
 
-    def found(self, now: float, patience: float, seconds: float) -> Connection | None:
+    def found(self, now: float, patience: float, seconds: float) -> FrameConnection | None:
         """A new connection, if there is none, or this one is silent for ``patience`` and there is a
         newer controller.
 
@@ -54,14 +54,16 @@ class Line:
             self._card, self._knock = card, None
         return connection
 
-    def _knock_at(self, card: Card, seconds: float) -> Knock:
+    def _knock_at(self, card: GroupCard, seconds: float) -> PendingConnection:
         if self._knock and self._knock[0] != card.incarnation:
             self._knock[1].close()
             self._knock = None
         if not self._knock:
             self._knock = (
                 card.incarnation,
-                Knock(card.endpoint, self.token, purpose_of(card.incarnation), seconds),
+                PendingConnection(
+                    card.endpoint, self.token, controller_purpose(card.incarnation), seconds
+                ),
             )
         return self._knock[1]
 
@@ -75,7 +77,7 @@ class Line:
         controller's own words arrive."""
         return 1.0 if self._connection else 0.0
 
-    def take(self, connection: Connection) -> None:
+    def take(self, connection: FrameConnection) -> None:
         """Go on with ``connection``."""
         self.close()
         self._connection, self._broken, self._heard = connection, False, time.monotonic()

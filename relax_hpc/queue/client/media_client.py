@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_hpc.queue.storage.media import BadMedia, id_of
+from relax_hpc.queue.storage.media import BadMedia, hash_content
 
 if TYPE_CHECKING:
     from relax_hpc.queue.client import QueueClient
@@ -25,10 +25,10 @@ def store_media(
 ) -> list[str]:
     """Store the media of a prompt group that this client generates; their ids, in order.
 
-    ``ids``: what `id_of` has said of them; empty: nobody has asked. The queue hears first who needs
-    them, so what lies there without having been named can be removed. Asked again, or by another
-    group, it stores nothing twice. BadMedia: one of them, or all together, is larger than `queue`
-    allows.
+    ``ids``: what `hash_content` has said of them; empty: nobody has asked. The queue hears first
+    who needs them, so what lies there without having been named can be removed. Asked again, or by
+    another group, it stores nothing twice. BadMedia: one of them, or all together, is larger than
+    `queue` allows.
     """
     limits, sizes = client.config.queue, [memoryview(data).nbytes for data in media]
     found = {"max_medium_bytes": max(sizes, default=0), "max_group_media_bytes": sum(sizes)}
@@ -45,7 +45,7 @@ def store_media(
             "bad_media",
             f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; mend the prompt's file",
         )
-    ids = list(ids) or [id_of(data) for data in media]
+    ids = list(ids) or [hash_content(data) for data in media]
     if ids and client.tickets.name_media(ticket, ids).result():
         for media_id, data in zip(ids, media, strict=True):
             client.media.put(data, media_id)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
-from relax_hpc.base.disk_waits import WAITS, in_words
+from relax_hpc.base.disk_waits import WAITS, describe_wait
 from relax_hpc.base.errors import DeadlineError, RefusedError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Config
@@ -206,7 +206,7 @@ class QueueClient:
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         if self._store and not self._store.settle(timeout):
             why = self._store.failure or (
-                in_words(wait) if (wait := WAITS.longest()) else "its disk is slow"
+                describe_wait(wait) if (wait := WAITS.longest()) else "its disk is slow"
             )
             raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
         self._told.result(timeout)

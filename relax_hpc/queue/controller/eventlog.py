@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import Lines, may_pass, patiently
+from relax_hpc.base.disk_waits import AppendFile, is_temporary, retry_write
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.foreign_files import LINE_BYTES, ForeignFileError, open_in_run
-from relax_hpc.base.log_rotation import number_of, parts_of, read_part
+from relax_hpc.base.log_rotation import read_rotated_file, rotated_files, rotation_number
 
 PART_BYTES = 16 << 20
 """Bytes of a part, which is the first lines that make as many."""
@@ -59,8 +59,8 @@ class EventLog:
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{incarnation}")
         self._next = path.with_name(f".{path.name}.{incarnation}.next")
-        patiently(self._temporary, lambda: self._temporary.unlink(missing_ok=True))
-        self._lines = Lines(self._temporary)
+        retry_write(self._temporary, lambda: self._temporary.unlink(missing_ok=True))
+        self._lines = AppendFile(self._temporary)
         self._lines.settle()
         self._published = False
         self._packing: threading.Thread | None = None
@@ -91,7 +91,7 @@ class EventLog:
         if self.extent == extent:
             return True
         self._lines.settle()
-        patiently(self._temporary, lambda: os.truncate(self.fileno(), 0))
+        retry_write(self._temporary, lambda: os.truncate(self.fileno(), 0))
         self._forget(0, 0)
         return False
 
@@ -99,8 +99,8 @@ class EventLog:
         """Leave the first parts that are there compressed, at most so many, as they are; how
         many."""
         chain = kept = 0
-        for part in parts_of(self.path)[:most]:
-            if number_of(part) != kept + 1:
+        for part in rotated_files(self.path)[:most]:
+            if rotation_number(part) != kept + 1:
                 break
             kept, chain = kept + 1, _chained(chain, _content(part)[0])
         self._forget(kept, chain)
@@ -132,8 +132,8 @@ class EventLog:
             # there mostly.
             self._lines.settle()
             while len(self._ends) > 1:
-                patiently(self._part, self._pack)
-                patiently(self.path, self._cut)
+                retry_write(self._part, self._pack)
+                retry_write(self.path, self._cut)
 
     def _start(self) -> int:
         """Offset at which the part begins that is not whole yet."""
@@ -142,9 +142,9 @@ class EventLog:
     def publish(self) -> None:
         """Put the file in place of the former one."""
         self._lines.settle()
-        patiently(self.path, lambda: self._temporary.replace(self.path))
+        retry_write(self.path, lambda: self._temporary.replace(self.path))
         self._published = True
-        patiently(self.path, self._remove_later_parts)
+        retry_write(self.path, self._remove_later_parts)
 
     def flush(self) -> None:
         self._lines.flush()
@@ -182,13 +182,13 @@ class EventLog:
         try:
             self._cut()
         except OSError as error:
-            if not may_pass(error):
+            if not is_temporary(error):
                 raise
 
     def _remove_later_parts(self) -> None:
         """Remove parts of an older controller: what they hold is written anew."""
-        for part in parts_of(self.path):
-            if number_of(part) > self._gone:
+        for part in rotated_files(self.path):
+            if rotation_number(part) > self._gone:
                 part.unlink(missing_ok=True)
 
     def _pack(self) -> None:
@@ -209,7 +209,7 @@ class EventLog:
         nothing changes."""
         (cut, crc), end = self._ends[0], self._start() + self._size
         self._next.unlink(missing_ok=True)
-        rest = Lines(self._next)
+        rest = AppendFile(self._next)
         try:
             for chunk in _read(self.fileno(), cut, end):
                 rest.write(chunk)
@@ -295,12 +295,12 @@ def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
     with file:
         # Listed later than opened: the last may be in the file yet, as it is after a crash between
         # the two.
-        for part in (parts := parts_of(path)):
-            if number_of(part) <= gone and part != parts[-1]:
+        for part in (parts := rotated_files(path)):
+            if rotation_number(part) <= gone and part != parts[-1]:
                 continue
-            content = read_part(part, _MOST_PART_BYTES)
+            content = read_rotated_file(part, _MOST_PART_BYTES)
             again = file.read(len(content)) == content
-            if number_of(part) > gone:
+            if rotation_number(part) > gone:
                 yield content
             if again:
                 break

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.base.disk_waits import may_pass
+from relax_hpc.base.disk_waits import is_temporary
 from relax_hpc.base.errors import EXIT_DONE, EXIT_RETRY
 from relax_hpc.queue.controller.forked_work import Forked
 from relax_hpc.queue.controller.service import QueueService
@@ -206,7 +206,7 @@ def write_all(folder: Path, work: Sequence[Gathering]) -> int:
             print(f"step {gathering.step}: its rows stay in their shards: {error}", flush=True)
         except OSError as error:
             print(f"step {gathering.step}: its rows are not gathered: {error}", flush=True)
-            if may_pass(error):
+            if is_temporary(error):
                 return EXIT_RETRY
     return EXIT_DONE
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import FencedError
 from relax_hpc.base.rundir import sync_directory
 
@@ -136,7 +136,7 @@ class Journal:
                 self._look_for_tail(path, lengths[incarnation], incarnation in self._sealed)
         named = {str(incarnation): length for incarnation, length in lengths.items()}
         self.append({"op": "seal", "lengths": named, "format": FORMAT})
-        patiently(self.path, self.commit)
+        retry_write(self.path, self.commit)
 
     def covers(self, position: Position) -> bool:
         """Whether ``position`` lies in what `replay` yields."""

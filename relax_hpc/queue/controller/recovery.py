@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from relax_hpc.base.disk_waits import may_pass
+from relax_hpc.base.disk_waits import is_temporary
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.queue.controller.eventlog import EventLog
 from relax_hpc.queue.controller.gathering import GATHERED_NAME
@@ -109,5 +109,5 @@ def remove(path: str) -> None:
     try:
         os.unlink(path)  # noqa: PTH108
     except OSError as error:
-        if not isinstance(error, FileNotFoundError) and not may_pass(error):
+        if not isinstance(error, FileNotFoundError) and not is_temporary(error):
             raise

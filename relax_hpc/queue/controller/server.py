@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from relax_hpc.base.disk_waits import Patience, may_pass, patiently
+from relax_hpc.base.disk_waits import WriteRetry, is_temporary, retry_write
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.config.schema import Durability
-from relax_hpc.net.transport.listener import Listener, listen
-from relax_hpc.net.transport.wire import Bytes, pack, purpose_of, unpack
+from relax_hpc.net.transport.listener import Listener, create_listening_socket
+from relax_hpc.net.transport.wire import Bytes, controller_purpose, pack, unpack
 from relax_hpc.queue.controller.eventlog import EventLog
 from relax_hpc.queue.controller.gathering import Gatherer, journal_files
 from relax_hpc.queue.controller.journal import Journal
@@ -69,8 +69,8 @@ class Controller:
         self.run = run
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
         self._journal_at, self._shards = 0.0, str(run.shards)
-        journal = patiently(run.journal, lambda: Journal(run.journal, incarnation, durable))
-        self.stuck = Patience(journal.path)
+        journal = retry_write(run.journal, lambda: Journal(run.journal, incarnation, durable))
+        self.stuck = WriteRetry(journal.path)
         """Patience that is true while the journal cannot be written: nobody is told of anything, or
         waits in vain."""
         self._unsent: list[Answer] = []
@@ -78,7 +78,9 @@ class Controller:
         self._later: list[Request] = []
         """Requests that have come while the journal could not be written."""
         folder = run.journal.with_name("snapshots")
-        self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
+        self.snapshots = retry_write(
+            folder, lambda: Snapshots(folder, plan, durable, snapshot_every)
+        )
         self.event_log = EventLog(run.events, incarnation)
         self.gatherer = Gatherer(run.shards, incarnation) if gathers else None
         self.journal, self.incarnation = journal, incarnation
@@ -87,7 +89,9 @@ class Controller:
         note_torn_tails(self.service)
         end_former_groups(self.service, all_of_them=self.late_s > 0)
         sweep(run, state)
-        self.listener = Listener(listen(host), run.token(), purpose_of(incarnation))
+        self.listener = Listener(
+            create_listening_socket(host), run.token(), controller_purpose(incarnation)
+        )
         self.endpoint = self.listener.endpoint
 
     @property
@@ -184,7 +188,7 @@ class Controller:
                 self.journal.commit()
                 self._after_replies()
         except OSError as error:
-            if not may_pass(error):
+            if not is_temporary(error):
                 raise
         self.snapshots.close()
         self.event_log.close()

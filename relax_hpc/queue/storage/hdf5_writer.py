@@ -19,7 +19,7 @@ import xxhash
 from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
 from relax_hpc.base.fields import FIELDS
-from relax_hpc.base.rundir import sync_directory, written_beside
+from relax_hpc.base.rundir import replace_when_written, sync_directory
 from relax_hpc.queue.row_schema import FORMAT_VERSION
 from relax_hpc.queue.storage.columns import Columns
 from relax_hpc.queue.storage.hdf5 import FIRST_LINE
@@ -49,7 +49,7 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
     datasets, data = _datasets(columns), xxhash.xxh3_64()
     for dataset in datasets:
         data.update(dataset.raw)
-    with written_beside(path) as temporary:
+    with replace_when_written(path) as temporary:
         places = _create(
             temporary,
             datasets,

@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relax_hpc.base.content_id import flat, id_of
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.content_id import flat_bytes, hash_content
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import sync_directory, write_atomic
 from relax_hpc.data.media import places_of
 from relax_hpc.queue.row_ids import ticket_of
@@ -84,27 +84,28 @@ class MediaStore:
         )
         self._known: dict[str, tuple[int, ...]] = {}
         if not folder.exists():
-            patiently(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+            retry_write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
             if durable:
-                patiently(folder, lambda: sync_directory(folder.parent))
+                retry_write(folder, lambda: sync_directory(folder.parent))
 
     def put(self, data: bytes | memoryview | np.ndarray, media_id: str = "") -> str:
         """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if
         they are too many. On a full disk it waits.
 
-        ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The
-        row that names the id must be accepted within ``grace_s``, or its media put again.
+        ``media_id``: what `hash_content` has said, if it was asked; the bytes are not hashed
+        again. The row that names the id must be accepted within ``grace_s``, or its media put
+        again.
         """
-        blob = flat(data)
+        blob = flat_bytes(data)
         if not 0 < blob.nbytes <= self.max_bytes:
             raise MediaError(
                 f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before "
                 "the run"
             )
-        media_id = check_id(media_id) if media_id else id_of(blob)
+        media_id = check_id(media_id) if media_id else hash_content(blob)
         if not self._is_there(media_id):
             path, tail = self.folder / media_id, _checksum(blob)
-            patiently(path, lambda: write_atomic(path, blob, sync=self.durable, tail=tail))
+            retry_write(path, lambda: write_atomic(path, blob, sync=self.durable, tail=tail))
             with contextlib.suppress(FileNotFoundError):
                 self._remember(media_id, _identity(path.stat()))
         return media_id

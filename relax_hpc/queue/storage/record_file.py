@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from relax_hpc.base.rundir import written_beside
+from relax_hpc.base.rundir import replace_when_written
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import hdf5
 from relax_hpc.queue.storage.shard import ShardError, is_record, unpack
@@ -33,7 +33,7 @@ def write(path: Path, record: memoryview, sync: bool) -> None:
     The name survives a power loss once its folder is synced too. OSError as the filesystem says.
     """
     end = _END.pack(_MARK, xxhash.xxh3_64_intdigest(record))
-    with written_beside(path) as temporary:
+    with replace_when_written(path) as temporary:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(file, [record, memoryview(end)])

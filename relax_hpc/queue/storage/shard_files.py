@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import sync_directory
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file
@@ -35,9 +35,9 @@ class ShardFiles:
         disk is full, but not once ``until()``."""
         for name, record in records.items():
             path = self.folder / check_name(name)
-            patiently(path, partial(record_file.write, path, record, self.durable), until)
+            retry_write(path, partial(record_file.write, path, record, self.durable), until)
         if self.durable:
-            patiently(self.folder, partial(sync_directory, self.folder), until)
+            retry_write(self.folder, partial(sync_directory, self.folder), until)
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
         """Rows of a shard by row id, mapped; ShardError if the file is missing or not whole."""

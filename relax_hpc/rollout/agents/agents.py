@@ -22,7 +22,7 @@ from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.base import Beginning, EnvironmentFault
 from relax_hpc.environments.plain_values import finite_number
 from relax_hpc.net.rendezvous.network import LOOPBACK
-from relax_hpc.net.transport.exchange import Gone, Message
+from relax_hpc.net.transport.exchange import Message, PeerGone
 from relax_hpc.queue.presence import longest_wait_s
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.endpoint import Endpoint
@@ -206,14 +206,14 @@ class Agents:
         name, bearer = next(self._names), f"sk-{secrets.token_urlsafe(32)}"
         self._sessions[name] = session
         # If the connection is lost, `link.lost` says so.
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(PeerGone):
             await link.call(do="open", session=name, key=key_of(bearer))
         try:
             yield bearer
         finally:
             del self._sessions[name]
             await session.close()
-            with contextlib.suppress(Gone):
+            with contextlib.suppress(PeerGone):
                 await link.call(do="close", key=key_of(bearer))
 
     async def _serve(self, message: Message) -> Message:

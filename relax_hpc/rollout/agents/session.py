@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from relax_hpc.data.chat import TemplateError
 from relax_hpc.data.tokenizer import Tokenizer, TokenizerError
 from relax_hpc.environments.tool_calls import THINK, THOUGHT
-from relax_hpc.net.transport.exchange import MAX_PAYLOAD_BYTES, Gone
+from relax_hpc.net.transport.exchange import MAX_PAYLOAD_BYTES, PeerGone
 from relax_hpc.rollout.agents.answers import MODEL, Answer, as_json
 from relax_hpc.rollout.agents.bounds import Bounds
 from relax_hpc.rollout.agents.chat import ChatRequest, Message, Refused, TooLong, read_object
@@ -157,7 +157,7 @@ class Session:
                     _RETRY_S if may_repeat else 0.0, _take_back, request
                 )
         if task.cancelled():
-            raise Gone("the episode has ended")
+            raise PeerGone("the episode has ended")
         self._note_read(request)
         return task.result()
 

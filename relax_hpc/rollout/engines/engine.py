@@ -77,7 +77,7 @@ class EngineFault(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.origin = reason, origin
         self.start_error = ""
-        """Error message of an engine that did not start; see `errors.start_error_of`."""
+        """Error message of an engine that did not start; see `errors.find_start_error`."""
 
 
 class BadAnswer(EngineFault):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from relax_hpc.base.engine_classes import ENGINE_CLASSES, KIND_KEY, engine_class
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
@@ -23,4 +23,4 @@ def findings_of(kind: str, config: Config) -> Iterable[str]:
     if kind not in ENGINE_CLASSES:
         engine_class(kind)
         return ()
-    return named(KIND_KEY, _CHECKS[kind], {})(config) if kind in _CHECKS else ()
+    return load_plugin(KIND_KEY, _CHECKS[kind], {})(config) if kind in _CHECKS else ()

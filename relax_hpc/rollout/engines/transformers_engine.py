@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.imports import many_imports
+from relax_hpc.base.imports import fast_imports
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config
 from relax_hpc.data.multimodal.rules import Rules
@@ -226,7 +226,7 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
     """The model of `directory` without its weights, and its end tokens."""
     from relax_hpc.base.transformers_hook import install_transformers_hook
 
-    with many_imports():
+    with fast_imports():
         import torch
 
         torch.set_num_threads(1)

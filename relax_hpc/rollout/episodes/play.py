@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.base.error_origin import describe, locate
+from relax_hpc.base.error_origin import describe_error, locate_error
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.queue.row_ids import MAX_ROWS
 from relax_hpc.queue.row_schema import NOBODY
@@ -91,11 +91,11 @@ async def in_time(
                 "episode_timeout",
                 f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)",
             )
-        return BadAnswer("episode_exception", describe(error), locate(error))
+        return BadAnswer("episode_exception", describe_error(error), locate_error(error))
     except (RelaxError, EngineFault, Repeat):
         raise
     except Exception as error:
-        return BadAnswer("episode_exception", describe(error), locate(error))
+        return BadAnswer("episode_exception", describe_error(error), locate_error(error))
 
 
 async def play(

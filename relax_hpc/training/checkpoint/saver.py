@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relax_hpc.base.background import Background, say
-from relax_hpc.base.disk_waits import WAITS, Patience, may_pass, probe
+from relax_hpc.base.background import BackgroundThread, print_log_line
+from relax_hpc.base.disk_waits import WAITS, WriteRetry, is_temporary, probe_folder
 from relax_hpc.base.errors import ConfigError, DeadlineError, NoProgressError, RelaxError
 from relax_hpc.base.rundir import sync_directory, write_json
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.training.checkpoint.random_state import random_state, save_random_state
 from relax_hpc.training.checkpoint.store import (
     FORMAT_VERSION,
@@ -86,7 +86,7 @@ class Saver:
     def __init__(
         self,
         trainer: Trainer,
-        channel: Channel,
+        channel: RankChannel,
         timeout_s: float,
         on_failure: Callable[[str], None] = lambda why: None,
         max_failures: int = 1 << 30,
@@ -120,7 +120,7 @@ class Saver:
         model = trainer.model
         self._writer = StateWriter(channel, model.layout.dense.copies, model.device.type == "cuda")
         device = torch.cuda.current_device() if model.device.type == "cuda" else None
-        self._work = Background("checkpoint", self._save_timed, device)
+        self._work = BackgroundThread("checkpoint", self._save_timed, device)
 
     def prepare(self) -> None:
         """Have the memory of copies made beside what comes next, so that the first save takes no
@@ -189,7 +189,7 @@ class Saver:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _save_timed(self, job: _Job) -> None:
-        started, full, said = time.monotonic(), Patience(job.directory), False
+        started, full, said = time.monotonic(), WriteRetry(job.directory), False
         try:
             while failure := self._save(job):
                 if not said:
@@ -214,7 +214,7 @@ class Saver:
                 f"{failure.why}; allowed checkpoint.max_failures={self.max_failures}"
             )
 
-    def _gives_up(self, full: Patience, failure: SaveFailure) -> bool:
+    def _gives_up(self, full: WriteRetry, failure: SaveFailure) -> bool:
         """Whether the next save is due; else, after a while, it is time for the next try. The same
         in every rank."""
         full.loose = not self._awaited
@@ -241,7 +241,7 @@ class Saver:
             digest = together(lambda: leads and _finish(partial, job.directory, files, job.about))
         except SaveFailedError as error:
             if leads:
-                say(f"checkpoint: {job.directory}: {error}")
+                print_log_line(f"checkpoint: {job.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
             return error.failure
         self.channel.lead(lambda: job.then(digest))
@@ -267,22 +267,22 @@ class Saver:
 
 
 def _cause(error: BaseException, folder: Path) -> tuple[str, int]:
-    """Cause in words, and the number of the error if it `may_pass`. torch's own is a table of all
-    ranks' errors."""
+    """Cause in words, and the number of the error if it `is_temporary`. torch's own is a table of
+    all ranks' errors."""
     errors = (
         [one for one, _ in error.failures.values()]
         if isinstance(error, CheckpointException)
         else [error]
     )
     for one in errors:
-        if isinstance(one, OSError) and may_pass(one):
+        if isinstance(one, OSError) and is_temporary(one):
             return f"{one.filename or folder}: {os.strerror(one.errno)}", one.errno
     text = "; ".join(map(str, errors))
     if isinstance(error, OSError | RelaxError):
         return text, 0
     # Libraries have words of their own, or none at all, for a disk that takes nothing.
     try:
-        number = probe(folder).get("errno", errno.EIO if _TORN in text else 0)
+        number = probe_folder(folder).get("errno", errno.EIO if _TORN in text else 0)
     except OSError as other:
         number, text = 0, f"{folder}: {other.strerror} ({text})"
     return (f"{folder}: {os.strerror(number)}", number) if number else (text, 0)

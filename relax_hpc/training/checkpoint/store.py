@@ -27,7 +27,7 @@ from relax_hpc.training.checkpoint.random_state import load_random_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_hpc.net.rendezvous.channel import Channel
+    from relax_hpc.net.rendezvous.channel import RankChannel
     from relax_hpc.training.trainer import Trainer
 
 FORMAT_VERSION = 2
@@ -46,7 +46,7 @@ class CheckpointError(RelaxError):
 
 
 def load(
-    directory: Path, trainer: Trainer, channel: Channel, digest: str | None = None
+    directory: Path, trainer: Trainer, channel: RankChannel, digest: str | None = None
 ) -> dict[str, Any]:
     """Verify `directory`, put its state into `trainer`, and return its meta. Collective.
 

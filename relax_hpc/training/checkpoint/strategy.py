@@ -32,11 +32,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from relax_hpc.base.host_memory import host_room, unpin
+from relax_hpc.base.host_memory import allocate_host_memory, unpin_memory
 from relax_hpc.base.parallel_copies import Copier
 
 if TYPE_CHECKING:
-    from relax_hpc.net.rendezvous.channel import Channel
+    from relax_hpc.net.rendezvous.channel import RankChannel
 
 _ALIGNED = 64
 
@@ -45,7 +45,7 @@ _ALIGNED = 64
 class StagedState:
     """A copy of what a rank saves, until the next one is made."""
 
-    channel: Channel
+    channel: RankChannel
     shards: dict[str, Any]
     common: dict[str, Any]
 
@@ -68,7 +68,7 @@ class StateWriter:
     """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas
     sharing the work."""
 
-    def __init__(self, channel: Channel, copies: int, pinned: bool) -> None:
+    def __init__(self, channel: RankChannel, copies: int, pinned: bool) -> None:
         """``channel``: for the thread that writes. ``copies``: ranks with the same weights.
         ``pinned``: what is copied comes from a GPU."""
         self.channel, self.pinned = channel, pinned
@@ -95,7 +95,7 @@ class StateWriter:
             else {}
         )
         hand = ThreadPoolExecutor(1, "checkpoint-room", **own)
-        self._coming = hand.submit(host_room, size, self.pinned, "checkpoint")
+        self._coming = hand.submit(allocate_host_memory, size, self.pinned, "checkpoint")
         hand.shutdown(wait=False)
 
     def ready(self) -> None:
@@ -131,8 +131,8 @@ class StateWriter:
         padded = list(map(_padded, tensors))
         if sum(padded) > len(self._room):
             if self.pinned and len(self._room):
-                unpin(self._room)
-            self._room = host_room(sum(padded), self.pinned, "checkpoint")
+                unpin_memory(self._room)
+            self._room = allocate_host_memory(sum(padded), self.pinned, "checkpoint")
         ends = list(itertools.accumulate(padded, initial=0))
         sources = [one.data.detach() for one in tensors]
         rooms = [

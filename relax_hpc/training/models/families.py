@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
 from relax_hpc.base.routes import RouteShape
-from relax_hpc.base.terminal_text import one_line
+from relax_hpc.base.terminal_text import escape_line
 from relax_hpc.training.models.llama import Llama
 from relax_hpc.training.models.qwen3 import Qwen3
 from relax_hpc.training.models.qwen3_moe import Qwen3Moe
@@ -142,7 +142,7 @@ def config_problems(
                 *_null_base(whole),
             ):
                 # Keys are foreign text.
-                yield one_line(f"{place}{line}")
+                yield escape_line(f"{place}{line}")
 
 
 def _at(mapping: Mapping[str, Any], place: str) -> Mapping[str, Any]:

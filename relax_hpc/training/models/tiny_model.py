@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.base.foreign_files import read_json_object
-from relax_hpc.base.imports import many_imports
+from relax_hpc.base.imports import fast_imports
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.training.models import tiny_audio, tiny_vision
 from relax_hpc.training.models.families import spec_from_config
@@ -158,7 +158,7 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
-    with many_imports():
+    with fast_imports():
         import torch
         from safetensors.torch import save_file
 

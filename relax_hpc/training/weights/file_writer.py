@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.background import Background, say
-from relax_hpc.base.disk_waits import CURES, Patience
+from relax_hpc.base.background import BackgroundThread, print_log_line
+from relax_hpc.base.disk_waits import CURES, WriteRetry
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import RunDir, private_folder
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.transport import Plane
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.training.weights.file_form import FileForm
@@ -47,7 +47,7 @@ class FileWriter:
         self,
         run: RunDir,
         client: QueueClient | None,
-        channel: Channel,
+        channel: RankChannel,
         planes: Sequence[Plane],
         settings: WeightsConfig,
         device: int | None,
@@ -60,7 +60,7 @@ class FileWriter:
             run.model, form.untrained if client else (), run.weights / FILE
         )
         """Tensors that versions have beside those of ranks, in the leader."""
-        self.work = Background("weights, files", self._write, device)
+        self.work = BackgroundThread("weights, files", self._write, device)
 
     def offer(self, version: Version, manifest: Manifest | None, wanted: bool, sync: bool) -> None:
         """Have the files of ``version`` written: if ``wanted``, and else if it is one of those that
@@ -73,7 +73,7 @@ class FileWriter:
         """All ranks write their shares, as often as it takes where a disk is full; if one cannot
         for another reason, or a newer version is due meanwhile, this one stays without files."""
         folder = self.run.weights / str(job.version)
-        full = Patience(folder)
+        full = WriteRetry(folder)
         while True:
             due = {
                 "write": job.wanted or self.work.pending == 1,
@@ -123,7 +123,9 @@ class FileWriter:
             self.client.weights.filed(job.version, listing).result()
             return 0
         shutil.rmtree(partial, ignore_errors=True)
-        say(f"weights: version {job.version} has no files: {'; '.join(why for why, _ in failures)}")
+        print_log_line(
+            f"weights: version {job.version} has no files: {'; '.join(why for why, _ in failures)}"
+        )
         # What a full disk has not caused no room on it will mend.
         number = min((number if number in CURES else 0) for _, number in failures)
         if not number:

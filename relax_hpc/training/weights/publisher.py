@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.base.background import Background
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.background import BackgroundThread
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.errors import DeadlineError, RelaxError
 from relax_hpc.base.rundir import RunDir, write_atomic
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.net.rendezvous.channel import Channel
+from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.net.transport import Plane, SlabPool
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.training.weights.delta import AnchorDeltas
@@ -52,7 +52,7 @@ class Publisher:
         self,
         run: RunDir,
         client: QueueClient | None,
-        channel: Callable[[], Channel],
+        channel: Callable[[], RankChannel],
         planes: Sequence[Plane],
         pool: SlabPool,
         tensors: Mapping[str, TensorInfo],
@@ -82,7 +82,7 @@ class Publisher:
             check_unchanged(run.weights, run.model)
             self._small = small_sums(run.model)
         self._deltas = AnchorDeltas(pool, self.ring, tensors, settings.anchor_every)
-        self.work = Background("weights", self._publish, device)
+        self.work = BackgroundThread("weights", self._publish, device)
 
     def publish(self, version: Version, last: bool = False) -> None:
         """Copy the weights as they are, and have them published as ``version``. The ``last`` one
@@ -115,7 +115,7 @@ class Publisher:
         self._await(self.work, timeout_s)
         self._await(self.files.work, timeout_s)
 
-    def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
+    def _await(self, work: BackgroundThread, timeout_s: float, most: int = 0) -> None:
         # The leader has the deadline: it knows of the hub, and ends with all others.
         if not work.wait(timeout_s, most, lambda: self.client is None or self.client.beat.hindered):
             raise DeadlineError(
@@ -152,7 +152,7 @@ class Publisher:
         assert manifest is not None and self.client is not None
         text = manifest.encode()
         try:
-            patiently(directory, lambda: _write_manifest(directory, text))
+            retry_write(directory, lambda: _write_manifest(directory, text))
         except OSError as error:
             raise RelaxError(
                 f"{directory}: {error.strerror}; version {version} is not published"

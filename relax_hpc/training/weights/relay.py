@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.base.background import say
+from relax_hpc.base.background import print_log_line
 from relax_hpc.base.errors import DeadlineError, RefusedError
 from relax_hpc.config.schema import Config
 from relax_hpc.net.transport import Descriptor, Plane, PlaneError, TcpPlane
-from relax_hpc.net.transport.tcp import Coming, record_in
+from relax_hpc.net.transport.tcp import RecordPending, record_in_folder
 from relax_hpc.queue.controller.relays import FAN_OUT
 from relax_hpc.training.weights.manifest import Chunk, Manifest
 from relax_hpc.training.weights.node_cache import StagedFolder
@@ -65,7 +65,7 @@ class SharedVersion:
             if not self._changed.wait_for(
                 lambda: name in self._has or self._file is None, _COMES_S
             ):
-                raise Coming
+                raise RecordPending
         with self._reading:
             if self._file is None:
                 return None
@@ -111,7 +111,7 @@ class VersionSources:
         for folder in list(self._folders):
             try:
                 found = plane.read(
-                    record_in(folder, chunk.name, chunk.bytes), timeout_s, _SILENCE_S
+                    record_in_folder(folder, chunk.name, chunk.bytes), timeout_s, _SILENCE_S
                 )
                 check(found)
                 return found
@@ -124,7 +124,7 @@ class VersionSources:
         # Two threads read at a time, and both may find it gone.
         if folder in self._folders:
             self._folders.remove(folder)
-            say(f"weights: another node passes on no more, the next is asked: {error}")
+            print_log_line(f"weights: another node passes on no more, the next is asked: {error}")
 
     def __bool__(self) -> bool:
         return bool(self._folders)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relax_hpc.base.host_memory import pin
+from relax_hpc.base.host_memory import pin_memory
 from relax_hpc.base.parallel_copies import Copier
 from relax_hpc.net.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.training.weights.manifest import Chunk, checksum, lay_out_chunks
@@ -166,7 +166,7 @@ class _Copies:
         import torch
 
         for slab in slabs:
-            pin(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
+            pin_memory(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
 
     def copy(self, views: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> None:

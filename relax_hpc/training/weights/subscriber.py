@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from itertools import chain, repeat
 from pathlib import Path
 
-from relax_hpc.base.background import say
+from relax_hpc.base.background import print_log_line
 from relax_hpc.base.errors import DeadlineError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
@@ -191,7 +191,7 @@ class Subscriber:
             except WeightsError as error:
                 why = error
             if news not in tried:
-                say(f"weights: {why}; {self.reader} tries again")
+                print_log_line(f"weights: {why}; {self.reader} tries again")
             tried.add(news)
             another = self._another(news)
             # At least one of each kind, however long the first one took.
@@ -215,7 +215,7 @@ class Subscriber:
 
     def _give_up(self, news: News, why: WeightsError) -> None:
         self._given_up = Version.parse(news.version)
-        say(f"weights: {why}; {self.reader} goes on with {self.serving}")
+        print_log_line(f"weights: {why}; {self.reader} goes on with {self.serving}")
         self.client.status.note("weights_unreadable", self.reader, "unreadable")
 
     def served(self, version: Version) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from relax_hpc.base.host_memory import host_room
+from relax_hpc.base.host_memory import allocate_host_memory
 from relax_hpc.base.parallel_copies import Copier
 
 Pair = tuple[Tensor, Tensor]
@@ -120,7 +120,7 @@ class _Room:
     """Pinned memory that is filled by this process and emptied by the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = host_room(size + _ALIGNED, device.type == "cuda", "weights")
+        self._memory = allocate_host_memory(size + _ALIGNED, device.type == "cuda", "weights")
         self._device = device
         self._taken = torch.cuda.Event() if device.type == "cuda" else None
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.weight_files import TYPE_BYTES, Stored, read_header, read_pieces, weight_files
+from relax_hpc.base.weight_files import (
+    TYPE_BYTES,
+    StoredTensor,
+    read_header,
+    read_pieces,
+    weight_files,
+)
 from relax_hpc.training.weights.manifest import FileSums, WeightsError
 from relax_hpc.training.weights.summed_files import write_summed
 from relax_hpc.training.weights.tensors import TensorInfo, file_header
@@ -31,7 +37,7 @@ class UntrainedTensors:
 
     def __init__(self, model: Path, prefixes: Sequence[str], path: Path) -> None:
         paths = weight_files(model) if prefixes else []
-        stored: dict[str, tuple[Path, Stored]] = {}
+        stored: dict[str, tuple[Path, StoredTensor]] = {}
         for file in paths:
             tensors = _read_tensors(file)
             names = [name for name in tensors if name.startswith(tuple(prefixes))]
@@ -76,7 +82,7 @@ class UntrainedTensors:
             raise WeightsError(str(error)) from error
 
 
-def _read_tensors(path: Path) -> dict[str, Stored]:
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Tensors in the header of a file. WeightsError: it is not a whole safetensors file."""
     try:
         return read_header(path, TYPE_BYTES).tensors

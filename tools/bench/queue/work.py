@@ -18,9 +18,9 @@ from typing import Any
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.net.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.net.transport.sockets import connect, wake
-from relax_hpc.net.transport.wire import pack, purpose_of, unpack
+from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publish_card
+from relax_hpc.net.transport.sockets import connect, wake_listener
+from relax_hpc.net.transport.wire import controller_purpose, pack, unpack
 from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.lengths import packed
 from relax_hpc.queue.plan import GENERATED, Plan
@@ -143,7 +143,7 @@ class Line:
 
     def __init__(self, token: bytes, endpoint: str, name: str) -> None:
         self.name, self.numbers = name, itertools.count(1)
-        self.connection = connect(endpoint, token, purpose_of(_INCARNATION), WAIT_S)
+        self.connection = connect(endpoint, token, controller_purpose(_INCARNATION), WAIT_S)
         self.connection.socket.settimeout(WAIT_S)
 
     def send(self, group: str, op: str, **args: Any) -> None:
@@ -212,7 +212,7 @@ class Hub:
     def end(self) -> dict[str, Any]:
         """Stop it; what it has cost."""
         self._pipe.send("end")
-        wake(self.endpoint, WAIT_S)
+        wake_listener(self.endpoint, WAIT_S)
         return receive(self._pipe)
 
 
@@ -227,7 +227,7 @@ def hub(folder: Path, plan: Plan, durability: str) -> Iterator[Hub]:
 
 def _serve(run: RunDir, plan: Plan, durability: str, pipe: Connection) -> None:
     controller = Controller(run, plan, _INCARNATION, durability=durability)
-    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], controller.endpoint))
+    publish_card(run, GroupCard("hub", claim_incarnation(run, "hub"), [], controller.endpoint))
     pipe.send((controller.endpoint, os.getpid()))
     controller.serve(pipe.poll)
     pipe.send({"cpu_s": time.process_time()})

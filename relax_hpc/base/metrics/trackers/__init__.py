@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_hpc.base.error_origin import describe_with_location
 from relax_hpc.base.errors import ConfigError
-from relax_hpc.base.plugins import named
+from relax_hpc.base.plugins import load_plugin
 
 KEY = "metrics.trackers"
 """Setting that names trackers."""
@@ -77,7 +77,7 @@ def tracker_class(name: str) -> type[Tracker]:
     """
     if ":" not in name:
         raise ConfigError(f"{KEY}: found {name!r}, allowed: package.module:Class")
-    tracker: Any = named(KEY, name, {})
+    tracker: Any = load_plugin(KEY, name, {})
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise ConfigError(
             f"{KEY}: {name!r}: found no class derived from relax_hpc.base.metrics.trackers.Tracker"

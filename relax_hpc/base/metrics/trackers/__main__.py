@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.base.error_origin import ErrorOrigin, describe, format_stack, locate
+from relax_hpc.base.error_origin import ErrorOrigin, describe_error, format_stack, locate_error
 from relax_hpc.base.errors import RelaxError
-from relax_hpc.base.log_rotation import Keeper, own_log
+from relax_hpc.base.log_rotation import LogRotator, find_own_log
 from relax_hpc.base.metrics.read import parse_lines
 from relax_hpc.base.metrics.trackers import Tracker, make_tracker
 from relax_hpc.base.metrics.writer import RESERVED
@@ -33,8 +33,8 @@ from relax_hpc.config import load_resolved, to_dict
 from relax_hpc.net.rendezvous.process import (
     STOP_SIGNALS,
     die_with_parent,
-    show_stacks,
-    stay_private,
+    install_stack_dump,
+    set_private_umask,
 )
 
 LOOK_S = 0.2
@@ -145,15 +145,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run a tracker; 1: it has failed."""
     args = parse(argv)
     die_with_parent()
-    stay_private()
+    set_private_umask()
     # Slurm and terminals signal every process of a job. The hub decides when a tracker ends.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    show_stacks()
+    install_stack_dump()
     # What a tracker prints belongs in the log, standard error.
     report = os.dup(1)
     os.dup2(2, 1)
-    Keeper(own_log())
+    LogRotator(find_own_log())
     run = RunDir(args.run_dir)
     config = load_resolved(run.root)
     watchdog = Watchdog(config.metrics.tracker_timeout_s, report)
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     except (Exception, SystemExit) as error:  # a user's class may raise anything, and end itself
         traceback.print_exc()
         cause = error.__cause__ if isinstance(error, RelaxError) and error.__cause__ else error
-        _report(report, describe(error), locate(cause))
+        _report(report, describe_error(error), locate_error(cause))
         return 1
     return 0
 

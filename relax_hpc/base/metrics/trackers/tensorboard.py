@@ -1,7 +1,7 @@
 """TensorBoard: one event file for each incarnation of the hub.
 
-The hub itself writes it, not a separate process: `Lines` keeps bytes that a slow or full disk does
-not accept, and no write of it waits.
+The hub itself writes it, not a separate process: `AppendFile` keeps bytes that a slow or full disk
+does not accept, and no write of it waits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_hpc.base.disk_waits import Lines
-from relax_hpc.base.metrics.tags import in_tensorboard
+from relax_hpc.base.disk_waits import AppendFile
+from relax_hpc.base.metrics.tags import tensorboard_tag
 from relax_hpc.base.metrics.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class TensorBoard(Tracker):
 
         now = clock.time()
         begin = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._lines = Lines(run_dir / TENSORBOARD_DIR / f"{begin}.0.inc-{incarnation:06d}")
+        self._lines = AppendFile(run_dir / TENSORBOARD_DIR / f"{begin}.0.inc-{incarnation:06d}")
         self._records = RecordWriter(self._lines)
         self._write(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
 
@@ -47,7 +47,7 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto import summary_pb2
 
         scalars = [
-            summary_pb2.Summary.Value(tag=in_tensorboard(tag), simple_value=value)
+            summary_pb2.Summary.Value(tag=tensorboard_tag(tag), simple_value=value)
             for tag, value in values.items()
         ]
         self._write(_event(step, time, summary_pb2.Summary(value=scalars)))
@@ -74,7 +74,7 @@ class TensorBoard(Tracker):
         from tensorboard.plugins.hparams import summary_v2 as hparams
 
         settings = [hparams.HParam(name) for name in values]
-        shown = [hparams.Metric(in_tensorboard(tag), display_name=tag) for tag in metrics]
+        shown = [hparams.Metric(tensorboard_tag(tag), display_name=tag) for tag in metrics]
         for summary in (hparams.hparams_config_pb(settings, shown), hparams.hparams_pb(values)):
             self._write(_event(0, clock.time(), summary))
 

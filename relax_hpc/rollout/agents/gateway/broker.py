@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from relax_hpc.net.transport.calls import CallListener
-from relax_hpc.net.transport.exchange import Gone, Message
+from relax_hpc.net.transport.exchange import Message, PeerGone
 from relax_hpc.rollout.agents.gateway.front import Asked, Reply
 
 
@@ -53,7 +53,7 @@ class Broker:
         }
         try:
             answer = await self._listener.call(session.peer, do="ask", **request)
-        except Gone as gone:
+        except PeerGone as gone:
             return Reply.error(503, "session_gone", f"the session has ended: {gone}", asked.path)
         return reply_of(answer)
 

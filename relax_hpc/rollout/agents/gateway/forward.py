@@ -15,9 +15,9 @@ from pathlib import Path
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.net.rendezvous.open_files import connection_limit
-from relax_hpc.net.rendezvous.process import die_with_parent, stay_private
+from relax_hpc.net.rendezvous.process import die_with_parent, set_private_umask
 from relax_hpc.net.transport.calls import serve_nothing
-from relax_hpc.net.transport.exchange import Gone
+from relax_hpc.net.transport.exchange import PeerGone
 from relax_hpc.rollout.agents.gateway.broker import reply_of
 from relax_hpc.rollout.agents.gateway.front import Asked, Front, Reply
 from relax_hpc.rollout.agents.gateway.link import Link, reach
@@ -47,14 +47,14 @@ class Forwarder:
         assert self._link
         try:
             return (await self._link.call(do="knows", key=key))["known"]
-        except Gone:
+        except PeerGone:
             return False
 
     async def _ask(self, asked: Asked) -> Reply:
         assert self._link
         try:
             return reply_of(await self._link.call(do="request", **asdict(asked)))
-        except Gone as gone:
+        except PeerGone as gone:
             return Reply.error(503, "gateway_gone", str(gone), asked.path)
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         prog="python -m relax_hpc.rollout.agents.gateway.forward", description=__doc__
     )
     parser.add_argument("--run_dir", type=Path, required=True)
-    stay_private()
+    set_private_umask()
     die_with_parent()
     connection_limit()
     try:

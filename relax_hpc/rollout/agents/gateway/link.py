@@ -10,7 +10,7 @@ from relax_hpc.base.errors import DeadlineError
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.net.transport.calls import CallLink
 from relax_hpc.net.transport.exchange import Message
-from relax_hpc.net.transport.sockets import Connection, connect
+from relax_hpc.net.transport.sockets import FrameConnection, connect
 from relax_hpc.rollout.agents.gateway.place import Place, newest_place, purpose_of
 
 _CONNECT_S = 5.0
@@ -23,7 +23,10 @@ class Link(CallLink):
     """A connection to the gateway at a place, opened by `reach`; for one event loop."""
 
     def __init__(
-        self, place: Place, connection: Connection, serve: Callable[[Message], Awaitable[Message]]
+        self,
+        place: Place,
+        connection: FrameConnection,
+        serve: Callable[[Message], Awaitable[Message]],
     ) -> None:
         super().__init__(connection, serve)
         self.place = place

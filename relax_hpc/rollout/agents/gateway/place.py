@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import asdict, dataclass
 
-from relax_hpc.base.disk_waits import patiently
+from relax_hpc.base.disk_waits import retry_write
 from relax_hpc.base.rundir import RunDir, read_map, write_json
 
 _FILE = re.compile(r"inc-(\d{6})-gateway\.json")
@@ -40,7 +40,7 @@ def purpose_of(incarnation: int) -> bytes:
 def publish_place(run: RunDir, place: Place) -> None:
     """Tell other groups where the gateway is."""
     path = run.rendezvous("hub") / f"inc-{place.incarnation:06d}-gateway.json"
-    patiently(path, lambda: write_json(path, asdict(place)))
+    retry_write(path, lambda: write_json(path, asdict(place)))
 
 
 def newest_place(run: RunDir) -> Place | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.net.rendezvous.network import LOOPBACK
-from relax_hpc.net.transport.listener import listen
+from relax_hpc.net.transport.listener import create_listening_socket
 from relax_hpc.rollout.agents.gateway.broker import Broker
 from relax_hpc.rollout.agents.gateway.front import Front
 from relax_hpc.rollout.agents.gateway.place import Place, publish_place, purpose_of
@@ -32,7 +32,7 @@ async def gateway(
 ) -> AsyncIterator[Gateway]:
     """Have a gateway of ``run`` serve while the body goes on; rollout processes connect at
     ``address``. ``host``: node that it is said to be on; empty: this one."""
-    broker = Broker(listen(address), run.token(), purpose_of(incarnation))
+    broker = Broker(create_listening_socket(address), run.token(), purpose_of(incarnation))
     front = Front(broker.knows, broker.ask)
     await front.start()
     place = Place(incarnation, host or socket.gethostname(), front.url, broker.endpoint)

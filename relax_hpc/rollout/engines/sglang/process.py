@@ -19,7 +19,7 @@ from typing import Any
 
 from relax_hpc.base.cuda_allocator import without_expandable_segments
 from relax_hpc.base.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.base.last_error import may_pass, read_last_error, read_last_line
+from relax_hpc.base.last_error import is_temporary, read_last_error, read_last_line
 from relax_hpc.base.local_dir import Scratch, compile_caches
 from relax_hpc.base.orphaned_memory import sweep_orphaned_memory
 from relax_hpc.net.rendezvous.process import PARENT, clean_environment
@@ -202,7 +202,7 @@ class ServerProcess:
             raise ConfigError(f"{text}; see {self.log}")
         ended = f"{self.session.ended.result()} while starting{self.quoted_error()}"
         fault = EngineFault("dead", f"{ended}; see {self.log}")
-        fault.start_error = "" if may_pass(error.text) else error.text
+        fault.start_error = "" if is_temporary(error.text) else error.text
         raise fault
 
     def quoted_error(self) -> str:

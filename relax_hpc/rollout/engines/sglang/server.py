@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_hpc.base.errors import EXIT_CONFIG
-from relax_hpc.net.rendezvous.process import die_with_parent, stay_private
+from relax_hpc.net.rendezvous.process import die_with_parent, set_private_umask
 from relax_hpc.rollout.engines.sglang import first_routes, media, slab_loader
 from relax_hpc.rollout.engines.sglang.cpu import stand_ins
 from relax_hpc.rollout.engines.sglang.flags import ROUTES_FLAG
@@ -132,7 +132,7 @@ def _prepare() -> tuple[dict[str, Any], str]:
     API."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
-    stay_private()
+    set_private_umask()
     key = Path(settings["key_file"]).read_text()
     _redact(key)
     _leave_no_semaphore()
