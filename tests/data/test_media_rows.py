@@ -275,7 +275,7 @@ def test_the_doctor_decodes_what_a_check_reads_the_header_of(
     assert [one.severity for one in check_media(config)] == ["error"]
     read(rows[:1], tokenizer, tmp_path)
     assert [one.text for one in check_media(config)] == [
-        "data.train: media of 1 rows were decoded, 1 in all"
+        "data.train: 1 media of 1 rows were decoded"
     ]
 
 

@@ -58,11 +58,11 @@ PLAIN_MISTAKES = [
     ),
     (
         group("actor", gpus_per_node=1),
-        "warning: site.gpu_request: found none, so the 1 GPUs a node of groups.actor",
+        "warning: site.gpu_request: found none, so the 1 GPUs per node of groups.actor",
     ),
     (
         site(setup=["module purge", "export A='b"]),
-        "error: site.setup: bash cannot read it: .*line 2: unexpected EOF",
+        "error: site.setup: bash cannot parse it: .*line 2: unexpected EOF",
     ),
     (
         site(srun_options={"mpi": "none"}),
@@ -90,21 +90,21 @@ PLAIN_MISTAKES = [
     ),
     (
         site(python="/nowhere/python"),
-        "error: site.python: found '/nowhere/python', which is no program here",
+        "error: site.python: found '/nowhere/python', which is not a program",
     ),
-    (site(python="/bin/true"), "error: site.python: found '/bin/true', which is no Python"),
+    (site(python="/bin/true"), "error: site.python: found '/bin/true', allowed: Python"),
     (
         site(mpi={"launcher": "pmix", "library": "wheel"}),
         "error: site.mpi.library: found wheel with launcher pmix",
     ),
     (
         site(mpi={"library": "/nowhere/libmpi.so"}),
-        "error: site.mpi.library: found '/nowhere/libmpi.so', which is not",
+        "error: site.mpi.library: found '/nowhere/libmpi.so', allowed: the path",
     ),
     (
         site(mpi={"launcher": "mpiexec"}) | {"actor": {"parallel": {"data": 2}}},
         "error: site.mpi.launcher: found mpiexec, but actor of groups.actor has 2 ranks, allowed: "
-        "1; take pmix or pmi2",
+        "1; use pmix or pmi2",
     ),
     (
         site(container={"image": "/x.sif"}),
@@ -147,7 +147,7 @@ def test_mpi_is_tried_where_ranks_need_it(tmp_path: Path) -> None:
     ]
     broken = merged(ranks, site(mpi={"library": __file__}))
     says = (
-        "error: site.mpi.library: found .*: ranks cannot begin MPI with it .*; name the "
+        "error: site.mpi.library: found .*, which ranks cannot load .*; name the "
         "libmpi.so of an MPI, or wheel"
     )
     expect(list(host.check_programs(make(tmp_path, broken))), says)
@@ -155,7 +155,7 @@ def test_mpi_is_tried_where_ranks_need_it(tmp_path: Path) -> None:
     assert not [
         line
         for line in bad(list(host.check_programs(make(tmp_path, alone))))
-        if "begin MPI" in line
+        if "ranks cannot load" in line
     ]
 
 
@@ -180,7 +180,7 @@ def test_a_python_without_the_packages(fake: FakeSlurm, tmp_path: Path) -> None:
     bare.chmod(0o755)
     expect(
         diagnose(make(tmp_path, site(python=str(bare))), None),
-        "error: site.python: .* has no relax_hpc, mpi4py",
+        "error: site.python: .* lacks relax_hpc, mpi4py",
     )
 
 
@@ -206,7 +206,7 @@ def test_a_run_directory_that_is_not_shared(
     ("script", "expected"),
     [
         ("exec sleep 60", "warning: site.setup: not checked: .*timed out after 0.1 seconds"),
-        ("kill -9 $$", "error: site.setup: bash cannot read it: it ended with code -9"),
+        ("kill -9 $$", "error: site.setup: bash cannot parse it: bash ended with code -9"),
     ],
 )
 def test_a_bash_that_does_not_answer(
@@ -239,7 +239,7 @@ class Room:
     ("changes", "expected"),
     [
         ({"f_bavail": 1000}, "error: run_dir: .* GiB free"),
-        ({"f_favail": 5}, "error: run_dir: .* has 5 inodes left"),
+        ({"f_favail": 5}, "error: run_dir: .* has 5 free inodes"),
     ],
 )
 def test_a_full_disk(
@@ -274,7 +274,7 @@ def probe(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("reports", "state", "expected"),
     [
-        ({}, "PENDING", "warning: nodes of all groups: not checked, as 2 nodes were not free"),
+        ({}, "PENDING", "warning: nodes of all groups: not checked; 2 nodes were not free"),
         (
             {},
             "",
@@ -283,9 +283,9 @@ def probe(**changes: Any) -> dict[str, Any]:
         (
             {"a": probe(seen=["a"]), "b": probe()},
             "",
-            "error: run_dir: node a does not see what b renamed",
+            "error: run_dir: node a does not see files that b renamed",
         ),
-        ({"a": probe()}, "", "error: run_dir: 2 nodes were probed, a reported"),
+        ({"a": probe()}, "", "error: run_dir: found reports of a only, but 2 nodes were probed"),
         ({"a": probe(skew_s={"b": 7.0}), "b": probe()}, "", r"warning: clock: b is \+7.0 s off a"),
         (
             {"a": probe(problems=["ports: cannot reach b"]), "b": probe()},
@@ -295,7 +295,7 @@ def probe(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_the_nodes_report(tmp_path: Path, reports: dict, state: str, expected: str) -> None:
-    expect(list(deep.judge(reports, 2, state, tmp_path)), expected)
+    expect(list(deep.judge_reports(reports, 2, state, tmp_path)), expected)
 
 
 def test_two_processes_of_this_host_try_the_planes(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_planes_that_fail_between_nodes_are_told() -> None:
     problems = bad(list(judge_planes(trials, modes, several_nodes=True)))
     assert problems == [
         "error: queue.planes: plane rdma is required, but a cannot read b by it: no way",
-        "warning: queue.planes: a reads b by none of them; rows will pass through files",
+        "warning: queue.planes: no plane lets a read from b; rows will pass through files",
     ]
     assert list(judge_planes([], modes, several_nodes=True)) == []
 
@@ -362,12 +362,12 @@ def test_a_node_is_asked_whether_programs_can_be_kept_apart(
     rewards = {"rollout": {"reward": "code"}, "reward": {"code": {"python": python}}}
     config = make(tmp_path, {**rewards, "environment": tools})
     probe = job.Probe(("rollout",), 1, {}, tmp_path / "probe", mpi=False)
-    probe.make()
-    [word] = [word for word in probe._words(config) if word.startswith("--code=")]
-    assert "environment.options.tools.search.corpus=/corpus" in probe._words(config)
+    probe.make_folder()
+    [word] = [word for word in probe._arguments(config) if word.startswith("--code=")]
+    assert "environment.options.tools.search.corpus=/corpus" in probe._arguments(config)
     assert not any(
         "--code" in word
-        for word in job.Probe(("actor",), 1, {}, tmp_path, mpi=False)._words(config)
+        for word in job.Probe(("actor",), 1, {}, tmp_path, mpi=False)._arguments(config)
     )
     words = [
         *job.PROBE,
@@ -433,8 +433,8 @@ def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
             "error: groups.actor.resources.cpus_per_task: .* at most 8",
         ),
         (site(partition="big"), "error: site.partition: found 'big', allowed: main"),
-        (site(options={"constraint": "h100"}), "error: run.sbatch: sbatch --test-only refuses it"),
-        (site(options={"reservation": "none"}), "error: run.sbatch: sbatch --test-only refuses it"),
+        (site(options={"constraint": "h100"}), "error: run.sbatch: sbatch --test-only rejects it"),
+        (site(options={"reservation": "none"}), "error: run.sbatch: sbatch --test-only rejects it"),
     ],
 )
 def test_a_bad_run_on_a_real_slurm(
@@ -468,7 +468,7 @@ def test_a_node_of_every_kind_is_looked_at(request: pytest.FixtureRequest, tmp_p
                rf"{__file__}\)")  # fmt: skip
         broken = merged(changes, site(setup=["echo a line of the site fails; exit 3"]))
         expect(list(deep.check_nodes(make(tmp_path, broken), Slurm())),
-               "error: nodes of hub: the probe said: a line of the site fails")  # fmt: skip
+               "error: nodes of hub: the probe printed: a line of the site fails")  # fmt: skip
         assert not own.client("squeue", "--noheader", "--states=PD,R") and not list(
             tmp_path.glob(".relax*")
         )

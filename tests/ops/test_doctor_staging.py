@@ -78,7 +78,7 @@ def test_a_host_without_modules_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / ".bash_profile").write_text("unset -f module\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     (line,) = found(modules=["cuda/12"])
-    assert line.startswith("warning: site.modules: cuda/12 not checked, as there is no `module`")
+    assert line.startswith("warning: site.modules: cuda/12 not checked, because this host has no")
 
 
 def test_a_local_dir_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def test_a_local_dir_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     room = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*room[:4], 1000, *room[5:])))
     (line,) = found(path=str(model), stage=["model"], local_dir=str(tmp_path / "new"))
-    assert "error: site.local_dir:" in line and "GiB free, model of" in line
+    assert "error: site.local_dir:" in line and "(model)" in line
     assert found(path=str(model), local_dir=str(tmp_path)) == [], "nothing is staged"
     (tmp_path / "file").touch()
     (line,) = found(path=str(model), stage=["model"], local_dir=str(tmp_path / "file" / "x"))
-    assert "is not writable" in line
+    assert "you cannot write in" in line

@@ -1,9 +1,8 @@
-"""Findings in the accounting database: the user's accounts, qualities of service, and limits of
-jobs."""
+"""Checks against Slurm's accounting database: accounts, qualities of service, limits of jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from relax_hpc.cluster.slurm.commands import Slurm, parse_time
@@ -12,95 +11,106 @@ from relax_hpc.config.schema import Config
 from relax_hpc.ops.doctor.finding import Finding, error, warning
 
 
-def check_accounts(config: Config, parts: list[Component], slurm: Slurm) -> Iterator[Finding]:
-    """Account, qos and limits of jobs, as far as the site keeps them."""
+def check_accounts(config: Config, components: list[Component], slurm: Slurm) -> Iterator[Finding]:
+    """Check account, qos and limits of jobs, if the site uses an accounting database."""
     rows = slurm.associations()
     if not rows:
         yield warning(
-            "site.account, site.qos: not checked but by sbatch --test-only, which says nothing of "
-            "limits, as this Slurm keeps no accounts or sacctmgr is missing"
+            "site.account, site.qos: checked only by sbatch --test-only, which does not check "
+            "limits; this Slurm has no accounting database, or sacctmgr is missing"
         )
         return
     accounts = sorted({row["Account"] for row in rows})
-    for account in sorted({part.options.get("account", "") for part in parts} - {"", *accounts}):
+    for account in sorted(_option_values(components, "account").difference(accounts)):
         yield error(f"site.account: found {account!r}, allowed for you: {', '.join(accounts)}")
-    allowed = sorted({name for row in rows for name in row["QOS"].split(",") if name})
-    for qos in sorted({part.options.get("qos", "") for part in parts} - {"", *allowed}):
-        yield error(f"site.qos: found {qos!r}, allowed for you: {', '.join(allowed) or 'none'}")
-    account, qos = config.site.account, config.site.qos
-    limits = [
-        (row["MaxJobs"], row["MaxSubmit"], f"account {row['Account']}")
-        for row in rows
-        if row["Account"] == account
-    ]
+    allowed = sorted(set(",".join(row["QOS"] for row in rows).split(",")) - {""})
+    requested_qos = _option_values(components, "qos")
+    for name in sorted(requested_qos.difference(allowed)):
+        yield error(f"site.qos: found {name!r}, allowed for you: {', '.join(allowed) or 'none'}")
     qualities = {row["Name"]: row for row in slurm.qualities()}
-    for name in sorted({part.options.get("qos", "") for part in parts} & qualities.keys()):
-        yield from _resources(
-            qualities[name], [part for part in parts if part.options.get("qos") == name], config
-        )
-    quality = [qualities[qos]] if qos in qualities else []
-    limits += [(row["MaxJobsPU"], row["MaxSubmitPU"], f"qos {qos}") for row in quality]
-    yield from _limits(
-        config, parts, limits or [(row["MaxJobs"], row["MaxSubmit"], "you") for row in rows[:1]]
-    )
+    for name in sorted(requested_qos & qualities.keys()):
+        users = [component for component in components if component.options.get("qos") == name]
+        yield from _resources(qualities[name], users, config)
+    yield from _limits(config, components, _job_limits(config, rows, qualities))
+
+
+def _option_values(components: list[Component], option: str) -> set[str]:
+    """Values of a Slurm option that the components set."""
+    return {component.options.get(option, "") for component in components} - {""}
+
+
+def _job_limits(
+    config: Config, rows: list[dict[str, str]], qualities: dict[str, dict[str, str]]
+) -> list[tuple[str, str, str]]:
+    """Limits of running and of submitted jobs, each with its owner (account, qos or user)."""
+    account, qos = config.site.account, config.site.qos
+    limits = []
+    for row in rows:
+        if row["Account"] == account:
+            limits.append((row["MaxJobs"], row["MaxSubmit"], f"account {account}"))
+    if qos in qualities:
+        row = qualities[qos]
+        limits.append((row["MaxJobsPU"], row["MaxSubmitPU"], f"qos {qos}"))
+    return limits or [(row["MaxJobs"], row["MaxSubmit"], "you") for row in rows[:1]]
 
 
 def _limits(
-    config: Config, parts: list[Component], limits: list[tuple[str, str, str]]
+    config: Config, components: list[Component], limits: list[tuple[str, str, str]]
 ) -> Iterator[Finding]:
-    """Jobs at once and in the queue; every component of a heterogeneous job counts as one."""
-    ahead = 0
-    if config.layout == "het":
+    """Check running and submitted jobs; each component of a heterogeneous job counts as one."""
+    jobs = len(components)
+    submitted = jobs
+    if config.layout == "het" and config.site.sbatch_on_nodes:
+        submitted += jobs
+    elif config.layout == "het":
         spares = sum(group.spares for group in config.groups.values())
-        ahead = (
-            config.slurm.successors * len(parts) + spares
-            if not config.site.sbatch_on_nodes
-            else len(parts)
-        )
-    for most_running, most_queued, who in limits:
-        if len(parts) > number(most_running, len(parts)):
+        submitted += config.slurm.successors * jobs + spares
+    for max_running, max_submitted, owner in limits:
+        if jobs > number(max_running, jobs):
             yield error(
-                f"layout: found {config.layout} with {len(parts)} jobs at once, allowed for "
-                f"{who}: {most_running} (MaxJobs); merge groups, or ask the site for more"
+                f"layout: found {config.layout} with {jobs} concurrent jobs, allowed for "
+                f"{owner}: {max_running} (MaxJobs); merge groups, or ask the site for more"
             )
-        if len(parts) + ahead > number(most_queued, len(parts) + ahead):
+        if submitted > number(max_submitted, submitted):
             yield error(
-                f"layout: found {config.layout} with {len(parts) + ahead} jobs submitted, "
-                "successors and spares "
-                f"included, allowed for {who}: {most_queued} (MaxSubmitJobs); lower "
-                "slurm.successors, or merge groups"
+                f"layout: found {config.layout} with {submitted} submitted jobs, including "
+                f"successors and spares, allowed for {owner}: {max_submitted} (MaxSubmitJobs); "
+                "lower slurm.successors, or merge groups"
             )
 
 
-def _resources(row: dict[str, str], parts: list[Component], config: Config) -> Iterator[Finding]:
-    """Time, nodes and GPUs against a qos: beyond its limits jobs wait for ever."""
-    most = parse_time(row["MaxWall"])
-    for part in parts:
-        if most is not None and part.hours * 3600 > most:
+def _resources(
+    row: dict[str, str], components: list[Component], config: Config
+) -> Iterator[Finding]:
+    """Check time, nodes and GPUs against a qos; a job beyond its limits stays pending for ever."""
+    max_wall_s = parse_time(row["MaxWall"])
+    for component in components:
+        if max_wall_s is not None and component.hours * 3600 > max_wall_s:
             yield error(
-                f"slurm.time: found {part.time}, allowed by qos {row['Name']}: {row['MaxWall']} "
-                "(MaxWall)"
+                f"slurm.time: found {component.time}, allowed by qos {row['Name']}: "
+                f"{row['MaxWall']} (MaxWall)"
             )
+    counts_gpus = config.site.gpu_request != "none"
+    nodes = [component.nodes for component in components]
     gpus = [
-        0 if config.site.gpu_request == "none" else part.nodes * part.gpus_per_node
-        for part in parts
+        component.nodes * component.gpus_per_node if counts_gpus else 0 for component in components
     ]
-    nodes = [part.nodes for part in parts]
-    for limit, whose, of in (
+    limits: list[tuple[str, str, Callable[[list[int]], int]]] = [
         ("MaxTRES", "a job", max),
         ("MaxTRESPU", "a user", sum),
         ("GrpTRES", "all users", sum),
-    ):
-        allowed = dict(word.split("=", 1) for word in row[limit].split(",") if "=" in word)
-        for what, wanted in (("gres/gpu", of(gpus)), ("node", of(nodes))):
-            if wanted > number(allowed.get(what, ""), wanted):
+    ]
+    for limit, scope, combine in limits:
+        allowed = dict(item.split("=", 1) for item in row[limit].split(",") if "=" in item)
+        for resource, amounts in (("gres/gpu", gpus), ("node", nodes)):
+            requested = combine(amounts)
+            if requested > number(allowed.get(resource, ""), requested):
                 yield error(
-                    f"site.qos: found {row['Name']}, which allows {whose} {allowed[what]} of "
-                    f"{what} ({limit}), but "
-                    f"{wanted} are asked for; take a smaller size, or another qos"
+                    f"site.qos: found {row['Name']} with {requested} {resource} requested, allowed "
+                    f"for {scope}: {allowed[resource]} ({limit}); request less, or use another qos"
                 )
 
 
 def number(text: str, otherwise: Any) -> Any:
-    """``text`` as a whole number, or ``otherwise`` where Slurm says UNLIMITED or nothing."""
+    """``text`` as an integer, or ``otherwise`` if Slurm prints UNLIMITED or an empty text."""
     return int(text) if text.isdigit() else otherwise

@@ -1,5 +1,4 @@
-"""Findings by asking Slurm: the request against partitions, nodes, limits and Slurm's
-configuration."""
+"""Checks of a run's request against Slurm's partitions, nodes, limits and configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.memory import check_memory
 
 TRIED_VERSIONS = ("22.05",)
-"""Releases of Slurm that the whole toolkit was run on."""
+"""Releases of Slurm on which the whole toolkit has run."""
 MIN_KILL_WAIT_S = 30
 _UNUSABLE = (
     "down",
@@ -41,7 +40,7 @@ _UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 @dataclass(slots=True)
 class Cluster:
-    """Slurm's answers; what it did not answer is empty and among the problems."""
+    """Slurm's answers. A field is empty if its query failed; `problems` then has the error."""
 
     version: str = ""
     config: dict[str, str] = field(default_factory=dict)
@@ -55,80 +54,81 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Machines behind the nodes: a sandbox's nodes share one address."""
+        """Number of machines: the nodes of a sandbox share one address."""
         return len({node.address for node in self.nodes})
 
 
-def look(slurm: Slurm) -> Cluster:
-    """Ask once for everything that the checks share."""
-    found = Cluster()
+def query_cluster(slurm: Slurm) -> Cluster:
+    """Query Slurm once for everything that several checks need."""
+    cluster = Cluster()
     if missing := slurm.missing():
         text = (
             f"Slurm: {', '.join(missing)} not found on PATH; load the site's Slurm module, or "
-            "take layout: local"
+            "use layout: local"
         )
-        found.problems.append(error(text))
-        return found
+        cluster.problems.append(error(text))
+        return cluster
     try:
-        found.partitions, found.nodes = slurm.partitions(), slurm.nodes()
-        found.config, found.version = slurm.config(), slurm.version()
+        cluster.partitions, cluster.nodes = slurm.partitions(), slurm.nodes()
+        cluster.config, cluster.version = slurm.config(), slurm.version()
     except SlurmError as problem:
-        found.problems.append(error(f"Slurm: {problem}"))
-    return found
+        cluster.problems.append(error(f"Slurm: {problem}"))
+    return cluster
 
 
 def check_cluster(
-    config: Config, parts: list[Component], slurm: Slurm, cluster: Cluster
+    config: Config, components: list[Component], slurm: Slurm, cluster: Cluster
 ) -> Iterator[Finding]:
-    """All findings about the cluster; what Slurm cannot say yields a warning that names it."""
+    """All findings about the cluster; a query that fails yields a warning."""
     findings = [*_version(cluster)]
-    for part in parts:
-        findings += _component(config, part, cluster)
+    for component in components:
+        findings += _component(config, component, cluster)
     findings += _layout(config, cluster)
     findings += _signals(config, cluster)
-    for what, check in {
+    queries: dict[str, Callable[[], Iterator[Finding]]] = {
         "site.mpi.launcher": lambda: _mpi(config, slurm),
         "site.container.runtime": lambda: _pyxis(config, slurm),
-        "site.account, site.qos and limits of jobs": lambda: check_accounts(config, parts, slurm),
-    }.items():
-        findings += _asked(what, check)
+        "site.account, site.qos and limits of jobs": (
+            lambda: check_accounts(config, components, slurm)
+        ),
+    }
+    for subject, check in queries.items():
+        findings += _run_check(subject, check)
     yield from dict.fromkeys(findings)
     if not any(finding.severity == "error" for finding in findings):
-        yield from _asked("sbatch --test-only", lambda: _test_only(config, slurm))
+        yield from _run_check("sbatch --test-only", lambda: _test_only(config, slurm))
 
 
-def _asked(what: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def _run_check(subject: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """Findings of ``check``, or a warning if Slurm does not answer."""
     try:
         return list(check())
     except SlurmError as problem:
-        return [warning(f"{what}: not checked: {problem}")]
+        return [warning(f"{subject}: not checked: {problem}")]
 
 
 def _version(cluster: Cluster) -> Iterator[Finding]:
     if not cluster.version.startswith(TRIED_VERSIONS):
         tried = ", ".join(TRIED_VERSIONS)
         yield warning(
-            f"Slurm {cluster.version or '(unknown)'}: untried, tried are {tried}; try a small run "
+            f"Slurm {cluster.version or '(unknown)'}: untested, tested: {tried}; try a small run "
             "first"
         )
     else:
-        yield ok(f"Slurm {cluster.version}: tried")
+        yield ok(f"Slurm {cluster.version}: tested")
 
 
-def _component(config: Config, part: Component, cluster: Cluster) -> Iterator[Finding]:
-    """Findings on one allocation and the partitions it names."""
-    named = [name for name in part.options.get("partition", "").split(",") if name]
-    names = named or [
-        name for name, table in cluster.partitions.items() if table.get("Default") == "YES"
-    ]
-    key = (
-        "site.hub_partition"
-        if part.name == "hub" and config.site.hub_partition
-        else "site.partition"
-    )
+def _component(config: Config, component: Component, cluster: Cluster) -> Iterator[Finding]:
+    """Check one allocation against the partitions that it names."""
+    names = [name for name in component.options.get("partition", "").split(",") if name]
+    if not names:
+        tables_by_name = cluster.partitions.items()
+        names = [name for name, table in tables_by_name if table.get("Default") == "YES"]
+    is_hub = component.name == "hub" and config.site.hub_partition
+    key = "site.hub_partition" if is_hub else "site.partition"
     if not names:
         yield error(
-            f"{key}: found none, and Slurm has no default; name one of "
+            f"{key}: found none, and Slurm has no default partition; name one of "
             f"{', '.join(cluster.partitions)}"
         )
     for name in names:
@@ -138,53 +138,55 @@ def _component(config: Config, part: Component, cluster: Cluster) -> Iterator[Fi
             yield error(f"{key}: found {name!r}, allowed: {', '.join(cluster.partitions)}{hint}")
     tables = [cluster.partitions[name] for name in names if name in cluster.partitions]
     for table in tables:
-        yield from _partition(config, part, table, key)
+        yield from _partition(config, component, table, key)
     if tables:
-        nodes = {node.name: node for node in cluster.nodes if node.partition in names}
-        yield from _size(config, part, list(nodes.values()), tables)
-        limits = cluster.config | {
-            name: value for name, value in tables[0].items() if name.startswith("DefMem")
-        }
-        asked = mebibytes(part.memory or part.options.get("mem", ""))
-        yield from check_memory(config, part, asked, list(nodes.values()), limits)
+        # Slurm lists a node once for each of its partitions.
+        by_name = {node.name: node for node in cluster.nodes if node.partition in names}
+        nodes = list(by_name.values())
+        yield from _size(config, component, nodes, tables)
+        yield from _time(config, component, tables)
+        defaults = {name: text for name, text in tables[0].items() if name.startswith("DefMem")}
+        memory_mib = parse_mebibytes(component.memory or component.options.get("mem", ""))
+        yield from check_memory(config, component, memory_mib, nodes, cluster.config | defaults)
 
 
 def _partition(
-    config: Config, part: Component, table: dict[str, str], key: str
+    config: Config, component: Component, table: dict[str, str], key: str
 ) -> Iterator[Finding]:
+    """Check that the user may submit this component to the partition of ``table``."""
     name = table["PartitionName"]
     if table.get("State", "UP") != "UP":
         yield error(f"{key}: partition {name} is {table['State']}; name another, or ask the site")
     if config.site.sbatch_on_nodes and table.get("AllocNodes", "ALL") != "ALL":
         yield error(
-            f"site.sbatch_on_nodes: found true, but jobs for partition {name} may be submitted on "
-            f"{table['AllocNodes']} alone; set it to false, and give the groups spares"
+            f"site.sbatch_on_nodes: found true, but partition {name} accepts jobs only from "
+            f"{table['AllocNodes']}; set it to false, and give the groups spares"
         )
-    for limit, option, where in (
-        ("Accounts", "account", "site.account"),
-        ("Qos", "qos", "site.qos"),
-    ):
-        value, allowed = part.options.get(option, ""), table.get(f"Allow{limit}", "ALL")
+    for limit, option in (("Accounts", "account"), ("Qos", "qos")):
+        value, allowed = component.options.get(option, ""), table.get(f"Allow{limit}", "ALL")
+        problem = f"site.{option}: found {value!r}"
         if value and allowed != "ALL" and value not in allowed.split(","):
-            yield error(f"{where}: found {value!r}, allowed in partition {name}: {allowed}")
+            yield error(f"{problem}, allowed in partition {name}: {allowed}")
         if value and value in table.get(f"Deny{limit}", "").split(","):
-            yield error(f"{where}: found {value!r}, which partition {name} denies; name another")
+            yield error(f"{problem}, which partition {name} denies; name another")
     groups = table.get("AllowGroups", "ALL")
-    if groups != "ALL" and not set(groups.split(",")) & _own_groups():
+    if groups != "ALL" and not set(groups.split(",")) & _unix_groups():
         yield error(
-            f"{key}: partition {name} is for the groups {groups}, of which you are in none; name "
+            f"{key}: partition {name} is for the Unix groups {groups}, but you are in none; name "
             "another"
         )
     if os.getuid() == 0 and table.get("DisableRootJobs") == "YES":
-        yield error(f"{key}: partition {name} takes no jobs of root; submit as a plain user")
-    if config.layout == "jobs" and table.get("OverSubscribe") == "EXCLUSIVE" and part.name == "hub":
+        yield error(f"{key}: partition {name} rejects jobs of root; submit as another user")
+    is_exclusive = table.get("OverSubscribe") == "EXCLUSIVE"
+    if config.layout == "jobs" and is_exclusive and component.name == "hub":
         yield warning(
-            f"{key}: partition {name} gives whole nodes, one of them to the hub alone; name a "
-            "smaller one"
+            f"{key}: partition {name} allocates whole nodes, and the hub would take one; name a "
+            "partition with smaller nodes"
         )
 
 
-def _own_groups() -> set[str]:
+def _unix_groups() -> set[str]:
+    """Names of the user's Unix groups."""
     names = {"root"} if os.getuid() == 0 else set()
     for group in {os.getgid(), *os.getgroups()}:
         try:
@@ -195,146 +197,154 @@ def _own_groups() -> set[str]:
 
 
 def _size(
-    config: Config, part: Component, nodes: list[Node], tables: list[dict[str, str]]
+    config: Config, component: Component, nodes: list[Node], tables: list[dict[str, str]]
 ) -> Iterator[Finding]:
-    key, names = (
-        f"groups.{part.name}.resources",
-        ", ".join(table["PartitionName"] for table in tables),
-    )
-    most = max((number(table.get("MaxNodes", ""), len(nodes)) for table in tables), default=0)
-    if part.nodes > min(most, len(nodes)):
+    """Check the number of nodes, and the CPUs, GPUs and memory of each."""
+    key = f"groups.{component.name}.resources"
+    names = ", ".join(table["PartitionName"] for table in tables)
+    max_nodes = max((number(table.get("MaxNodes", ""), len(nodes)) for table in tables), default=0)
+    if component.nodes > min(max_nodes, len(nodes)):
         yield error(
-            f"{key}.nodes: found {part.nodes}, allowed in partition {names}: "
-            f"{min(most, len(nodes))}; take fewer, or another partition"
+            f"{key}.nodes: found {component.nodes}, allowed in partition {names}: "
+            f"{min(max_nodes, len(nodes))}; use fewer, or another partition"
         )
-    if (least := min(int(number(table.get("MinNodes", ""), 0)) for table in tables)) > part.nodes:
+    min_nodes = min(int(number(table.get("MinNodes", ""), 0)) for table in tables)
+    if min_nodes > component.nodes:
         yield error(
-            f"{key}.nodes: found {part.nodes}, allowed in partition {names}: at least {least}"
+            f"{key}.nodes: found {component.nodes}, allowed in partition {names}: at least "
+            f"{min_nodes}"
         )
-    wants = [
-        (
-            "gpus_per_node",
-            0 if config.site.gpu_request == "none" else part.gpus_per_node,
-            _gpus(config),
-        ),
-        ("cpus_per_task", part.tasks_per_node * part.cpus_per_task, lambda node: node.cpus),
-        ("memory", mebibytes(part.memory), lambda node: node.memory_mib),
+    gpus = 0 if config.site.gpu_request == "none" else component.gpus_per_node
+    cpus = component.tasks_per_node * component.cpus_per_task
+    requests: list[tuple[str, int, Callable[[Node], int]]] = [
+        ("gpus_per_node", gpus, _gpu_counter(config)),
+        ("cpus_per_task", cpus, lambda node: node.cpus),
+        ("memory", parse_mebibytes(component.memory), lambda node: node.memory_mib),
     ]
-    for name, wanted, has in wants:
-        best = max(map(has, nodes), default=0)
-        if wanted > best:
-            yield _too_much(config, part, f"{key}.{name}", wanted, best, names)
-    fitting = [node for node in nodes if all(wanted <= has(node) for _, wanted, has in wants)]
-    usable = [
+    for name, requested, available in requests:
+        largest = max(map(available, nodes), default=0)
+        if requested > largest:
+            yield _excess(config, component, f"{key}.{name}", requested, largest, names)
+    fitting = [
         node
-        for node in fitting
-        if not node.state.lower().startswith(_UNUSABLE) and node.state[-1] != "*"
+        for node in nodes
+        if all(requested <= available(node) for _, requested, available in requests)
     ]
-    if len(usable) < part.nodes <= len(nodes) and fitting:
+    usable = sum(map(_is_usable, fitting))
+    if usable < component.nodes <= len(nodes) and fitting:
         yield warning(
-            f"{key}: {part.nodes} nodes asked for, {len(usable)} of partition {names} fit and are "
-            "up at the moment; the job will wait for more"
+            f"{key}: {component.nodes} nodes requested, but only {usable} nodes of partition "
+            f"{names} fit and are up; the job waits for more"
         )
+
+
+def _is_usable(node: Node) -> bool:
+    """Whether jobs can start on the node; Slurm adds `*` to the state if it does not respond."""
+    return not node.state.lower().startswith(_UNUSABLE) and node.state[-1] != "*"
+
+
+def _time(config: Config, component: Component, tables: list[dict[str, str]]) -> Iterator[Finding]:
+    """Check the time limit; it must be allowed in one of the partitions."""
     limits = [parse_time(table.get("MaxTime", "UNLIMITED")) for table in tables]
-    asked = seconds(part.time, "time")
-    if all(limit is not None and asked > limit for limit in limits):
-        where = "slurm.time" if part.time == config.slurm.time else f"{key}.time"
-        allowed = max(
-            (table["MaxTime"] for table in tables), key=lambda text: parse_time(text) or 0
-        )
-        yield error(
-            f"{where}: found {part.time}, allowed in partition {names}: {allowed}; ask for less, "
-            "or another"
-        )
+    time_s = seconds(component.time, "time")
+    if not all(limit is not None and time_s > limit for limit in limits):
+        return
+    is_of_run = component.time == config.slurm.time
+    key = "slurm.time" if is_of_run else f"groups.{component.name}.resources.time"
+    names = ", ".join(table["PartitionName"] for table in tables)
+    allowed = max((table["MaxTime"] for table in tables), key=lambda text: parse_time(text) or 0)
+    yield error(
+        f"{key}: found {component.time}, allowed in partition {names}: {allowed}; request less, "
+        "or use another partition"
+    )
 
 
-def _too_much(
-    config: Config, part: Component, key: str, wanted: int, best: int, names: str
+def _excess(
+    config: Config, component: Component, key: str, requested: int, largest: int, names: str
 ) -> Finding:
+    """Error for a request that no node of the partitions ``names`` can meet."""
+    nodes = f"nodes of partition {names} have at most"
     if key.endswith("cpus_per_task"):
         return error(
-            f"{key}: found {part.cpus_per_task}, for {part.tasks_per_node} processes a node "
-            f"{wanted} CPUs; nodes of "
-            f"partition {names} have at most {best}; lower it, or take more nodes"
+            f"{key}: found {component.cpus_per_task}, which is {requested} CPUs for "
+            f"{component.tasks_per_node} processes per node; {nodes} {largest}; lower it, or use "
+            "more nodes"
         )
     if key.endswith("memory"):
-        return error(
-            f"{key}: found {part.memory}, nodes of partition {names} have at most {best}M; ask for "
-            "less"
-        )
+        return error(f"{key}: found {component.memory}, {nodes} {largest}M; request less")
     kind = f" of type {config.site.gpu_type}" if config.site.gpu_type else ""
     fix = (
-        "take fewer, or another partition"
-        if best
+        "use fewer, or another partition"
+        if largest
         else "see site.gpu_type and site.gpu_request, or sinfo -o '%P %G'"
     )
-    return error(
-        f"{key}: found {wanted}, nodes of partition {names} have at most {best} GPUs{kind}; {fix}"
-    )
+    return error(f"{key}: found {requested}, {nodes} {largest} GPUs{kind}; {fix}")
 
 
-def _gpus(config: Config) -> Callable[[Node], int]:
+def _gpu_counter(config: Config) -> Callable[[Node], int]:
+    """Function that counts the GPUs of a node, of type `site.gpu_type` if that is set."""
     kind = config.site.gpu_type
 
     def count(node: Node) -> int:
-        found = re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", node.gres)
-        return sum(int(number) for name, number in found if not kind or name == kind)
+        devices = re.findall(r"\bgpu:(?:([^:,()]+):)?(\d+)", node.gres)
+        return sum(int(number) for name, number in devices if not kind or name == kind)
 
     return count
 
 
-def mebibytes(memory: str) -> int:
-    """Mebibytes of a text such as `64G`; 0 for `0`, which asks for all, and for no text: they fit
-    everywhere."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
-    return int(int(found[1]) * _UNITS[found[2] or "M"]) if found else 0
+def parse_mebibytes(memory: str) -> int:
+    """Mebibytes of a text such as `64G`.
+
+    0 for `0`, which requests all memory, and for an empty text: such a request fits on every node.
+    """
+    match = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
+    return int(int(match[1]) * _UNITS[match[2] or "M"]) if match else 0
 
 
 def _layout(config: Config, cluster: Cluster) -> Iterator[Finding]:
-    """Findings on what heterogeneous and requeued jobs need of Slurm's configuration."""
+    """Check the settings of Slurm that heterogeneous and requeued jobs need."""
     if config.layout == "het":
         scheduler = cluster.config.get("SchedulerType", "sched/backfill")
         if scheduler != "sched/backfill":
             yield error(
-                f"layout: found het, but SchedulerType is {scheduler}, and heterogeneous jobs are "
-                "started by sched/backfill alone; take layout: jobs"
+                f"layout: found het, but SchedulerType is {scheduler}, and only sched/backfill "
+                "starts heterogeneous jobs; use layout: jobs"
             )
         if re.search(r"disable_het(job|ero)_steps", cluster.config.get("SchedulerParameters", "")):
             yield warning(
-                "layout: found het with SchedulerParameters=disable_hetjob_steps; steps of one "
-                "component, which this "
-                "run has, work in 22.05 all the same; if they fail here take layout: jobs"
+                "layout: found het with SchedulerParameters=disable_hetjob_steps; this run starts "
+                "steps of one component each, which Slurm 22.05 still allows; if they fail, use "
+                "layout: jobs"
             )
     if config.layout == "jobs" and cluster.config.get("JobRequeue", "1") == "0":
         yield warning(
-            "layout: found jobs with JobRequeue=0; the jobs ask for --requeue, which Slurm grants "
-            "unless the site's "
-            "submit plugin takes it away; watch `scontrol show job` for Requeue=1"
+            "layout: found jobs with JobRequeue=0; the jobs request --requeue, which Slurm grants "
+            "unless the site's submit plugin removes it; check that `scontrol show job` prints "
+            "Requeue=1"
         )
 
 
 def _signals(config: Config, cluster: Cluster) -> Iterator[Finding]:
-    """Findings on the time to save before a kill."""
+    """Check that a preempted run has time to save before Slurm kills it."""
     kill_wait = re.match(r"\d+", cluster.config.get("KillWait", ""))
     if kill_wait and int(kill_wait[0]) < MIN_KILL_WAIT_S:
         yield warning(
-            f"KillWait: found {kill_wait[0]} s, recommended: {MIN_KILL_WAIT_S} or more, as a "
-            "preempted run saves "
-            "between SIGTERM and SIGKILL; lower checkpoint.every and checkpoint.every_s"
+            f"KillWait: found {kill_wait[0]} s, recommended: at least {MIN_KILL_WAIT_S} s, because "
+            "a preempted run saves between SIGTERM and SIGKILL; lower checkpoint.every and "
+            "checkpoint.every_s"
         )
     mode = cluster.config.get("PreemptMode", "OFF").upper()
     if "SUSPEND" in mode:
         yield warning(
-            "PreemptMode: found SUSPEND; a suspended group is dead to the others and replaced; "
-            "avoid such qos"
+            "PreemptMode: found SUSPEND; the run takes a suspended group for dead and replaces "
+            "it; avoid a qos that can be suspended"
         )
     sends = "preempt_send_user_signal" in cluster.config.get("SlurmctldParameters", "")
     if ("REQUEUE" in mode or "CANCEL" in mode) and not sends:
         yield warning(
             f"PreemptMode: found {mode} without SlurmctldParameters=preempt_send_user_signal, so "
-            "preemption comes "
-            f"without the {config.slurm.signal_s} s of slurm.signal_s; lower checkpoint.every and "
-            "checkpoint.every_s, or ask the site for it"
+            f"Slurm does not send the signal of slurm.signal_s ({config.slurm.signal_s} s) before "
+            "preemption; lower checkpoint.every and checkpoint.every_s, or ask the site for it"
         )
 
 
@@ -353,14 +363,13 @@ def _mpi(config: Config, slurm: Slurm) -> Iterator[Finding]:
 def _pyxis(config: Config, slurm: Slurm) -> Iterator[Finding]:
     if config.site.container.runtime == "pyxis" and "--container-image" not in slurm.srun_help():
         yield error(
-            "site.container.runtime: found pyxis, but srun has no --container-image here; take "
-            "apptainer, or none"
+            "site.container.runtime: found pyxis, but srun here has no option --container-image; "
+            "use apptainer, or none"
         )
 
 
 def _test_only(config: Config, slurm: Slurm) -> Iterator[Finding]:
-    """Slurm's own opinion, which knows of reservations, constraints and the site's submit
-    plugin."""
+    """Let `sbatch --test-only` check reservations, constraints and the site's submit plugin."""
     try:
         texts = render(config)
     except ConfigError:
@@ -374,9 +383,8 @@ def _test_only(config: Config, slurm: Slurm) -> Iterator[Finding]:
             except SlurmError as problem:
                 if problem.transient or problem.timed_out:
                     raise
-                said = problem.said or str(problem)
-                named = [
-                    f"site.{key}" for key in ("account", "partition", "qos") if key in said.lower()
-                ]
-                keys = ", ".join(named) or "site.options"
-                yield error(f"{name}: sbatch --test-only refuses it: {said}; see {keys}")
+                message = problem.said or str(problem)
+                options = ("account", "partition", "qos")
+                named = [f"site.{option}" for option in options if option in message.lower()]
+                settings = ", ".join(named) or "site.options"
+                yield error(f"{name}: sbatch --test-only rejects it: {message}; see {settings}")

@@ -1,7 +1,6 @@
-"""`relax-hpc doctor`: what would go wrong with a run on this cluster, found before it waits in a
-queue.
+"""`relax-hpc doctor`: check a run against this cluster before it waits in Slurm's queue.
 
-Nothing is submitted, but for a short probe job with `deep`. What Slurm cannot say is listed as not
+Only `deep` submits a job, a short probe. A property that Slurm does not report is listed as not
 checked.
 """
 
@@ -19,8 +18,8 @@ from relax_hpc.cluster.slurm.layout import components
 from relax_hpc.config.load import Layers, resolve
 from relax_hpc.config.schema import Config
 from relax_hpc.ops.checks.files import notes
-from relax_hpc.ops.doctor.cluster import Cluster, check_cluster, look
-from relax_hpc.ops.doctor.deep import check_here, check_nodes
+from relax_hpc.ops.doctor.cluster import Cluster, check_cluster, query_cluster
+from relax_hpc.ops.doctor.deep import check_local_planes, check_nodes
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.ops.doctor.gpus import check_gpus
 from relax_hpc.ops.doctor.host import check_disk, check_layout, check_programs, check_settings
@@ -31,8 +30,10 @@ __all__ = ["Finding", "diagnose", "main"]
 
 
 def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None) -> int:
-    """Print what is found, after the line of ``layers`` that it is about; 0, or 78 if anything is
-    an error."""
+    """Print all findings. Each names the file and line of ``layers`` that sets its key.
+
+    Returns exit code 78 if a finding is an error, else 0.
+    """
     findings = _findings(config, deep, layers or Layers({}, {}))
     if as_json:
         print(json.dumps([_as_json(finding) for finding in findings], indent=1))
@@ -46,23 +47,26 @@ def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None
 
 
 def _findings(config: Config, deep: bool, layers: Layers) -> list[Finding]:
-    """Mistakes of ``layers``, and findings about the rest."""
+    """Mistakes in the files of ``layers``, then findings that these mistakes do not explain."""
     mistakes = [error(mistake.text) for mistake in layers.mistakes]
     if layers.lack_one:
         return mistakes
-    found = diagnose(config, Slurm() if config.layout != "local" else None, deep and not mistakes)
-    rest = [one for one in found if not layers.explain(one.text)]
-    return mistakes + [
-        replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in rest
-    ]
+    slurm = Slurm() if config.layout != "local" else None
+    findings = list(mistakes)
+    for finding in diagnose(config, slurm, deep and not mistakes):
+        if layers.explain(finding.text):
+            continue
+        if finding.severity != "ok":
+            finding = replace(finding, text=layers.placed(finding.text))
+        findings.append(finding)
+    return findings
 
 
 def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Finding]:
-    """Everything found about ``config``, area by area; an area without mistakes has one finding
-    `ok`.
+    """All findings about ``config``, area by area; an area without mistakes has one finding `ok`.
 
-    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once
-    nothing else failed; without a cluster two processes try the planes between them.
+    ``slurm``: None skips the checks of the cluster. ``deep``: if no other check failed, a job of
+    one minute checks the nodes. Without a cluster two local processes try the planes.
     """
     config = resolve(config)
     findings = [
@@ -74,37 +78,37 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         *check_gpus(config),
     ]
     if slurm is None:
-        several = False
+        several_hosts = False
         if config.layout != "local":
-            findings.append(warning("Slurm: not asked, so nothing about the cluster was checked"))
+            findings.append(warning("Slurm: not queried, so the cluster was not checked"))
     else:
-        cluster = look(slurm)
-        several = cluster.hosts > 1
+        cluster = query_cluster(slurm)
+        several_hosts = cluster.hosts > 1
         findings += _area("cluster", [*cluster.problems, *_cluster(config, slurm, cluster)])
-    findings += _area("run directory", check_disk(config, several))
+    findings += _area("run directory", check_disk(config, several_hosts))
     if deep and _failed(findings):
-        findings.append(warning("nodes: not probed, as there are errors; mend them first"))
+        findings.append(warning("nodes: not probed, because there are errors; correct them first"))
     elif deep and slurm is not None:
         findings += _area("nodes", check_nodes(config, slurm))
     elif deep and config.layout == "local":
-        findings += _area("planes", check_here(config))
+        findings += _area("planes", check_local_planes(config))
     return findings
 
 
 def _cluster(config: Config, slurm: Slurm, cluster: Cluster) -> Iterable[Finding]:
     try:
-        parts = components(config)
+        allocations = components(config)
     except ConfigError:
-        return [warning("cluster: the request was not checked against it; mend the layout first")]
-    return check_cluster(config, parts, slurm, cluster) if cluster.answers else []
+        return [warning("cluster: the request was not checked; correct the layout first")]
+    return check_cluster(config, allocations, slurm, cluster) if cluster.answers else []
 
 
 def _as_json(finding: Finding) -> dict[str, str]:
     return {name: value for name, value in asdict(finding).items() if value}
 
 
-def _area(name: str, found: Iterable[Finding]) -> list[Finding]:
-    return list(found) or [ok(f"{name}: no mistakes")]
+def _area(name: str, findings: Iterable[Finding]) -> list[Finding]:
+    return list(findings) or [ok(f"{name}: no mistakes")]
 
 
 def _failed(findings: Iterable[Finding]) -> bool:

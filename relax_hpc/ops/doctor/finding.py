@@ -1,4 +1,4 @@
-"""Finding of the doctor, one line."""
+"""A finding of `relax-hpc doctor`: a severity and one line of text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`error`: the run would fail; `warning`: it may, or could not be checked. The text names key,
-    found, fix; `detail` is printed below it as it is."""
+    """One line about one setting or one property of the machine.
+
+    `severity`: with an `error` the run would fail. With a `warning` it may fail, or the property
+    could not be checked. `text` names the setting, the value found, the values allowed and the fix.
+    `detail` is printed below the text without a change.
+    """
 
     severity: Literal["error", "warning", "ok"]
     text: str

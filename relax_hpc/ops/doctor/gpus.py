@@ -1,5 +1,4 @@
-"""Findings on what GPUs need from a host: the driver of torch's CUDA, and the compilers of
-engines."""
+"""Checks of what GPUs need from a host: a driver for torch's CUDA, and compilers for engines."""
 
 from __future__ import annotations
 
@@ -26,21 +25,20 @@ _TIMEOUT_S = 10.0
 
 
 def check_gpus(config: Config) -> Iterator[Finding]:
-    """Findings on this host's driver and compilers, for runs on GPUs with the environment of this
-    process."""
+    """Check this host's driver and compilers, for runs on GPUs that use this environment."""
     if (
         config.model.device != "cuda"
         or config.site.python
         or config.site.container.runtime != "none"
     ):
         return
-    yield from map(warning, driver_problems(torch_cuda(), _driver()))
+    yield from map(warning, driver_problems(torch_cuda(), _driver_version()))
     if any(engine_roles(config).intersection(group.roles) for group in config.groups.values()):
-        words, missing = compiler_words()
-        where = "" if config.layout == "local" else " (here; doctor --deep looks on the nodes)"
-        yield from (warning(f"{problem}{where}") for problem in missing)
+        compiler, missing = describe_compiler()
+        scope = "" if config.layout == "local" else " (this host; doctor --deep checks the nodes)"
+        yield from (warning(f"{problem}{scope}") for problem in missing)
         if not missing:
-            yield ok(words + where)
+            yield ok(compiler + scope)
 
 
 def engine_roles(config: Config) -> set[str]:
@@ -48,69 +46,72 @@ def engine_roles(config: Config) -> set[str]:
     return {"genrm", "rollout"} if config.rollout.engine.kind == "sglang" else {"genrm"}
 
 
-def compiler_words() -> tuple[str, list[str]]:
-    """The compiler that engines of this environment will use, in words, and a line for each missing
-    program."""
+def describe_compiler() -> tuple[str, list[str]]:
+    """Sentence on the compiler that engines of this environment use, and missing programs."""
     nvcc, missing = compilers(os.environ)
     if missing:
         return "", missing
-    return f"engines: will compile kernels with {nvcc} ({_release(nvcc)})", []
+    return f"engines: will compile kernels with {nvcc} ({_cuda_release(nvcc)})", []
 
 
-def _release(nvcc: Path) -> str:
+def _cuda_release(nvcc: Path) -> str:
     try:
         output = ask([str(nvcc), "--version"], _TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "it does not answer"
+        return "its version cannot be read"
     match = re.search(r"release (\d+\.\d+)", output)
-    return f"CUDA {match[1]}" if match else "of unknown version"
+    return f"CUDA {match[1]}" if match else "unknown version"
 
 
 def torch_cuda() -> str:
-    """CUDA's version that the installed torch was built for, such as `13.0`; empty: none, or there
-    is no torch.
+    """CUDA version of the installed torch, such as `13.0`; empty without CUDA or torch.
 
-    Read from torch's source: importing it takes seconds.
+    It is read from torch's source, because an import takes seconds.
     """
     spec = find_spec("torch")
     folders = (spec.submodule_search_locations or ()) if spec else ()
     for folder in folders:
         file = Path(folder) / "version.py"
-        match = re.search(
-            r"^cuda\b.*?['\"]([\d.]+)['\"]", file.read_text() if file.exists() else "", re.MULTILINE
-        )
+        text = file.read_text() if file.exists() else ""
+        match = re.search(r"^cuda\b.*?['\"]([\d.]+)['\"]", text, re.MULTILINE)
         if match:
             return match[1]
     return ""
 
 
 def driver_problems(cuda: str, driver: str) -> Iterator[str]:
-    """Problems of torch with CUDA ``cuda`` on ``driver`` (such as `570.86.15`); an empty version is
-    not judged."""
+    """Problems of torch with CUDA ``cuda`` on ``driver`` (such as `570.86.15`).
+
+    An empty version is not checked.
+    """
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
     if driver and oldest and int(driver.partition(".")[0]) < oldest:
         yield (
             f"GPUs: found driver {driver}, which cannot run CUDA {cuda} of the installed torch, "
-            f"allowed: {oldest} or "
-            "newer; update the driver, load cuda-compat in site.modules, or install a torch of an "
-            "older CUDA"
+            f"allowed: {oldest} or newer; update the driver, load cuda-compat in site.modules, or "
+            "install a torch of an older CUDA"
         )
 
 
-def _driver() -> str:
-    """Version of this host's NVIDIA driver; empty: unknown, or the host has no driver."""
+def _driver_version() -> str:
+    """Version of this host's NVIDIA driver; empty if it is unknown or not installed."""
     try:
-        done = ask(
+        result = ask(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], _TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    version = done.stdout.strip().partition("\n")[0].strip()
+    version = result.stdout.strip().partition("\n")[0].strip()
     return version if re.fullmatch(r"\d+(\.\d+)*", version) else ""
 
 
 def node_report(engines: bool) -> dict[str, Any]:
-    """Part of a node's report: `warnings` about its driver and, with ``engines``, compilers;
-    `compiler` in words."""
-    words, missing = compiler_words() if engines else ("", [])
-    return {"warnings": [*driver_problems(torch_cuda(), _driver()), *missing], "compiler": words}
+    """Section of a node's report: `warnings` and a sentence on the `compiler`.
+
+    The warnings are about the driver and, with ``engines``, about compilers.
+    """
+    compiler, missing = describe_compiler() if engines else ("", [])
+    return {
+        "warnings": [*driver_problems(torch_cuda(), _driver_version()), *missing],
+        "compiler": compiler,
+    }

@@ -1,4 +1,4 @@
-"""The jobs of `doctor --deep`: one for each kind of node that a run asks for, of a probe a node."""
+"""The jobs of `doctor --deep`: one per kind of node that a run requests, one process per node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import relax_hpc
@@ -26,37 +27,37 @@ from relax_hpc.ops.doctor.probe import TOKEN
 MAX_NODES = 8
 PROBE = ("-m", "relax_hpc.ops.doctor.probe")
 _PLACING = ("partition", "account", "qos", "reservation", "constraint")
-"""Options that decide where a job goes; the others are not a probe's."""
+"""Options that decide on which nodes a job runs. A probe ignores the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A short job on nodes such as some components get; its probes meet in ``folder``."""
+    """A short job on one kind of node; its processes share the folder ``folder``."""
 
     groups: tuple[str, ...]
     nodes: int
     options: dict[str, str]
     folder: Path
     mpi: bool
-    """Whether srun starts ranks of the groups that need it."""
+    """Whether srun starts MPI ranks for these groups."""
 
-    def make(self) -> None:
-        """Make the folder, for nobody else."""
-        make_folder(self.folder)
+    def make_folder(self) -> None:
+        """Create the folder, readable by this user only."""
+        make_probe_folder(self.folder)
 
     def script(self, config: Config) -> Path:
-        """The batch script: one probe a node, where the roles will run. Values are quoted, nothing
-        else is in it."""
-        own = {
+        """Write the batch script, which starts one process per node where roles would run.
+
+        All values in it are quoted.
+        """
+        options = self.options | {
             "nodes": str(self.nodes),
             "ntasks-per-node": "1",
             "time": "2",
             "job-name": "relax-doctor",
+            "output": str(self.folder / "probe.log"),
         }
-        lines = [
-            f"#SBATCH {directive(name, value)}" for name, value in (self.options | own).items()
-        ]
-        lines += [f"#SBATCH {directive('output', str(self.folder / 'probe.log'))}"]
+        lines = [f"#SBATCH {directive(name, value)}" for name, value in options.items()]
         exports = [
             f"export {name}={shlex.quote(value)}" for name, value in mpi_variables(config).items()
         ]
@@ -64,21 +65,19 @@ class Probe:
             f"export PYTHONPATH={shlex.quote(str(self._code(config)))}${{PYTHONPATH:+:$PYTHONPATH}}"
         )
         plugin = mpi_plugin(config) if self.mpi else "none"
-        words = ["srun", "--ntasks-per-node=1", "--export=ALL", f"--mpi={plugin}"]
-        words += [
-            *container_srun_options(config, self.folder),
-            *container_command(config, self.folder),
-        ]
-        words += [role_python(config), *PROBE, *self._words(config)]
+        command = ["srun", "--ntasks-per-node=1", "--export=ALL", f"--mpi={plugin}"]
+        command += container_srun_options(config, self.folder)
+        command += container_command(config, self.folder)
+        command += [role_python(config), *PROBE, *self._arguments(config)]
         path = self.folder / "probe.sbatch"
         prelude = render_environment(config).rstrip("\n")
         path.write_text(
-            "\n".join(["#!/bin/bash", *lines, prelude, *exports, f"exec {shlex.join(words)}", ""])
+            "\n".join(["#!/bin/bash", *lines, prelude, *exports, f"exec {shlex.join(command)}", ""])
         )
         return path
 
     def _code(self, config: Config) -> Path:
-        """Folder of the toolkit for the probes; a container sees a copy in their folder."""
+        """Folder of the toolkit's code for the probe; a container gets a copy in ``folder``."""
         source = Path(relax_hpc.__file__).parents[1]
         if config.site.container.runtime == "none":
             return source
@@ -88,96 +87,104 @@ class Probe:
         )
         return target
 
-    def _words(self, config: Config) -> list[str]:
-        words = [
+    def _arguments(self, config: Config) -> list[str]:
+        """Command-line arguments of the probe's processes."""
+        arguments = [
             f"--folder={self.folder}",
             f"--nodes={self.nodes}",
             f"--local_dir={config.site.local_dir}",
+            f"--local_bytes={_staged_bytes(config)}",
+            *plane_arguments(config),
         ]
-        words += [f"--local_bytes={_staged(config)}", *plane_words(config)]
-        words += ["--mpi"] if self.mpi else []
-        roles = {
-            role
-            for name in self.groups
-            if name in config.groups
-            for role in config.groups[name].roles
-        }
+        if self.mpi:
+            arguments.append("--mpi")
+        roles = set[str]()
+        for name in self.groups:
+            if name in config.groups:
+                roles.update(config.groups[name].roles)
         if config.model.device == "cuda" and roles:
-            words += ["--gpus", *(["--engines"] if roles & engine_roles(config) else [])]
-        draws = "rollout" in roles
+            arguments.append("--gpus")
+            if roles & engine_roles(config):
+                arguments.append("--engines")
         programs = {key: asdict(settings) for key, settings in programs_of(config).items()}
-        words += [f"--code={json.dumps(programs)}"] if draws and programs else []
-        words += ["--interfaces", *_interfaces(config)]
-        return [*words, "--paths", *(f"{key}={path}" for key, path in _paths(config).items())]
+        if "rollout" in roles and programs:
+            arguments.append(f"--code={json.dumps(programs)}")
+        arguments += ["--interfaces", *_interfaces(config)]
+        paths = [f"{key}={path}" for key, path in _shared_paths(config).items()]
+        return [*arguments, "--paths", *paths]
 
 
-def plan(config: Config, folder: Path) -> list[Probe]:
-    """A probe for each kind of node; the largest component has at least two nodes looked at, as
-    they must see each other. GPUs are asked for as the groups do, but one a node, which is free
-    sooner."""
+def plan_probes(config: Config, folder: Path) -> list[Probe]:
+    """A probe for each kind of node.
+
+    The largest kind gets at least two nodes, because nodes must see each other's files. A probe
+    requests at most one GPU per node, so that it starts sooner.
+    """
     kinds: dict[tuple[tuple[str, str], ...], list[Component]] = {}
-    for part in components(config):
-        options = {name: value for name, value in part.options.items() if name in _PLACING}
-        options |= gpu_options(config, min(1, part.gpus_per_node), "")
-        kinds.setdefault(tuple(options.items()), []).append(part)
-    largest = max(kinds.values(), key=lambda parts: max(part.nodes for part in parts))
-    found = []
-    for number, (kind, parts) in enumerate(kinds.items()):
-        nodes = min(MAX_NODES, max(part.nodes for part in parts))
-        groups = tuple(group for part in parts for group in part.groups)
-        least = 2 if parts is largest else 1
+    for component in components(config):
+        options = {name: value for name, value in component.options.items() if name in _PLACING}
+        options |= gpu_options(config, min(1, component.gpus_per_node), "")
+        kinds.setdefault(tuple(options.items()), []).append(component)
+    largest_kind = max(kinds, key=lambda kind: max(item.nodes for item in kinds[kind]))
+    probes = []
+    for number, (kind, members) in enumerate(kinds.items()):
+        nodes = min(MAX_NODES, max(member.nodes for member in members))
+        min_nodes = 2 if kind == largest_kind else 1
+        groups = tuple(chain.from_iterable(member.groups for member in members))
         mpi = with_ranks(config, *groups) and mpi_plugin(config) != "none"
-        found.append(Probe(groups, max(least, nodes), dict(kind), folder / str(number), mpi))
-    return found
+        probes.append(Probe(groups, max(min_nodes, nodes), dict(kind), folder / str(number), mpi))
+    return probes
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder in which probes meet, for nobody else."""
+def make_probe_folder(folder: Path) -> None:
+    """Create a probe's folder, readable by this user only, and the token of its processes."""
     folder.mkdir(mode=0o700)
     (folder / TOKEN).write_bytes(secrets.token_bytes(32))
 
 
-def plane_words(config: Config) -> list[str]:
+def plane_arguments(config: Config) -> list[str]:
+    """Arguments of a probe that name the planes of the run."""
     return ["--planes", *(f"{plane}={mode}" for plane, mode in planes_wanted(config).items())]
 
 
-def _staged(config: Config) -> int:
-    """Bytes that are copied to each node's own disk, as far as they are known."""
-    model = Path(config.model.path) if config.model.path and "model" in config.site.stage else None
-    ours = config.site.python in ("", sys.executable) and "environment" in config.site.stage
-    return (_bytes(model) if model else 0) + (_bytes(Path(sys.prefix)) if ours else 0)
+def _staged_bytes(config: Config) -> int:
+    """Bytes that are copied to each node's own disk, as far as this host can measure them."""
+    nbytes = 0
+    if config.model.path and "model" in config.site.stage:
+        nbytes += _folder_bytes(Path(config.model.path))
+    if config.site.python in ("", sys.executable) and "environment" in config.site.stage:
+        nbytes += _folder_bytes(Path(sys.prefix))
+    return nbytes
 
 
-def _bytes(folder: Path) -> int:
-    return sum(
-        path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    )
+def _folder_bytes(folder: Path) -> int:
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(file.stat().st_size for file in files)
 
 
 def _interfaces(config: Config) -> list[str]:
-    """Interfaces of the nodes, the site's first, over which the probes call each other."""
-    found = [config.site.interface, *(group.interface for group in config.groups.values())]
-    return list(dict.fromkeys(name for name in found if name))
+    """Network interfaces on which the probes connect to each other, that of the site first."""
+    names = [config.site.interface, *(group.interface for group in config.groups.values())]
+    return list(dict.fromkeys(name for name in names if name))
 
 
-def _paths(config: Config) -> dict[str, str]:
-    """Files and folders that every node must see, by their keys."""
-    site = config.site
-    inside = site.container.runtime != "none"
+def _shared_paths(config: Config) -> dict[str, str]:
+    """Files and folders that every node must see, by their settings."""
+    site, model = config.site, config.model
+    image, library = site.container.image, site.mpi.library
     search = options_of("search", config.environment.options) or {}
-    found = {
-        "model.path": config.model.path,
-        "model.reference_path": config.model.reference_path,
-        "model.teacher_path": config.model.teacher_path,
-        "model.critic_path": config.model.critic_path,
+    paths = {
+        "model.path": model.path,
+        "model.reference_path": model.reference_path,
+        "model.teacher_path": model.teacher_path,
+        "model.critic_path": model.critic_path,
         "genrm.path": config.genrm.path,
-        **{rows.setting: str(folder_and_split(rows.path)[0]) for rows in data_sets(config.data)},
-        "environment.options.tools.search.corpus": search.get("corpus", ""),
-        "site.container.image": site.container.image
-        if site.container.image.startswith("/") and not inside
-        else "",
-        "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,
     }
-    return {key: path for key, path in found.items() if path}
+    for rows in data_sets(config.data):
+        paths[rows.setting] = str(folder_and_split(rows.path)[0])
+    paths["environment.options.tools.search.corpus"] = search.get("corpus", "")
+    if image.startswith("/") and site.container.runtime == "none":
+        paths["site.container.image"] = image
+    if library != "wheel":
+        paths["site.mpi.library"] = library
+    return {key: path for key, path in paths.items() if path}

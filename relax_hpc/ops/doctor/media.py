@@ -1,5 +1,4 @@
-"""Findings on media that rows name. Some are decoded here; a check of settings reads headers
-alone."""
+"""Check of media that rows name: a sample is decoded. `relax-hpc check` reads headers only."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.config.schema import Config
 from relax_hpc.data.examples import rules_of
+from relax_hpc.data.media import MediaRules
 from relax_hpc.data.multimodal.bad_media import BadMedium
 from relax_hpc.data.prompts import Prompt, PromptRules
 from relax_hpc.data.row_files import Places, RowFiles, data_sets
@@ -20,17 +20,17 @@ from relax_hpc.ops.checks.model_files import find_model
 from relax_hpc.ops.doctor.finding import Finding, error, ok, warning
 from relax_hpc.tasks import tools_of
 
-MOST_ROWS = 500
-"""Rows of a file that are tried, evenly spread over it."""
-TRY_S = 30.0
-"""Seconds for a file of rows, after which the rest is left to the run."""
-_NAMED = 5
-"""Bad rows that are named."""
+MAX_ROWS = 500
+"""Rows of a data set whose media are decoded, evenly spread over the set."""
+MAX_TRY_S = 30.0
+"""Seconds for a data set; the doctor skips the remaining rows after that."""
+_MAX_NAMED = 5
+"""Bad rows that the finding names."""
 
 
 @dataclass(slots=True)
-class _Tried:
-    """Rows that were tried, and those of them whose media are of no use."""
+class _Trial:
+    """Number of rows and media that were decoded, and descriptions of bad rows."""
 
     rows: int = 0
     media: int = 0
@@ -38,54 +38,60 @@ class _Tried:
 
 
 def check_media(config: Config) -> Iterator[Finding]:
-    """Findings on the media of each file of prompts; none where the model takes text alone."""
+    """Decode media of each data set; no findings if the model accepts only text."""
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
+    if not tokenizer:
+        return
     for rows in data_sets(config.data):
-        # A set that cannot be read is a mistake, which `check_files` reports.
+        # `check_files` reports a set that cannot be read.
         with suppress(ConfigError):
             files = rows.files()
-            how = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
-            if tokenizer and how.media:
-                yield _finding(
-                    rows.setting, _tried(files, tokenizer, how), config.data.max_bad_share
-                )
+            rules = rules_of(config, tokenizer, files.folder, tools_of(config), rows.name)
+            if rules.media:
+                trial = _try_rows(files, tokenizer, rules, rules.media)
+                yield _finding(rows.setting, trial, config.data.max_bad_share)
 
 
-def _finding(key: str, tried: _Tried, allowed: float) -> Finding:
-    if not tried.bad:
-        return ok(f"{key}: media of {tried.rows} rows were decoded, {tried.media} in all")
+def _finding(key: str, trial: _Trial, allowed: float) -> Finding:
+    if not trial.bad:
+        return ok(f"{key}: {trial.media} media of {trial.rows} rows were decoded")
     bad = (
-        f"{key}: media of {len(tried.bad)} of {tried.rows} rows are of no use: "
-        f"{'; '.join(tried.bad[:_NAMED])}"
+        f"{key}: media of {len(trial.bad)} of {trial.rows} rows cannot be used: "
+        f"{'; '.join(trial.bad[:_MAX_NAMED])}"
     )
-    if len(tried.bad) <= allowed * tried.rows:
-        return warning(f"{bad}; their rows will be left out, and counted")
-    return error(f"{bad}; allowed share {allowed}; mend the files, or raise data.max_bad_share")
+    if len(trial.bad) <= allowed * trial.rows:
+        return warning(f"{bad}; the run skips and counts these rows")
+    return error(f"{bad}; allowed share {allowed}; correct the files, or raise data.max_bad_share")
 
 
-def _tried(files: RowFiles, tokenizer: Tokenizer, how: PromptRules) -> _Tried:
-    found, places, until = _Tried(), Places(), time.monotonic() + TRY_S
-    every = -(-files.count() // MOST_ROWS)
-    with how.rendering():
-        for row in files.rows(places, with_media=True):
-            if isinstance(row, BadLine) or row[0] % every:
+def _try_rows(
+    files: RowFiles, tokenizer: Tokenizer, rules: PromptRules, media: MediaRules
+) -> _Trial:
+    """Decode the media of up to MAX_ROWS rows, within MAX_TRY_S seconds."""
+    trial, positions = _Trial(), Places()
+    deadline = time.monotonic() + MAX_TRY_S
+    stride = -(-files.count() // MAX_ROWS)
+    with rules.rendering():
+        for row in files.rows(positions, with_media=True):
+            if isinstance(row, BadLine) or row[0] % stride:
                 continue
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 break
-            found.rows += 1
-            if why := _fault(how.read(*row, tokenizer), how, found):
-                found.bad.append(f"{places.of(row[0])}: {why}")
-    return found
+            trial.rows += 1
+            reason = _media_fault(rules.read(*row, tokenizer), media, trial)
+            if reason:
+                trial.bad.append(f"{positions.of(row[0])}: {reason}")
+    return trial
 
 
-def _fault(one: Prompt | BadLine, how: PromptRules, found: _Tried) -> str:
-    """Reason why a row's media are of no use; empty: they are, or it has none."""
-    if isinstance(one, BadLine):
-        return f"{one.reason}: {one.detail}"
+def _media_fault(prompt: Prompt | BadLine, media: MediaRules, trial: _Trial) -> str:
+    """Reason why a row's media cannot be used; empty if all of them can be decoded."""
+    if isinstance(prompt, BadLine):
+        return f"{prompt.reason}: {prompt.detail}"
     try:
-        for medium in one.media:
-            found.media += 1
-            how.media.pool.load(medium.kind, medium.source)
+        for medium in prompt.media:
+            trial.media += 1
+            media.pool.load(medium.kind, medium.source)
     except BadMedium as bad:
         return str(bad)
     return ""

@@ -1,4 +1,4 @@
-"""Whether what Slurm will give a node's processes of its memory can hold them and the model."""
+"""Check that the host memory that Slurm grants can hold the processes and the model."""
 
 from __future__ import annotations
 
@@ -14,54 +14,66 @@ from relax_hpc.ops.plan.plan import plan
 
 
 def check_memory(
-    config: Config, part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[str, str]
+    config: Config,
+    component: Component,
+    requested_mib: int,
+    nodes: Sequence[Node],
+    limits: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """A warning if a component gets less than its processes need at the least.
+    """Warn if a component gets less host memory than its processes need.
 
-    ``asked``: MiB a node that it asks for itself, 0 for all of them; ``limits``: what Slurm gives
-    to who does not ask, a partition's fields over those of the cluster. Only where memory is given
-    out, and for models of a size.
+    ``requested_mib``: MiB per node that the component requests, 0 for none. ``limits``: fields of
+    Slurm's configuration, overridden by those of the partition, with the default memory of a job.
+    Nothing is checked if Slurm does not allocate memory, or for a model without a path.
     """
     if "MEMORY" not in limits.get("SelectTypeParameters", "").upper() or not nodes:
         return
-    given, why = _given(part, asked, nodes, limits)
-    needed = host_mib(config, part)
-    if given < needed:
-        advice = 'set "0", which is all of a node, or as much'
-        if given >= max(node.memory_mib for node in nodes):
-            advice = "this is all that a node has; use nodes with more memory, or more nodes"
-        yield warning(
-            f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which "
-            f"Slurm gives {given / 1024:.1f} GiB a node ({why}); its processes and the model need "
-            f"{needed / 1024:.0f} GiB and more; {advice}"
-        )
+    granted_mib, source = _granted_memory(component, requested_mib, nodes, limits)
+    needed_mib = host_mib(config, component)
+    if granted_mib >= needed_mib:
+        return
+    advice = f'set "0" (all memory of a node), or at least {needed_mib / 1024:.0f}G'
+    if granted_mib >= max(node.memory_mib for node in nodes):
+        advice = "the nodes have no more; use nodes with more memory, or more nodes"
+    yield warning(
+        f"groups.{component.name}.resources.memory: found {component.memory or 'none'!r}, for "
+        f"which Slurm grants {granted_mib / 1024:.1f} GiB per node ({source}), allowed: at least "
+        f"{needed_mib / 1024:.0f} GiB for the processes and the model; {advice}"
+    )
 
 
-def _given(
-    part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[str, str]
+def _granted_memory(
+    component: Component, requested_mib: int, nodes: Sequence[Node], limits: Mapping[str, str]
 ) -> tuple[int, str]:
-    """MiB that a job gets on each node, and by which setting."""
-    whole, cpus = max(node.memory_mib for node in nodes), part.tasks_per_node * part.cpus_per_task
-    stated = part.memory or part.options.keys() & {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
-    if asked:
-        return asked, "as asked"
-    if not stated and (a_cpu := limits.get("DefMemPerCPU", "")).isdigit():
-        return int(a_cpu) * cpus, f"DefMemPerCPU {a_cpu} MiB x {cpus} CPUs"
-    if not stated and (a_node := limits.get("DefMemPerNode", "")).isdigit():
-        return int(a_node), "DefMemPerNode"
-    return whole, "RealMemory"
+    """MiB per node that a job gets, and the setting that decides it."""
+    if requested_mib:
+        return requested_mib, "as requested"
+    memory_options = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
+    if not component.memory and not component.options.keys() & memory_options:
+        per_cpu_mib = limits.get("DefMemPerCPU", "")
+        if per_cpu_mib.isdigit():
+            cpus = component.tasks_per_node * component.cpus_per_task
+            return int(per_cpu_mib) * cpus, f"DefMemPerCPU {per_cpu_mib} MiB x {cpus} CPUs"
+        per_node_mib = limits.get("DefMemPerNode", "")
+        if per_node_mib.isdigit():
+            return int(per_node_mib), "DefMemPerNode"
+    return max(node.memory_mib for node in nodes), "RealMemory"
 
 
-def host_mib(config: Config, part: Component) -> float:
-    """MiB a node that cannot be done without, by calculation; 0 for models that are not known, or
-    of no size."""
+def host_mib(config: Config, component: Component) -> float:
+    """Calculated minimum of host memory in MiB per node.
+
+    0 for an unknown or tiny model, or on CPUs.
+    """
     try:
         spec = spec_at(config.model)
     except ConfigError:
         return 0.0
     if config.model.device != "cuda" or not config.model.path:
         return 0.0
-    found = [
-        one for place in plan(config, spec) for one in place.footprints if one.group in part.groups
-    ]
-    return sum(sum(one.host.values()) + sum(one.pinned.values()) for one in found) / (1 << 20)
+    nbytes = 0.0
+    for device in plan(config, spec):
+        for footprint in device.footprints:
+            if footprint.group in component.groups:
+                nbytes += sum(footprint.host.values()) + sum(footprint.pinned.values())
+    return nbytes / (1 << 20)

@@ -1,5 +1,4 @@
-"""The doctor's look at the planes: every probe tries to read what every other one offers on
-each."""
+"""Check of the planes by the doctor: each probe reads from every other probe on each plane."""
 
 from __future__ import annotations
 
@@ -28,26 +27,26 @@ TRIAL_S = 3.0
 
 
 class PlaneProbe:
-    """The planes of one probe, called ``name``, which others reach at ``host``."""
+    """The planes of the probe ``name``, which other probes reach at ``host``."""
 
     def __init__(self, name: str, modes: Mapping[str, Mode], token: bytes, host: str) -> None:
         self._name, self._pool = name, SlabPool()
         self._planes, self._absent = make_planes(modes, token, self._pool, host, name)
 
     def offer(self) -> str:
-        """Offer for the others, as text."""
+        """Description of the slabs that other probes can read, as text."""
         return b64encode(msgpack.packb(make_offer(self._name, self._planes, self._absent))).decode()
 
     def trials(self, offers: Iterable[str]) -> list[dict[str, Any]]:
-        """Results of trying ``offers``: the fields of a `PlaneTrial` each."""
-        found = [msgpack.unpackb(b64decode(text)) for text in offers]
+        """Read from each of ``offers``; returns the fields of a `PlaneTrial` for each attempt."""
+        decoded = [msgpack.unpackb(b64decode(text)) for text in offers]
         return [
             asdict(trial)
-            for trial in try_offers(self._name, self._planes, found, TRIAL_S, self._absent)
+            for trial in try_offers(self._name, self._planes, decoded, TRIAL_S, self._absent)
         ]
 
     def close(self) -> None:
-        """Close the planes, once nobody tries any more."""
+        """Close the planes, after all probes have finished their trials."""
         withdraw_offer(self._name, self._planes)
         for plane in self._planes.values():
             plane.close()
@@ -57,21 +56,21 @@ class PlaneProbe:
 def judge_planes(
     trials: list[PlaneTrial], modes: Mapping[str, Mode], several_nodes: bool
 ) -> Iterator[Finding]:
-    """The table of all trials, required planes that fail, and pairs that have none."""
+    """Findings: required planes that fail, pairs without a plane, and the table of all trials."""
     if not trials:
         return
-    # Memory is shared within a node: no two probes of a cluster are on one.
-    wanted = [
+    # Shared memory works only within a node, and each node of a cluster has one probe.
+    required = [
         name
         for name, mode in modes.items()
         if mode == "required" and not (several_nodes and name == "shm")
     ]
-    for line in describe_missing(trials, wanted):
+    for line in describe_missing(trials, required):
         yield error(f"queue.planes: {line}")
     for (reader, maker), plane in choose_planes(trials).items():
         if not plane:
             yield warning(
-                f"queue.planes: {reader} reads {maker} by none of them; rows will pass through "
+                f"queue.planes: no plane lets {reader} read from {maker}; rows will pass through "
                 "files"
             )
-    yield ok("planes: every two processes tried (* is what rows will take)", format_trials(trials))
+    yield ok("planes: all pairs tried (* marks the plane of rows)", format_trials(trials))

@@ -1,9 +1,9 @@
 """Probe that `doctor --deep` runs on every node: `python -m relax_hpc.ops.doctor.probe --folder F
 --nodes N`.
 
-Each probe renames a report into the shared folder, waits until it sees all of them, then calls on
-every other one over TCP, which answers with its clock, and reads what it offers on the planes. The
-second report says what it saw.
+Each probe renames a report into the shared folder and waits until it sees all reports. Then it
+connects to every other probe over TCP, which answers with its time, and reads the slab that it
+offers on each plane. A second report has the results.
 """
 
 from __future__ import annotations
@@ -30,105 +30,105 @@ from relax_hpc.ops.doctor.planes import PlaneProbe
 from relax_hpc.rewards.jail import Jail
 
 DEADLINE_S = 20.0
-"""Seconds for the others' reports to appear, and again for their calls to end."""
+"""Seconds to wait for the first reports of all probes, and again for the second ones."""
 CALL_TIMEOUT_S = 3.0
 POLL_S = 0.05
-MIN_LOCAL = 1 << 30
+MIN_LOCAL_BYTES = 1 << 30
 MPI_DONE = ".mpi.json"
-"""Suffix of the file in the folder that says what MPI found."""
+"""Suffix of the file in the folder with the result of MPI."""
 TOKEN = "token"
-"""Name of the file in the folder with the secret by which the probes know each other."""
+"""Name of the file in the folder with the secret that authenticates the probes."""
 
 
 def main() -> None:
+    arguments = _parser().parse_args()
+    node, folder, nodes = arguments.name, arguments.folder, arguments.nodes
+    host, problems = _find_address(arguments.interfaces)
+    local = arguments.local_dir or os.environ.get("TMPDIR") or "/tmp"
+    problems += _local_disk_problems(Path(local), max(MIN_LOCAL_BYTES, arguments.local_bytes))
+    problems += _missing_paths(arguments.paths)
+    problems += _jail_problems(arguments.code) if arguments.code else []
+    report: dict[str, Any] = {"node": node, "problems": problems}
+    if arguments.gpus:
+        report |= node_report(arguments.engines)
+    modes = dict(text.split("=", 1) for text in arguments.planes)
+    planes = PlaneProbe(node, modes, (folder / TOKEN).read_bytes(), host)
+    with socket.create_server((host, 0)) as listener:
+        threading.Thread(target=_serve_clock, args=(listener,), daemon=True).start()
+        address = (host, listener.getsockname()[1])
+        contact = {"address": address, "offer": planes.offer()}
+        write_json(folder / f"{node}.seen.json", report | contact)
+        peers = _await_reports(folder, "*.seen.json", nodes)
+        report["seen"] = sorted(peers)
+        for name, peer in peers.items():
+            peer_host, port = peer["address"]
+            report["problems"] += _check_peer(name, peer_host, port, report)
+        report["trials"] = planes.trials(peer["offer"] for peer in peers.values())
+        write_json(folder / f"{node}.done.json", report)
+        _await_reports(folder, "*.done.json", nodes)
+    planes.close()
+    if arguments.mpi:
+        # Last, because a broken MPI library aborts this process.
+        write_json(folder / f"{node}{MPI_DONE}", try_mpi())
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="doctor_probe")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--interfaces", nargs="*", default=[])
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
-    parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
-    parser.add_argument("--gpus", action="store_true", help="look at the driver")
-    parser.add_argument(
-        "--engines", action="store_true", help="look at the compilers of engines on GPUs"
-    )
-    parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
-    parser.add_argument(
-        "--code", default="", help="jails by key, as JSON: whether programs can be kept apart here"
-    )
+    parser.add_argument("--local_bytes", type=int, default=0, help="bytes that are staged there")
+    parser.add_argument("--gpus", action="store_true", help="check the driver")
+    parser.add_argument("--engines", action="store_true", help="check the compilers of engines")
+    parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes, last")
+    parser.add_argument("--code", default="", help="jails to try: JSON of settings by key")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
     parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
     parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    given = parser.parse_args()
-    node = given.name
-    host, problems = _address(given.interfaces)
-    local = given.local_dir or os.environ.get("TMPDIR") or "/tmp"
-    problems += [*_local(Path(local), max(MIN_LOCAL, given.local_bytes)), *_missing(given.paths)]
-    problems += _programs(given.code) if given.code else []
-    report: dict[str, Any] = {"node": node, "problems": problems}
-    if given.gpus:
-        report |= node_report(given.engines)
-    modes, token = (
-        dict(text.split("=", 1) for text in given.planes),
-        (given.folder / TOKEN).read_bytes(),
-    )
-    planes = PlaneProbe(node, modes, token, host)
-    with socket.create_server((host, 0)) as listener:
-        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        address = [host, listener.getsockname()[1]]
-        write_json(
-            given.folder / f"{node}.seen.json",
-            report | {"address": address, "offer": planes.offer()},
-        )
-        others = _wait(given.folder, "*.seen.json", given.nodes)
-        report["seen"] = sorted(others)
-        for name, other in others.items():
-            report["problems"] += _call(name, *other["address"], report)
-        report["trials"] = planes.trials(other["offer"] for other in others.values())
-        write_json(given.folder / f"{node}.done.json", report)
-        _wait(given.folder, "*.done.json", given.nodes)
-    planes.close()
-    if given.mpi:
-        # Last, as a broken one ends this process.
-        write_json(given.folder / f"{node}{MPI_DONE}", try_mpi())
+    return parser
 
 
-def _local(folder: Path, needed: int) -> list[str]:
-    """Problems of the node's own disk: it must be writable, and have room."""
+def _local_disk_problems(folder: Path, needed_bytes: int) -> list[str]:
+    """Check that the node's own disk is writable and has enough space."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
-            free = shutil.disk_usage(folder).free
+            free_bytes = shutil.disk_usage(folder).free
     except OSError as problem:
         return [
             f"site.local_dir: cannot write in {folder}: {problem.strerror}; name a folder on the "
             "node's own disk"
         ]
-    if free > needed:
+    if free_bytes > needed_bytes:
         return []
     return [
-        f"site.local_dir: {folder} has {free / 2**30:.1f} GiB free, allowed: at least "
-        f"{needed / 2**30:.1f}"
+        f"site.local_dir: found {free_bytes / 2**30:.1f} GiB free in {folder}, allowed: at least "
+        f"{needed_bytes / 2**30:.1f} GiB"
     ]
 
 
-def _address(interfaces: list[str]) -> tuple[str, list[str]]:
-    """The first interface's address, or that of the host's own name; and what is wrong with any of
-    them."""
+def _find_address(interfaces: list[str]) -> tuple[str, list[str]]:
+    """Address of the first of ``interfaces`` that works, and problems with the others.
+
+    Without interfaces it is the address of the host's name.
+    """
     if not interfaces:
         config = Config(layout="jobs")
         try:
             return own_address(config, "hub"), []
         except ConfigError as problem:
             return LOOPBACK, [str(problem)]
-    found, problems = [], []
+    addresses, problems = [], []
     for name in interfaces:
         try:
-            found.append(interface_address(name))
+            addresses.append(interface_address(name))
         except ConfigError as problem:
             problems.append(str(problem))
-    return (found or [LOOPBACK])[0], problems
+    return (addresses or [LOOPBACK])[0], problems
 
 
-def _missing(paths: list[str]) -> list[str]:
+def _missing_paths(paths: list[str]) -> list[str]:
+    """A line for each of the texts KEY=PATH whose path this node does not see."""
     pairs = [text.split("=", 1) for text in paths]
     return [
         f"{key}: found {path!r}, which this node does not see; put it on the shared filesystem"
@@ -137,7 +137,8 @@ def _missing(paths: list[str]) -> list[str]:
     ]
 
 
-def _programs(jails: str) -> list[str]:
+def _jail_problems(jails: str) -> list[str]:
+    """A line for each jail that this node cannot start; ``jails``: JSON of settings by key."""
     problems = []
     for key, settings in json.loads(jails).items():
         try:
@@ -147,7 +148,8 @@ def _programs(jails: str) -> list[str]:
     return problems
 
 
-def _answer(listener: socket.socket) -> None:
+def _serve_clock(listener: socket.socket) -> None:
+    """Answer each connection with this node's time, until ``listener`` is closed."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -157,23 +159,27 @@ def _answer(listener: socket.socket) -> None:
             return
 
 
-def _call(name: str, host: str, port: int, report: dict[str, Any]) -> list[str]:
-    """Note in ``report`` how far the other's clock is off, to half the time the answer took."""
+def _check_peer(name: str, host: str, port: int, report: dict[str, Any]) -> list[str]:
+    """Connect to the probe on node ``name``; returns a line if that fails.
+
+    The difference of the clocks goes into ``report``. Its error is at most half the round-trip
+    time.
+    """
     started = time.time()
     try:
         with socket.create_connection((host, port), timeout=CALL_TIMEOUT_S) as connection:
-            theirs = float(connection.makefile().readline())
+            peer_time = float(connection.makefile().readline())
     except (OSError, ValueError) as problem:
         return [
             f"ports: cannot reach {name} at {host}:{port} ({problem}); open the ports, or see "
             "site.interface"
         ]
-    report.setdefault("skew_s", {})[name] = theirs - (started + time.time()) / 2
+    report.setdefault("skew_s", {})[name] = peer_time - (started + time.time()) / 2
     return []
 
 
-def _wait(folder: Path, pattern: str, count: int) -> dict[str, Any]:
-    """Reports by node: all of them, or those seen by the deadline."""
+def _await_reports(folder: Path, pattern: str, count: int) -> dict[str, Any]:
+    """Wait for ``count`` reports, or until the deadline; returns the reports by node."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         paths = list(folder.glob(pattern))
