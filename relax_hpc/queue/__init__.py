@@ -1,8 +1,9 @@
-"""The TransferQueue: the data bus between the groups. It is of use alone, and imports no torch.
+"""The TransferQueue: the data bus between the groups. It works without the rest of the package.
 
-A run needs a directory that all its processes see, one controller, and a client in each process
-that puts or reads rows. Here all of them are in one; elsewhere, each opens the same run and finds
-the controller through its directory.
+It needs a directory that all processes of a run can access, one controller, and a client in each
+process that puts or reads rows. In this example all of them are in one process. In other processes,
+a client opens the same run directory and finds the controller's address there. torch is not
+imported.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -13,27 +14,28 @@ the controller through its directory.
 >>> run = RunDir(Path(tempfile.mkdtemp()))
 >>> version = Version(incarnation=1, number=0)
 >>> def row(ticket, k):
-...     about = {"row_id": row_id(ticket, k), "prompt_len": 1, "reward": float(k)}
-...     about["token_ids"] = np.array([7, 8, ticket], np.int32)
-...     about["token_versions"] = np.array([0] + 2 * [version.encode()], np.int32)
-...     return {**about, "mine": np.ones(5)}
+...     fields = {"row_id": row_id(ticket, k), "prompt_len": 1, "reward": float(k)}
+...     fields["token_ids"] = np.array([7, 8, ticket], np.int32)
+...     fields["token_versions"] = np.array([0] + 2 * [version.encode()], np.int32)
+...     return {**fields, "weights": np.ones(5)}
 >>> run.create()
->>> maker, user = (QueueClient(run, config, group, incarnation=1) for group in groups)
->>> with serving(run, config), maker, user:
-...     _ = user.training.resume(step=0).result(), user.weights.publish(version, digest="").result()
-...     _ = maker.weights.serve("engine", version).result()
-...     tickets = maker.tickets.admit("engine", count=2).result().tickets
+>>> producer, consumer = (QueueClient(run, config, group, incarnation=1) for group in groups)
+>>> with serving(run, config), producer, consumer:
+...     _ = consumer.training.resume(step=0).result()
+...     _ = consumer.weights.publish(version, digest="").result()
+...     _ = producer.weights.serve("engine", version).result()
+...     tickets = producer.tickets.admit("engine", count=2).result().tickets
 ...     rows = [row(ticket, k) for ticket in tickets for k in range(config.samples_per_prompt)]
-...     refused = maker.put(rows, ["token_ids", "token_versions", "reward", "mine"])
-...     claim = user.claim("actor", budget=1000)
-...     total = sum(row["mine"].sum() for row in user.rows(claim))
-...     _ = user.training.trained(claim.step, [claim.lease]).result()
+...     refused = producer.put(rows, ["token_ids", "token_versions", "reward", "weights"])
+...     claim = consumer.claim("actor", budget=1000)
+...     total = sum(row["weights"].sum() for row in consumer.rows(claim))
+...     _ = consumer.training.trained(claim.step, [claim.lease]).result()
 >>> tickets, refused, claim.tickets, float(total)
 ([0, 1], {}, (0, 1), 20.0)
 
-A claim that its holder neither answers, by a `put` with it, nor trains on, comes back when the
-holder is said to be down (``client.status.down(group, incarnation)``) or a later incarnation of its
-group speaks.
+A holder completes a claim by a `put` with the claim's lease, or by training on it. Otherwise the
+claim's rows become ready again when the holder is reported down
+(``client.status.down(group, incarnation)``) or a later incarnation of its group registers.
 """
 
 from relax_hpc.base.fields import FIELDS, FieldSpec

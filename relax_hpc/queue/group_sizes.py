@@ -1,5 +1,5 @@
-"""Sizes of prompt groups, by which their rows are dealt to ranks: tokens, and those of them that
-stand for media."""
+"""Sizes of prompt groups, by which their rows are assigned to ranks: tokens, and tokens of
+media."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from relax_hpc.queue.samplers import GroupSize
 
 
 def group_sizes(rows: Sequence[Row]) -> list[GroupSize]:
-    """Sizes of the prompt groups of ``rows``, in the order in which these lie side by side."""
-    return [size_of(list(group)) for _, group in groupby(rows, _ticket)]
+    """Sizes of the prompt groups of ``rows``. Rows of a prompt group are adjacent."""
+    return [group_size(list(group)) for _, group in groupby(rows, _ticket)]
 
 
-def size_of(rows: Sequence[Row]) -> GroupSize:
-    """Size of the prompt group that ``rows`` are all of, or of a part of one."""
+def group_size(rows: Sequence[Row]) -> GroupSize:
+    """Size of the prompt group that ``rows`` belong to, counting these rows only."""
     media = [_tokens_by_id(row) for row in rows]
-    distinct = {name: tokens for one in media for name, tokens in one.items()}
+    distinct: dict[Any, int] = {}
+    for tokens_by_id in media:
+        distinct |= tokens_by_id
     return GroupSize(
         [len(row["token_ids"]) for row in rows],
-        [sum(one.values()) for one in media],
+        [sum(tokens_by_id.values()) for tokens_by_id in media],
         sum(distinct.values()),
     )
 
@@ -32,7 +34,7 @@ def _ticket(row: Row) -> str:
 
 
 def _tokens_by_id(row: Row) -> dict[Any, int]:
-    found: dict[Any, int] = {}
+    tokens: dict[Any, int] = {}
     for span in row.get("spans") or ():
-        found[span["media_id"]] = found.get(span["media_id"], 0) + span["length"]
-    return found
+        tokens[span["media_id"]] = tokens.get(span["media_id"], 0) + span["length"]
+    return tokens

@@ -1,5 +1,5 @@
-"""The tokens of each row of a prompt group in few bytes: the controller keeps them for every row
-that it knows."""
+"""Compact encoding of the lengths of the rows of a prompt group: the controller keeps them for
+every row."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 
-def packed(lengths: Sequence[int]) -> bytes:
-    """Two bytes a row, or four if one is longer than 65535 tokens; little-endian, in the order of
-    the ids.
+def pack_lengths(lengths: Sequence[int]) -> bytes:
+    """Two bytes for each row, or four if a row is longer than 65535 tokens; little-endian, in the
+    order of the ids.
 
-    >>> packed([5, 258])
+    >>> pack_lengths([5, 258])
     b'\\x05\\x00\\x02\\x01'
     """
-    return struct.pack(
-        f"<{len(lengths)}{'H' if max(lengths, default=0) < 1 << 16 else 'I'}", *lengths
-    )
+    code = "H" if max(lengths, default=0) < 1 << 16 else "I"
+    return struct.pack(f"<{len(lengths)}{code}", *lengths)
 
 
-def unpacked(data: bytes, rows: int) -> tuple[int, ...]:
-    """Lengths that were `packed`. struct.error if there are not ``rows`` of them.
+def unpack_lengths(data: bytes, rows: int) -> tuple[int, ...]:
+    """Lengths that `pack_lengths` encoded. struct.error if there are not ``rows`` of them.
 
-    >>> unpacked(packed([5, 70_000]), 2)
+    >>> unpack_lengths(pack_lengths([5, 70_000]), 2)
     (5, 70000)
     """
     return _layout(rows, len(data)).unpack(data)
@@ -35,5 +34,5 @@ def _layout(rows: int, size: int) -> struct.Struct:
 
 
 def is_packed(data: object, rows: int) -> bool:
-    """Whether ``data`` are the lengths of ``rows`` rows."""
+    """Whether ``data`` can be the encoded lengths of ``rows`` rows."""
     return type(data) is bytes and len(data) in (2 * rows, 4 * rows)

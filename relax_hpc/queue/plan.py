@@ -1,5 +1,5 @@
-"""The queue's view of a run before it starts: the shape of a step, the staleness bound, and who
-needs what."""
+"""The plan of a run, as the queue needs it: the shape of a step, the staleness bound, and the tasks
+with the fields that they need."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from relax_hpc.config.roles import MAKERS, POLICY, ROLES
 from relax_hpc.config.schema import Config
 
 SUPERVISOR = "supervisor"
-"""Name by which the supervisor speaks to the queue; one that looks after a single group is
-supervisor-<group>."""
+"""Name under which the supervisor sends messages to the queue. One that supervises a single group
+is supervisor-<group>."""
 GENERATED = fields_by("rollout")
 UNSCORED = tuple(name for name in GENERATED if name != "reward")
-"""Fields that segments have: rewards come when a prompt group is whole."""
+"""Fields of segments: rewards are known only when a prompt group is complete."""
 NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
 """Generated fields that roles cannot work without."""
 _STEPS_AHEAD = 3
-"""Steps whose rows are read from files before they are trained on."""
+"""Steps whose rows may be read from files before they are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,18 @@ class Task:
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     in_order: bool
-    """Whether windows are cut in ticket order alone, so that they do not depend on when rows
-    arrive."""
+    """Whether windows are cut in ticket order, so that they do not depend on when rows arrive."""
     whole_step: bool = False
-    """Whether windows are whole steps: what the task gives follows from all rows of one."""
+    """Whether a window is a whole step, because the result depends on all rows of the step."""
     in_sets: bool = False
-    """Whether windows are parts of a step's set, see `controller.step_sets`: so for trainers at
-    staleness above 0, unless what they need was made for all tickets of a step together."""
+    """Whether windows are parts of a step's set, see `planning.step_sets`. This is so for trainers
+    at staleness above 0, unless they need a field that is computed from a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Shape of the run. A ticket is admitted for step ``ticket // prompts_per_step``; at staleness
-    0 that trains it."""
+    0 this step trains it."""
 
     steps: int
     prompts_per_step: int
@@ -50,68 +49,43 @@ class Plan:
     eval_every: int
     keep_steps: int
     tasks: dict[str, Task]
-    """Tasks by name, those of no group of this run too: a journal may know them from before the
-    groups were changed."""
+    """Tasks by name. It includes tasks of roles that this run does not have, because its journal
+    may contain them from before the groups were changed."""
     max_bytes: int
     max_rows: int
-    """Bounds of the rows that wait for training, beyond which tickets are given out for the next
-    step alone."""
+    """Bounds of the rows that wait for training. Above them, tickets are admitted only for the next
+    step."""
     trainers: dict[str, str]
-    """Roles that train, and the group that each is in."""
+    """Roles that train, and the group of each."""
     groups: frozenset[str]
-    """Groups as configured; what others hold from before the groups were changed comes back."""
+    """Configured groups. Leases and tickets of other groups, from before a change, are taken
+    back."""
     publish_lag: int = 64
     """Versions that an engine may be behind the newest and still get tickets."""
     colocated: str = ""
-    """Group whose actor and engines take turns; empty: there is none."""
+    """Group whose actor and engines take turns on the same devices; empty if there is none."""
     engines: int = 1
     """Engines of the rollout group, as configured."""
     refresh_every: int = 0
-    """Interval of versions that are kept for the reference: the newest that is a multiple of it; 0:
-    none."""
+    """The newest version whose number is a multiple of this is kept for the reference; 0: none."""
     maker: str = "rollout"
-    """Role that makes the rows."""
+    """Role that generates the rows or reads them from files."""
     compares: bool = False
-    """Whether the loss compares the episodes of a prompt group, all of which are then in one
+    """Whether the loss compares the episodes of a prompt group. All of them are then in the same
     micro-batch."""
 
     @classmethod
-    def of(cls, config: Config) -> Plan:
+    def from_config(cls, config: Config) -> Plan:
         """The plan that ``config`` describes."""
-        in_order, algorithm = config.max_staleness == 0, config.algorithm
-        tasks = {
-            name: Task(role.needs, fields_by(name), in_order)
-            for name, role in ROLES.items()
-            if name not in MAKERS and not role.trains and fields_by(name)
-        }
-        active = {role for group in config.groups.values() for role in group.roles}
-        scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
-        tasks |= {
-            task: Task(ROLES[name].needs, fields_by(name), in_order)
-            for task, name in scores.items()
-        }
-        # What follows from a prompt group alone is the same in whichever window that comes.
-        whole = algorithm.whole_step
-        tasks["advantages"] = Task(
-            algorithm.needs, algorithm.gives, in_order=False, whole_step=whole
-        )
-        learned = tuple(
-            field
-            for name, task in tasks.items()
-            if name in active or name in scores
-            for field in task.gives
-        )
-        trainers, in_sets = {POLICY: POLICY} | trainers_of(config.groups), not (in_order or whole)
-        for name in trainers:
-            tasks[name] = Task((*ROLES[name].needs, *learned), (), not in_sets, in_sets=in_sets)
-        made = cls(
+        algorithm, trainers = config.algorithm, {POLICY: POLICY} | trainers_of(config.groups)
+        plan = cls(
             steps=config.steps,
             prompts_per_step=config.prompts_per_step,
             samples_per_prompt=config.samples_per_prompt,
             max_staleness=config.max_staleness,
             eval_every=config.eval.every,
             keep_steps=config.queue.keep_steps,
-            tasks=tasks,
+            tasks=_tasks(config, trainers),
             max_bytes=config.queue.max_bytes,
             max_rows=config.queue.max_rows,
             trainers=trainers,
@@ -121,25 +95,32 @@ class Plan:
             engines=config.rollout.replicas,
             refresh_every=algorithm.kl.refresh_every,
         )
-        return made._of_files(algorithm.sequences) if algorithm.from_file else made
+        return plan._with_rows_of_files(algorithm.sequences) if algorithm.from_file else plan
 
-    def _of_files(self, sequences: int) -> Plan:
-        """The plan where rows are those of files, ``sequences`` each: they have no age, are made a
-        few steps ahead, and the actor itself evaluates."""
-        rows = min(self.max_rows, _STEPS_AHEAD * self.prompts_per_step * sequences)
-        ageless = {"max_staleness": self.steps, "publish_lag": self.steps}
+    def _with_rows_of_files(self, sequences: int) -> Plan:
+        """This plan for rows that are read from files, ``sequences`` for each ticket.
+
+        These rows have no version and never become stale. They are read a few steps ahead. The
+        actor evaluates, because the run has no engine.
+        """
         return replace(
-            self, maker="data", compares=sequences > 1, eval_every=0, max_rows=rows, **ageless
+            self,
+            maker="data",
+            compares=sequences > 1,
+            eval_every=0,
+            max_rows=min(self.max_rows, _STEPS_AHEAD * self.prompts_per_step * sequences),
+            max_staleness=self.steps,
+            publish_lag=self.steps,
         )
 
     @property
     def undeclared(self) -> bytes:
-        """Rows of each episode of a prompt group that nobody has declared, as in `row_ids`: it
-        counts as having one."""
+        """Rows of each episode of a prompt group that is not declared yet, as in `row_ids`: each
+        episode counts as one row."""
         return bytes([1]) * self.samples_per_prompt
 
     def knows(self, group: str) -> bool:
-        """Whether ``group`` is one of the run's, an elastic member of one, or a supervisor."""
+        """Whether ``group`` is a group of the run, an elastic member of one, or a supervisor."""
         return group == SUPERVISOR or bool(
             base_name(group.removeprefix(f"{SUPERVISOR}-"), self.groups)
         )
@@ -148,11 +129,38 @@ class Plan:
         return ticket // self.prompts_per_step
 
     def eval_due(self, evaluated: int, version: int) -> bool:
-        """Whether an engine that serves ``version`` owes an evaluation, ``evaluated`` (-1: none)
-        being the last."""
+        """Whether an engine that serves ``version`` has to evaluate it. ``evaluated``: the last
+        evaluated version; -1: none."""
         if not self.eval_every:
             return False
         at_end = version == self.steps and evaluated < self.steps
         return at_end or (
             evaluated < 0 or version // self.eval_every > evaluated // self.eval_every
         )
+
+
+def _tasks(config: Config, trainers: dict[str, str]) -> dict[str, Task]:
+    """All tasks by name; see `Plan.tasks`."""
+    in_order, algorithm = config.max_staleness == 0, config.algorithm
+    tasks = {}
+    for name, role in ROLES.items():
+        gives = fields_by(name)
+        if gives and name not in MAKERS and not role.trains:
+            tasks[name] = Task(role.needs, gives, in_order)
+    active = {role for group in config.groups.values() for role in group.roles}
+    scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
+    for task, name in scores.items():
+        tasks[task] = Task(ROLES[name].needs, fields_by(name), in_order)
+    # Advantages that follow from a prompt group alone are the same in any window. Only those that
+    # follow from the whole step need a window of a whole step.
+    whole = algorithm.whole_step
+    tasks["advantages"] = Task(algorithm.needs, algorithm.gives, in_order=False, whole_step=whole)
+    added: list[str] = []
+    for name, task_of_run in tasks.items():
+        if name in active or name in scores:
+            added += task_of_run.gives
+    in_sets = not (in_order or whole)
+    for name in trainers:
+        needs = (*ROLES[name].needs, *added)
+        tasks[name] = Task(needs, (), not in_sets, in_sets=in_sets)
+    return tasks

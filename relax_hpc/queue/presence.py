@@ -1,9 +1,9 @@
-"""Groups that the others have to wait for: not there yet, or not any more. Waiting for them is not
-failing.
+"""Presence of groups: which groups are absent or loading, so that timeouts of waiting processes are
+paused.
 
-While a group is queued, starts, loads or is being replaced, and while anybody is at work, the
-clocks of those who wait stand. A clock that runs out says that all are there, nobody works, and
-nothing comes: a mistake of ours.
+While a group is pending, starts, loads or is replaced, and while any process works, no timeout of a
+waiting process runs. If a timeout still expires, all groups are present, no process works, and no
+result arrives: that is a fault of this package.
 """
 
 from __future__ import annotations
@@ -14,71 +14,76 @@ from typing import Any
 from relax_hpc.config.groups import base_name
 from relax_hpc.config.schema import Config
 
-LOOK_S = 1.0
-"""Seconds between two looks."""
+UPDATE_S = 1.0
+"""Seconds between two updates."""
 _DAY_S = 86400.0
 _JOB_S = 365 * _DAY_S
-"""Seconds that no job lasts: its end comes first."""
+"""Seconds that no Slurm job lasts: its time limit ends it first."""
 
 
 def longest_wait_s(config: Config) -> float:
-    """Seconds for which a clock may stand, at most."""
+    """The most seconds for which timeouts may be paused."""
     return config.liveness.longest_wait_s or (_DAY_S if config.layout == "local" else _JOB_S)
 
 
 class Presence:
-    """The controller's view of the groups of a run but its own. Times are of the monotonic clock,
+    """The controller's view of all groups except its own. Times are of the monotonic clock, in
     seconds."""
 
     def __init__(self, groups: Collection[str], lease_s: float, now: float) -> None:
         self.groups, self.lease_s = [name for name in groups if name != "hub"], lease_s
-        self.stood_s = 0.0
-        """Seconds for which clocks have stood so far."""
-        self.stands = False
-        """Whether clocks stand now."""
-        self.lacking: dict[str, tuple[str, float]] = {}
-        """Groups that are not there, why, and since when (monotonic seconds)."""
-        self._looked = now
+        self.paused_s = 0.0
+        """Seconds for which timeouts were paused so far."""
+        self.paused = False
+        """Whether timeouts are paused now."""
+        self.absent: dict[str, tuple[str, float]] = {}
+        """Groups that are absent or loading, with the reason, and since when (monotonic
+        seconds)."""
+        self._updated_at = now
 
-    def look(
+    def update(
         self,
         beats: Mapping[str, Mapping[str, Any]],
         over: Callable[[tuple[str, int]], int],
         now: float,
         full: bool = False,
     ) -> None:
-        """Judge by the newest ``beats``; ``over`` says whether an incarnation is. Nothing if it has
-        just looked.
+        """Judge by the newest ``beats``. Does nothing if the last update was less than `UPDATE_S`
+        ago.
 
-        ``full``: somebody waits for a disk, and everybody for him.
+        ``over``: function that gives 0 for an incarnation that is still valid. ``full``: a process
+        waits for disk space, and all others wait for it.
         """
-        if (passed := now - self._looked) < LOOK_S:
+        passed_s = now - self._updated_at
+        if passed_s < UPDATE_S:
             return
-        self._looked = now
-        here = [
-            b
-            for b in beats.values()
-            if now - b["at"] <= self.lease_s and not over((b["group"], b["incarnation"]))
+        self._updated_at = now
+        live = [
+            beat
+            for beat in beats.values()
+            if now - beat["at"] <= self.lease_s and not over((beat["group"], beat["incarnation"]))
         ]
-        found = {name: why for name in self.groups if (why := self._why_lacking(name, here))}
-        self.lacking = {
-            name: (why, self.lacking.get(name, ("", now))[1]) for name, why in found.items()
+        reasons = {name: self._reason_of_absence(name, live) for name in self.groups}
+        self.absent = {
+            name: (reason, self.absent.get(name, ("", now))[1])
+            for name, reason in reasons.items()
+            if reason
         }
-        self.stands = (
-            full or bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)
-        )
-        if self.stands:
-            self.stood_s += passed
+        busy = any(beat.get("busy_s") or beat.get("loads") for beat in live)
+        self.paused = full or bool(self.absent) or busy
+        if self.paused:
+            self.paused_s += passed_s
 
-    def _why_lacking(self, name: str, here: Collection[Mapping[str, Any]]) -> str:
-        mine = [beat for beat in here if base_name(beat["group"], self.groups) == name]
-        if not mine:
+    def _reason_of_absence(self, name: str, live: Collection[Mapping[str, Any]]) -> str:
+        """Why others have to wait for the group; empty if it is present."""
+        beats = [beat for beat in live if base_name(beat["group"], self.groups) == name]
+        if not beats:
             return "is not there"
-        return "is loading" if all(beat.get("loads") for beat in mine) else ""
+        return "is loading" if all(beat.get("loads") for beat in beats) else ""
 
     def report(self, now: float) -> dict[str, dict[str, Any]]:
-        """Groups of `lacking` for others: {group: {"why", "since_s"}}."""
+        """Groups of `absent` for a message: {group: {"why", "since_s"}}."""
         return {
-            name: {"why": why, "since_s": now - since}
-            for name, (why, since) in self.lacking.items()
+            name: {"why": reason, "since_s": now - since}
+            for name, (reason, since) in self.absent.items()
         }

@@ -1,5 +1,5 @@
-"""Context of a role: its run, its place in the group, its connection to the queue, and its
-clock."""
+"""Context of a role: its run, its rank in the group, its connection to the queue, and its
+deadline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from relax_hpc.net.rendezvous.world import World
 from relax_hpc.queue.client import QueueClient
 
 HUB = ("hub", "an answer of the queue")
-"""Cause of a wait where the queue names nobody else."""
+"""Cause of a wait if the queue names no other role."""
 NEWS = ("actor", "a newer version")
 TURN = ("actor", "its turn on the devices")
 END = [("actor", "the end of the run", math.inf)]
-"""Cause of a wait that nothing came of, see `OpenSpan.because`."""
+"""Cause of a wait that ended without a result, see `OpenSpan.because`."""
 
 
 @dataclass(slots=True)
 class Context:
-    """One rank of one role. `client` is the leader's; other ranks have None."""
+    """One rank of one role. Only the leader has a `client`; it is None on other ranks."""
 
     run: RunDir
     config: Config
@@ -37,13 +37,13 @@ class Context:
     client: QueueClient | None
     spans: Spans
     stop: SignalFlag
-    """Flag that is set when the process is asked to end."""
+    """Flag that is set when the process has to end."""
     deadline: float | None = None
-    """Time at which the allocation ends, of the wall clock; None: it does not."""
-    kept_short: LogRotator | None = None
-    """Keeper that cuts the logs of this process, and of those that it starts."""
+    """Wall-clock time at which the allocation ends; None: it has no end."""
+    log_rotator: LogRotator | None = None
+    """Truncates the logs of this process and of its children."""
     has_worked: bool = False
-    """Whether this rank has trained a step. What else a role has done is known to the hub."""
+    """Whether this rank has trained a step. The hub knows what other roles have done."""
 
     @property
     def model(self) -> Path:
@@ -55,13 +55,13 @@ class Context:
         """Folder of the logs of this incarnation of the group."""
         return self.run.logs(self.group, self.incarnation)
 
-    def says(self, what: str) -> None:
-        """Tell people what this process is at before it begins to work; empty: it has begun."""
+    def report_phase(self, phase: str) -> None:
+        """Report what this process does before its work begins, for people; empty: it has begun."""
         if self.client:
-            self.client.beat.at_work(what)
+            self.client.beat.at_work(phase)
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody
-        waits for it."""
+        """Send metrics of ``step`` and the seconds by kind since the last report, without waiting
+        for an answer."""
         assert self.client is not None
         self.client.status.report(self.role, step, values, self.spans.take())

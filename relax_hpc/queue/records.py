@@ -1,4 +1,4 @@
-"""Records of the controller: prompt groups, leases and shards, and the events it tells of them."""
+"""Records of the controller: prompt groups, leases, shards and events."""
 
 from __future__ import annotations
 
@@ -6,64 +6,63 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.queue.lengths import unpacked
+from relax_hpc.queue.lengths import unpack_lengths
 from relax_hpc.queue.samplers import Assignment, GroupSize
 
 Owner = tuple[str, int]
 """A group and its incarnation."""
 Cause = tuple[str, str]
-"""Role that somebody waits for, and why, in few words that are the same in every step."""
+"""Role for which a process waits, and the reason, in few words that are the same in every step."""
 OBSERVER_INCARNATION = 0
-"""Incarnation of clients that only look: they are no group and may change nothing."""
+"""Incarnation of clients that only read: they belong to no group and may change nothing."""
 NO_STEP = -1
-"""Number that stands for no step yet, or for no place in the order of training."""
+"""Number that means "no step yet", or "no position in the order of training"."""
 FILTERED = "filtered"
-"""Reason why an attempt was dropped that was none of its own faults."""
+"""Reason of a dropped attempt that is not a failure of the attempt."""
 MAX_SHARD_BYTES = 1 << 42
-"""Bytes of a shard that are believed at most, so that sums stay numbers that a message can
-carry."""
-Part = tuple[int, tuple[str, ...]]
-"""A shard's number and the fields in it; one object for all prompt groups of the shard."""
+"""Upper bound of the size of a shard, whatever its descriptor says, so that sums fit into a
+message."""
+ShardFields = tuple[int, tuple[str, ...]]
+"""A shard's number and the fields in it. All prompt groups of the shard share one object."""
 
 
 @dataclass(slots=True)
 class PromptGroup:
-    """One prompt's episodes: who generates them, which rows and fields of them are there, and
-    where."""
+    """All episodes of one prompt: their owner, their rows and fields, and the shards of these."""
 
     owner: Owner | None
-    """Group and incarnation that generate it; None: it is not in generation."""
+    """Group and incarnation that generate it; None: it is not being generated."""
     attempt: int = 0
     filtered: int = 0
     """Earlier attempts that a filter dropped."""
     lengths: bytes = b""
-    """Tokens of every row, see `transfer_queue.lengths`."""
+    """Tokens of every row, see `queue.lengths`."""
     media: bytes = b""
-    """Tokens of every row that stand for media, and of all its media together, as `lengths`; empty:
-    it has none."""
+    """Tokens of every row that stand for media, then the tokens of all its distinct media, encoded
+    as `lengths`; empty: it has none."""
     episodes: bytes = b""
-    """Rows of each episode, see `transfer_queue.row_ids`; empty before somebody has declared it."""
+    """Rows of each episode, see `queue.row_ids`; empty until they are declared."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
     last: int = NO_STEP
-    """The last step that may train it: the oldest version of its tokens + max_staleness; while it
-    is in generation, of the version that its engine serves."""
-    place: int = NO_STEP
-    """Place in the order of training, once a step's set has it; see `controller.step_sets`."""
+    """The last step that may train it: the oldest version of its tokens + max_staleness. While it
+    is generated, the version that its engine serves counts too."""
+    position: int = NO_STEP
+    """Position in the order of training, once it is in a step's set; see `planning.step_sets`."""
     present: int = 0
-    """Fields that it has, as `FieldBits`."""
-    parts: tuple[Part, ...] = ()
+    """Fields that are present, as a mask of `FieldBits`."""
+    parts: tuple[ShardFields, ...] = ()
     """Shards with its fields, oldest first."""
 
     def has(self, bits: int) -> bool:
-        """Whether it has all these fields."""
+        """Whether all fields of the mask are present."""
         return self.present & bits == bits
 
     def declare(
         self, lengths: bytes, episodes: bytes, versions: frozenset[int], media: bytes = b""
     ) -> None:
-        """Note its rows: their lengths, those of each episode, the versions that sampled them, and
-        their media."""
+        """Set its rows: their lengths, the number in each episode, the versions that sampled them,
+        and the tokens of their media."""
         self.lengths, self.episodes, self.versions, self.media = lengths, episodes, versions, media
 
     @property
@@ -74,49 +73,48 @@ class PromptGroup:
     @property
     def row_tokens(self) -> tuple[int, ...]:
         """Tokens of each row."""
-        return unpacked(self.lengths, sum(self.episodes))
+        return unpack_lengths(self.lengths, sum(self.episodes))
 
     @property
     def size(self) -> GroupSize:
-        """Size by which its rows are dealt to ranks."""
-        *media, distinct = (
-            unpacked(self.media, self.rows + 1) if self.media else (0,) * (self.rows + 1)
-        )
+        """Size by which its rows are assigned to ranks."""
+        if not self.media:
+            return GroupSize(self.row_tokens, (0,) * self.rows, 0)
+        *media, distinct = unpack_lengths(self.media, self.rows + 1)
         return GroupSize(self.row_tokens, media, distinct)
 
     @property
     def failures(self) -> int:
-        """Earlier attempts that came to nothing."""
+        """Earlier attempts that failed."""
         return self.attempt - self.filtered
 
 
 @dataclass(slots=True)
 class Lease:
-    """Tickets that a consumer holds. `key` names the request, so that asking again gives the same
-    answer."""
+    """Tickets that a consumer holds. `key` names the request, so that a repeated request gets the
+    same answer."""
 
     task: str
     owner: Owner
     key: str
     tickets: tuple[int, ...]
     shards: tuple[int, ...]
-    """Numbers of the shards in which its fields lay when they were claimed: files stay as long as
-    the lease, even of dropped rows."""
+    """Numbers of the shards that had its fields at the time of the claim. Their files are kept
+    until the lease ends, even if rows are dropped."""
     assignment: Assignment = field(default_factory=list)
-    """Assignment of the rows of `tickets` to ranks; empty if the holder deals them out itself."""
+    """Assignment of the rows of `tickets` to ranks; empty if the holder assigns them itself."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """The bytes of a put, where they are, and who still needs them."""
+    """The bytes of a put: where they are, and how many users they have."""
 
     descriptor: dict[str, Any]
     fields: tuple[str, ...]
     owner: Owner
     """Group and incarnation that put it."""
     unsaved: tuple[int, ...] = ()
-    """Tickets whose rows are lost with the owner as long as the shard is not on disk; empty once it
-    is."""
+    """Tickets whose rows would be lost if the owner died now; empty once the shard is on disk."""
     needed: int = 0
     """Prompt groups that have fields in it."""
     untrained: int = 0
@@ -141,26 +139,26 @@ class Event:
 
 
 class FieldBits:
-    """Gives each field name a bit, so that the fields of a prompt group are one integer.
+    """Maps field names to bits, so that a set of fields is one integer.
 
     >>> bits = FieldBits(["token_ids", "reward"])
-    >>> bits.of(("reward",)), bits.of(("reward", "mine"))
+    >>> bits.mask(("reward",)), bits.mask(("reward", "score"))
     (2, 6)
     """
 
-    __slots__ = ("_bits", "_sums")
+    __slots__ = ("_bits", "_masks")
 
     def __init__(self, names: Iterable[str]) -> None:
         self._bits = {name: 1 << number for number, name in enumerate(dict.fromkeys(names))}
-        self._sums: dict[tuple[str, ...], int] = {}
+        self._masks: dict[tuple[str, ...], int] = {}
 
-    def of(self, names: tuple[str, ...]) -> int:
-        """The sum of the bits of ``names``; unknown ones get the next free bits."""
-        found = self._sums.get(names)
-        if found is None:
+    def mask(self, names: tuple[str, ...]) -> int:
+        """The sum of the bits of ``names``. Unknown names get the next free bits."""
+        mask = self._masks.get(names)
+        if mask is None:
             bits = [self._bits.setdefault(name, 1 << len(self._bits)) for name in names]
-            found = self._sums[names] = sum(set(bits))
-        return found
+            mask = self._masks[names] = sum(set(bits))
+        return mask
 
     @property
     def names(self) -> list[str]:

@@ -1,7 +1,8 @@
-"""Names of rows: the prompt group's ticket, the number of the episode, and that of the row in it.
+"""Ids of rows: the ticket of the prompt group, the number of the episode, and the row in it.
 
-Who owns a ticket declares its prompt group complete by what it puts: so many episodes, each of one
-row or several. That is told, and kept, as bytes: how many rows each episode has.
+The owner of a ticket declares its prompt group complete by the rows that it puts: a number of
+episodes, each of one row or several. Messages and the journal contain this as bytes, the number of
+rows of each episode.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 MAX_ROWS = 100
-"""Rows of an episode at most: they are numbered by two digits."""
+"""Most rows of an episode: two digits number them."""
 MAX_EPISODES = 1 << 16
-"""Episodes of a prompt group at most; a message about it has a byte for each."""
+"""Most episodes of a prompt group: a message about it has a byte for each."""
 
 
 def row_id(ticket: int, episode: int, row: int = 0) -> str:
@@ -23,15 +24,15 @@ def row_id(ticket: int, episode: int, row: int = 0) -> str:
     return f"{ticket:09d}.{episode:02d}.{row:02d}"
 
 
-def place_of(name: str) -> tuple[int, int, int]:
-    """The ticket, the episode and the row that an id names. ValueError: it is none.
+def parse_row_id(name: str) -> tuple[int, int, int]:
+    """The ticket, the episode and the row of an id. ValueError: the id is malformed.
 
-    >>> place_of("000000123.04.01")
+    >>> parse_row_id("000000123.04.01")
     (123, 4, 1)
     """
     try:
         ticket, _, end = name.partition(".")
-        return _natural(ticket), *_place_in_prompt(end)
+        return _parse_natural(ticket), *_parse_suffix(end)
     except (ValueError, AttributeError):
         raise ValueError(
             f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}"
@@ -39,15 +40,15 @@ def place_of(name: str) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _place_in_prompt(end: str) -> tuple[int, int]:
-    """Episode and row in the end of an id, behind the ticket: the same few in every prompt
-    group."""
-    episode, row = map(_natural, end.split("."))
+def _parse_suffix(end: str) -> tuple[int, int]:
+    """Episode and row of the end of an id, after the ticket. Prompt groups share few such ends."""
+    episode, row = map(_parse_natural, end.split("."))
     return episode, row
 
 
-def _natural(digits: str) -> int:
-    if (number := int(digits)) < 0:
+def _parse_natural(digits: str) -> int:
+    number = int(digits)
+    if number < 0:
         raise ValueError(digits)
     return number
 
@@ -61,39 +62,43 @@ def ticket_of(name: str) -> int:
     return int(name.partition(".")[0])
 
 
-def ids_of(ticket: int, episodes: bytes) -> list[str]:
-    """Ids of all rows of a prompt group whose ``episodes`` have so many rows each.
+def row_ids(ticket: int, episodes: bytes) -> list[str]:
+    """Ids of all rows of a prompt group; ``episodes``: rows of each episode.
 
-    >>> ids_of(7, bytes([1, 2]))
+    >>> row_ids(7, bytes([1, 2]))
     ['000000007.00.00', '000000007.01.00', '000000007.01.01']
     """
     start = f"{ticket:09d}"
-    return [start + end for end in id_ends(episodes)]
+    return [start + end for end in row_id_suffixes(episodes)]
 
 
 @lru_cache(maxsize=1024)
-def id_ends(episodes: bytes) -> tuple[str, ...]:
-    """Ends of the ids of all rows, behind the ticket."""
-    return tuple(
-        f".{episode:02d}.{row:02d}" for episode, rows in enumerate(episodes) for row in range(rows)
-    )
+def row_id_suffixes(episodes: bytes) -> tuple[str, ...]:
+    """Ends of the ids of all rows, after the ticket."""
+    ends = []
+    for episode, rows in enumerate(episodes):
+        ends += [f".{episode:02d}.{row:02d}" for row in range(rows)]
+    return tuple(ends)
 
 
 @lru_cache(maxsize=1024)
-def rows_by_episode(places: tuple[tuple[int, int], ...]) -> bytes:
-    """Rows of each episode, of which these (episode, row) are there; 0: not all of it is.
+def rows_by_episode(keys: tuple[tuple[int, int], ...]) -> bytes:
+    """Rows of each episode, given the (episode, row) of all rows. An episode with a gap has 0.
 
-    ValueError: one has more than MAX_ROWS, or there are more than MAX_EPISODES.
+    ValueError: an episode has more than MAX_ROWS, or there are more than MAX_EPISODES.
 
     >>> [*rows_by_episode(((0, 0), (1, 1), (1, 0)))], [*rows_by_episode(((0, 0), (2, 1)))]
     ([1, 2], [1, 0, 0])
     """
-    there: dict[int, set[int]] = {}
-    for episode, row in places:
-        there.setdefault(episode, set()).add(row)
-    if (most := max(map(len, there.values()))) > MAX_ROWS:
-        raise ValueError(f"row_id: found an episode of {most} rows, allowed: at most {MAX_ROWS}")
-    if (last := max(there)) >= MAX_EPISODES:
+    present: dict[int, set[int]] = {}
+    for episode, row in keys:
+        present.setdefault(episode, set()).add(row)
+    largest, last = max(map(len, present.values())), max(present)
+    if largest > MAX_ROWS:
+        raise ValueError(f"row_id: found an episode of {largest} rows, allowed: at most {MAX_ROWS}")
+    if last >= MAX_EPISODES:
         raise ValueError(f"row_id: found episode {last}, allowed: below {MAX_EPISODES}")
-    whole = {episode: len(rows) if max(rows) < len(rows) else 0 for episode, rows in there.items()}
-    return bytes(whole.get(episode, 0) for episode in range(last + 1))
+    complete = {
+        episode: len(rows) if max(rows) < len(rows) else 0 for episode, rows in present.items()
+    }
+    return bytes(complete.get(episode, 0) for episode in range(last + 1))

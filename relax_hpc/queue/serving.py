@@ -1,5 +1,5 @@
-"""A controller beside whatever else its process does: for runs of one process, and to try things
-out."""
+"""A controller in a thread of a process that does other work too: for tests, and for runs of one
+process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _END_S = 10.0
 
 @contextmanager
 def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Controller]:
-    """Serve ``run`` in a thread of this process, until the block ends; clients of all processes
-    find it.
+    """Serve ``run`` in a thread of this process until the block ends. Clients of all processes find
+    it.
 
-    What an earlier controller of the run has journaled is gone on with, and that one is fenced. At
-    the end whatever ended the thread before is raised, such as FencedError once another has taken
-    over.
+    The controller continues from the journal of an earlier controller, and fences that one. At the
+    end, the error that ended the thread early is raised, such as FencedError if another controller
+    has taken over.
     """
     run.create()
     incarnation = retry_write(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))
-    controller = Controller(run, Plan.of(config), incarnation, host, config.queue.durability)
+    controller = Controller(
+        run, Plan.from_config(config), incarnation, host, config.queue.durability
+    )
     publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="queue-controller") as pool:

@@ -118,7 +118,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     if args.ahead:
         wait_to_begin(run, args, partial(import_role, args.role, config, None), world.leader, stop)
         began = time.monotonic()
-    kept_short = LogRotator(find_own_log())
+    log_rotator = LogRotator(find_own_log())
     talks = world.leader or ROLES[args.role].serves
     member = args.role if world.leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
@@ -136,12 +136,12 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         spans,
         stop,
         deadline=args.deadline,
-        kept_short=kept_short,
+        log_rotator=log_rotator,
     )
     if client:
         client.beat.busy, client.beat.loads = spans.busy, spans.loads
     try:
-        context.says("importing libraries")
+        context.report_phase("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)
         # For its mark, while it beats: who does not is taken for dead.
         await_disk_space(logs)

@@ -176,9 +176,9 @@ def trainer_of(model: PolicyModel, config: Config) -> Trainer:
 def run(context: Context) -> None:
     """Train to the last step; asked to stop, or out of time, save at a step's edge."""
     config = context.config
-    context.says("meeting its ranks")
+    context.report_phase("meeting its ranks")
     ranks = Ranks(context, config.actor.parallel)
-    context.says("loading the model")
+    context.report_phase("loading the model")
     model = PolicyModel(
         read_config(context.model), config.model, config.actor.parallel, config.actor
     )

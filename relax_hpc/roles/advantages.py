@@ -12,7 +12,7 @@ from relax_hpc.algorithms.base import Prompt, rewards_of
 from relax_hpc.base.errors import ConfigError
 from relax_hpc.queue.client.claims import check_claim
 from relax_hpc.queue.process_context import END, HUB, Context
-from relax_hpc.queue.row_schema import Row, by_prompt
+from relax_hpc.queue.row_schema import Row, nest_rows
 from relax_hpc.queue.storage.media import placeholders_of
 
 _EVERYTHING = 1 << 40
@@ -21,7 +21,7 @@ _EVERYTHING = 1 << 40
 def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[Row]:
     """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups, in the
     order of their ids."""
-    prompts = by_prompt(rows)
+    prompts = nest_rows(rows)
     if algorithm.shuffle_rewards:
         prompts = shuffled(prompts, seed)
     return [
@@ -61,7 +61,7 @@ def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
     placeholders = placeholders_of(context.run.model)
-    context.says("")
+    context.report_phase("")
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             claim = client.claim("advantages", _EVERYTHING)

@@ -60,7 +60,7 @@ class Checkpoints:
         """
         role = self.context.role
         self.saver.prepare()
-        self.context.says("")
+        self.context.report_phase("")
         found = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
         points = [
             point for point in reversed([Checkpoint(**about) for about in found]) if point.whole
@@ -69,7 +69,7 @@ class Checkpoints:
         self.saved = step, time.time()
         self.saver.ready()
         self.ranks.ask(lambda client: client.training.resume(step, role))
-        self.context.says("")
+        self.context.report_phase("")
         return step
 
     def _newest(self, points: Sequence[Checkpoint]) -> int:
@@ -77,7 +77,7 @@ class Checkpoints:
         failures = []
         for point in points:
             directory = self.context.run.checkpoints / point.name
-            self.context.says(f"loading checkpoint {point.name}")
+            self.context.report_phase(f"loading checkpoint {point.name}")
             try:
                 return int(
                     store.load(directory, self.trainer, self.ranks.control, point.digest)["step"]

@@ -47,7 +47,13 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
         make_durable(directory)
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
     controller = Controller(
-        directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s, gathers=True
+        directory,
+        Plan.from_config(config),
+        incarnation,
+        address,
+        durability,
+        lease_s=lease_s,
+        gathers=True,
     )
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.configured(config)

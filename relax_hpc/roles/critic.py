@@ -93,9 +93,9 @@ class Values(Beside):
 def run(context: Context) -> None:
     """Train to the last step; asked to stop, or out of time, save at a step's edge."""
     config = context.config
-    context.says("meeting its ranks")
+    context.report_phase("meeting its ranks")
     ranks = Ranks(context, config.critic.parallel)
-    context.says("loading the model")
+    context.report_phase("loading the model")
     directory = Path(config.model.critic_path) if config.model.critic_path else context.model
     model = CriticModel(read_config(directory), config.model, config.critic.parallel, config.critic)
     model.load_hf(directory)

@@ -46,10 +46,10 @@ _FOR_NEWS = [(*NEWS, math.inf)]
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
-    context.says("reading rows")
+    context.report_phase("reading rows")
     examples = open_train(context.run, config, load_tokenizer(context.model))
     note_bad_lines(client, examples)
-    context.says("")
+    context.report_phase("")
     with ExampleMedia(context) as media:
         Feeder(context, PromptSource(examples, config), media).serve()
 

@@ -120,11 +120,11 @@ def run(context: Context) -> None:
         context.role, ""
     )
     forward = getattr(config, context.role)
-    context.says("meeting its ranks")
+    context.report_phase("meeting its ranks")
     ranks = Ranks(context, forward.parallel)
-    context.says("loading the model")
+    context.report_phase("loading the model")
     scorer = Scorer(context, ranks, Path(frozen) if frozen else context.model)
-    context.says("")
+    context.report_phase("")
     if context.world.leader:
         every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(
             context.role, 0

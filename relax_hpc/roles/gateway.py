@@ -26,7 +26,7 @@ def run(context: Context) -> None:
         assert context.client is not None
         address = own_address(context.config, context.group)
         async with gateway(context.run, context.incarnation, address) as there:
-            context.says("")
+            context.report_phase("")
             telling = asyncio.create_task(_tell(context, there.front))
             over = asyncio.ensure_future(asyncio.wrap_future(context.client.status.over()))
             try:

@@ -131,8 +131,8 @@ def _server(context: Context, number: int) -> ServerProcess:
             flags="genrm.flags",
         )
     )
-    if context.kept_short:
-        context.kept_short.add(server.log)
+    if context.log_rotator:
+        context.log_rotator.add(server.log)
     return server
 
 
@@ -146,12 +146,14 @@ async def _started(context: Context, servers: list[ServerProcess]) -> None:
                 tasks.create_task(_start(context, server))
     finally:
         telling.cancel()
-    context.says("")
+    context.report_phase("")
 
 
 async def _tell(context: Context, servers: list[ServerProcess]) -> None:
     while True:
-        context.says(next(filter(None, (server.phase for server in servers)), "starting servers"))
+        context.report_phase(
+            next(filter(None, (server.phase for server in servers)), "starting servers")
+        )
         await asyncio.sleep(_TELL_S)
 
 

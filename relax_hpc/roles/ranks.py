@@ -22,7 +22,7 @@ from relax_hpc.queue.client.claims import APPEARS_S, still_held
 from relax_hpc.queue.group_sizes import group_sizes
 from relax_hpc.queue.process_context import Context
 from relax_hpc.queue.row_schema import Row
-from relax_hpc.queue.samplers import dealt
+from relax_hpc.queue.samplers import assign_groups
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.queue.storage.shard import ShardError
 from relax_hpc.queue.storage.shard_store import ShardReader, files_of, planes_of
@@ -132,7 +132,7 @@ class Ranks:
         """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens
         as the others', and as many, see `samplers.dealt`."""
         most = settings.pack_tokens, settings.pack_media_tokens
-        return dealt(group_sizes(rows), self.layout.data_size, *most)[self.layout.data_rank]
+        return assign_groups(group_sizes(rows), self.layout.data_size, *most)[self.layout.data_rank]
 
     def collect(
         self,

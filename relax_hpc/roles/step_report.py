@@ -15,7 +15,7 @@ from relax_hpc.algorithms.losses import MAX_SUFFIX, PER_WEIGHT
 from relax_hpc.data.multimodal.medium import Grid, Kind
 from relax_hpc.net.rendezvous.channel import RankChannel
 from relax_hpc.queue.client import StepTrained
-from relax_hpc.queue.row_schema import NOBODY, Row, by_prompt
+from relax_hpc.queue.row_schema import NO_VERSION, Row, nest_rows
 from relax_hpc.training.models.flops import training_flops
 from relax_hpc.training.models.spec import ModelSpec
 from relax_hpc.training.models.towers.media import RowMedia
@@ -47,7 +47,7 @@ class Tally:
         """Count rows of whole prompt groups, in the order of their ids, and ``media`` of some."""
         inputs = media.inputs if media else {}
         self.media |= {name: (one.kind, one.grid) for name, one in inputs.items()}
-        prompts = by_prompt(rows)
+        prompts = nest_rows(rows)
         for prompt in prompts:
             rewards = {float(episode[0]["reward"]) for episode in prompt}
             self.compared += len(prompt) > 1
@@ -102,7 +102,7 @@ def row_counts(rows: Sequence[Row]) -> RowCounts:
     lengths = np.array([len(row["token_versions"]) for row in rows])
     prompts = np.array([row["prompt_len"] for row in rows])
     starts = np.cumsum(lengths) - lengths
-    sampled = np.concatenate([row["token_versions"] for row in rows]) != NOBODY
+    sampled = np.concatenate([row["token_versions"] for row in rows]) != NO_VERSION
     begins = np.repeat(starts + prompts, lengths)
     response = np.arange(len(sampled)) >= begins
     sampled_before = np.concatenate(([False], sampled[:-1]))

@@ -129,11 +129,11 @@ class WindowStream:
         longest, until, stood = (
             longest_wait_s(self.config),
             time.monotonic() + patience,
-            client.beat.stood_s,
+            client.beat.paused_s,
         )
         while not wait([work, *([other] if other else [])], _LOOK_S, FIRST_COMPLETED).done:
             # While somebody is not there, the clock stands.
-            if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
+            if time.monotonic() > until + min(client.beat.paused_s - stood, longest):
                 where = f"the logs of the group that is behind in {self.context.run.root / 'logs'}"
                 raise DeadlineError(f"{what} for {patience:g} s; see relax-hpc status, and {where}")
             self.ranks.control.still_waits()

@@ -12,7 +12,7 @@ import numpy as np
 from relax_hpc.base.versions import Version
 from relax_hpc.data.tokenizer import Tokenizer
 from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
-from relax_hpc.queue.row_schema import NOBODY, Row, turns_of
+from relax_hpc.queue.row_schema import NO_VERSION, Row, split_turns
 from relax_hpc.rollout.episodes.recording import recording_of
 from relax_hpc.rollout.sample_log import Sample
 from relax_hpc.rollout.samples import begins_in_thought
@@ -37,7 +37,7 @@ def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
         **_media(row, before, media),
         "tokens": int(np.count_nonzero(versions[after])),
     }
-    turns = list(turns_of(versions, after.start))
+    turns = list(split_turns(versions, after.start))
     if any(not sampled for sampled, _ in turns):
         sample["turns"] = [_turn(row, sampled, part, tokenizer, media) for sampled, part in turns]
     if told := row.get("environment"):
@@ -76,7 +76,7 @@ def _call(found: ToolCall | ToolError) -> Sample:
 
 def _known(row: Row, part: slice) -> Sample:
     codes = np.unique(row["token_versions"][part]).tolist()
-    known = {"versions": [str(Version.decode(code)) for code in codes if code != NOBODY]}
+    known = {"versions": [str(Version.decode(code)) for code in codes if code != NO_VERSION]}
     return (
         known | {"trained": int(np.count_nonzero(row["loss_mask"][part]))}
         if "loss_mask" in row

@@ -58,8 +58,8 @@ class Replica:
         self.context, self.config = rollout.context, rollout.config
         context, number = self.context, entry.number
         self.engine = self.new_engine()
-        if context.kept_short:
-            context.kept_short.add(context.logs / f"engine-{number}.log")
+        if context.log_rotator:
+            context.log_rotator.add(context.logs / f"engine-{number}.log")
         self.ready = asyncio.Event()
         """Event that is cleared while the engine's weights are not known: then nothing is asked of
         it."""

@@ -50,7 +50,7 @@ class Rollout:
 
     def __init__(self, context: Context) -> None:
         self.context, self.config, self.client = context, context.config, context.client
-        context.says("reading prompts")
+        context.report_phase("reading prompts")
         self.tokenizer = load_tokenizer(context.model)
         config = self.config
         self.task = get_task(config.data.task)
@@ -105,7 +105,7 @@ class Rollout:
         self.phases: dict[str, str] = {}
         """Words for what each engine that starts is doing, or what else is waited for, by name."""
         # The hub may be away for long.
-        context.says("")
+        context.report_phase("")
         if context.world.leader:
             note_bad_lines(self.client, self.train_prompts)
 
@@ -149,12 +149,12 @@ class Rollout:
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""
         try:
-            self.context.says("starting the reward")
+            self.context.report_phase("starting the reward")
             await self.judging.start()
             if self.player:
-                self.context.says("starting environments")
+                self.context.report_phase("starting environments")
                 await self.player.start()
-            self.context.says("")
+            self.context.report_phase("")
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(self.membership.follow())
                 await self.pool.serve(self.membership.wanted())

@@ -20,7 +20,7 @@ from relax_hpc.data.visits import Visits
 from relax_hpc.environments.tool_calls import opens_thought
 from relax_hpc.queue.records import FILTERED
 from relax_hpc.queue.row_ids import row_id
-from relax_hpc.queue.row_schema import NOBODY, Row, turns_of
+from relax_hpc.queue.row_schema import NO_VERSION, Row, split_turns
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.engines.engine import (
     CUT_REASONS,
@@ -141,7 +141,7 @@ def turns_in(episode: Episode, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]
     """Turns of the policy and words of the environment in an episode, see `RewardInput.turns`."""
     for number, row in enumerate(episode.rows):
         ids = row.generation.token_ids
-        for mine, part in turns_of(np.asarray(row.generation.token_versions), 0):
+        for mine, part in split_turns(np.asarray(row.generation.token_versions), 0):
             text = turn_text(ids[part], tokenizer) if mine else tokenizer.decode(ids[part])
             yield {"by": "policy" if mine else "environment", "row": number, "text": text}
 
@@ -240,7 +240,7 @@ def leave_older_out(row: Row) -> None:
     """Train only on tokens of the version that drew the last one of ``row`` that anybody
     sampled."""
     versions = row["token_versions"]
-    if len(sampled := versions[versions != NOBODY]):
+    if len(sampled := versions[versions != NO_VERSION]):
         row["loss_mask"] *= versions == sampled[-1]
 
 
@@ -281,7 +281,7 @@ def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
     """Per-token fields of all rows, end to end: tokens of no version were sampled by nobody, and
     are not trained on."""
     blank = np.zeros(max(len(turn.prompt) for turn in turns), np.float32)
-    nobody = np.full(len(blank), NOBODY, np.int32)
+    nobody = np.full(len(blank), NO_VERSION, np.int32)
     pairs = [(turn, len(turn.prompt)) for turn in turns]
     versions = np.concatenate(
         [part for turn, known in pairs for part in (nobody[:known], turn.generation.token_versions)]
@@ -296,7 +296,7 @@ def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
             [*chain.from_iterable((*turn.prompt, *turn.generation.token_ids) for turn in turns)],
             np.int32,
         ),
-        "loss_mask": (versions != NOBODY).astype(np.uint8),
+        "loss_mask": (versions != NO_VERSION).astype(np.uint8),
         "rollout_logprobs": np.concatenate(logprobs),
         "token_versions": versions.astype(np.int32, copy=False),
     }

@@ -527,7 +527,7 @@ def test_a_kl_whose_gradient_is_zero_is_refused():
 def test_the_roles_that_score_are_those_that_the_algorithm_needs(overrides, roles):
     config = load([], overrides)
     assert set(config.groups) == {"hub", "rollout", "actor"} | roles
-    tasks = Plan.of(config).tasks
+    tasks = Plan.from_config(config).tasks
     scores = {name for role in roles for name in fields_by(role)}
     assert set(tasks["actor"].needs) == {"token_ids", "reward", "advantages"} | scores
     assert tasks["advantages"].needs == config.algorithm.needs

@@ -192,7 +192,7 @@ def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
     run |= {"rollout.max_new_tokens": 5, "algorithm.name": "ppo"}
     config = load([], run)
     assert config.groups["critic"].roles == ["critic"] and check(config) == []
-    tasks = Plan.of(config).tasks
+    tasks = Plan.from_config(config).tasks
     assert (tasks["critic_values"].needs, tasks["critic_values"].gives) == (
         ("token_ids",),
         ("values",),
@@ -205,7 +205,7 @@ def test_ppo_brings_a_critic_that_scores_and_trains(tmp_path: Path) -> None:
         assert {"values", "returns", "advantages"} <= set(tasks[trainer].needs) and tasks[
             trainer
         ].gives == ()
-    assert Plan.of(config).trainers == {"actor": "actor", "critic": "critic"}
+    assert Plan.from_config(config).trainers == {"actor": "actor", "critic": "critic"}
     assert [Ppo(critic_warmup_steps=2).trains_policy(step) for step in range(3)] == [
         False,
         False,

@@ -429,7 +429,7 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
             assert {one["errno"] for one in found} == {number} and found[0][
                 "who"
             ] == "hub/controller"
-            wait_for(lambda: roles["rollout"].beat.stood_s > 2 * config.queue.wait_timeout_s)
+            wait_for(lambda: roles["rollout"].beat.paused_s > 2 * config.queue.wait_timeout_s)
             assert not late.done() and not later.done()
             written = [
                 record["op"] for _, record in journal_frames(controller.journal.path, 0, None)

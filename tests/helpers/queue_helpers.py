@@ -69,7 +69,11 @@ def serve_here(
     """What a controller process of a test does, until it is killed."""
     run = RunDir(path)
     controller = Controller(
-        run, Plan.of(config or small()), incarnation, snapshot_every=snapshot_every, gathers=gathers
+        run,
+        Plan.from_config(config or small()),
+        incarnation,
+        snapshot_every=snapshot_every,
+        gathers=gathers,
     )
     publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     controller.serve(lambda: False)
@@ -82,7 +86,11 @@ def in_thread(
     """A controller of the next hub incarnation in a thread of this process."""
     incarnation = claim_incarnation(run, "hub")
     controller = Controller(
-        run, Plan.of(config), incarnation, durability=durability, snapshot_every=snapshot_every
+        run,
+        Plan.from_config(config),
+        incarnation,
+        durability=durability,
+        snapshot_every=snapshot_every,
     )
     publish_card(run, GroupCard("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()

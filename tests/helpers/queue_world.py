@@ -17,9 +17,9 @@ from relax_hpc.queue.controller.messages import Refused, Request
 from relax_hpc.queue.controller.service import QueueService
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.waiting import NotYet
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, UNSCORED, Plan
-from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.row_ids import row_ids
 from tests.helpers.queue_helpers import GIVES
 
 NOTHING = Version(0, 0)
@@ -181,7 +181,7 @@ class World:
         )
         for held in self.service.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
-            rows = sum(len(ids_of(ticket, self.declared[ticket])) for ticket in held.tickets)
+            rows = sum(len(row_ids(ticket, self.declared[ticket])) for ticket in held.tickets)
             assert dealt == (list(range(rows)) if held.task == "actor" else []), (
                 "each row is one rank's"
             )
@@ -222,7 +222,11 @@ class World:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
         summary = [
-            {"ticket": t, "episodes": row["episodes"], "lengths": packed(row.get("lengths", []))}
+            {
+                "ticket": t,
+                "episodes": row["episodes"],
+                "lengths": pack_lengths(row.get("lengths", [])),
+            }
             | {"versions": row.get("made_by", [])}
             for t, row in rows.items()
         ]
@@ -678,7 +682,7 @@ class World:
         assert self.service.state.progress.finished(), contents(self.service.state)
         assert len(self.declared) == self.plan.steps * self.plan.prompts_per_step
         last = {
-            name for ticket, episodes in self.declared.items() for name in ids_of(ticket, episodes)
+            name for ticket, episodes in self.declared.items() for name in row_ids(ticket, episodes)
         }
         assert {name for name, what in self.status.items() if what == "trained"} == last
         assert set(self.status.values()) <= {"trained", "dropped"}

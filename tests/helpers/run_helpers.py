@@ -288,7 +288,7 @@ def open_to_others(folder: Path) -> list[Path]:
 
 def queue_state(run: RunDir) -> QueueState:
     """The queue as the journal leaves it."""
-    state = QueueState(Plan.of(load_resolved(run.root)))
+    state = QueueState(Plan.from_config(load_resolved(run.root)))
     for record in journal_records(run):
         state.apply(record)
     return state

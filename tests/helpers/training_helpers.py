@@ -32,7 +32,7 @@ from relax_hpc.config.schema import (
     TinyModelConfig,
 )
 from relax_hpc.net.rendezvous.channel import RankChannel
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.roles.inner_forward import InnerRoles
@@ -134,7 +134,7 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     come in any order."""
     config = small(len(samples) // 2, 2, steps=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    service, keys, windows = InMemory(Plan.of(config)), count(), []
+    service, keys, windows = InMemory(Plan.from_config(config)), count(), []
 
     def ask(group: str, op: str, **args: Any) -> Any:
         return service.ask(group, 1, f"k{next(keys)}", op, **args)
@@ -146,7 +146,9 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     ask("rollout", "serve", reader="r", version=str(version))
     ask("rollout", "admit", reader="r", count=len(samples))
     for ticket in arrival:
-        lengths = packed([len(row["token_ids"]) for row in samples[2 * ticket : 2 * ticket + 2]])
+        lengths = pack_lengths(
+            [len(row["token_ids"]) for row in samples[2 * ticket : 2 * ticket + 2]]
+        )
         summary = {
             "ticket": ticket,
             "episodes": b"\1\1",

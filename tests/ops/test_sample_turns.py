@@ -18,7 +18,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.ops.observe.sample_page import page
 from relax_hpc.ops.observe.sample_reading import whole
 from relax_hpc.ops.observe.sample_text import lines
-from relax_hpc.queue.row_schema import turns_of
+from relax_hpc.queue.row_schema import split_turns
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.rewards import Score
 from relax_hpc.rollout.engines.engine import Generation
@@ -232,7 +232,7 @@ def test_turns_that_are_none_are_left_out(sample: Sample) -> None:
 
 def test_turns_lie_side_by_side() -> None:
     for codes in itertools.product((0, 7), repeat=5):
-        found = list(turns_of(np.array((9, *codes), np.int32), 1))
+        found = list(split_turns(np.array((9, *codes), np.int32), 1))
         assert [place for _, part in found for place in range(part.start, part.stop)] == [
             1,
             2,
@@ -246,4 +246,4 @@ def test_turns_lie_side_by_side() -> None:
             for place in range(*part.indices(6))
         )
         assert all(one[0] != other[0] for one, other in itertools.pairwise(found))
-    assert list(turns_of(np.array([9], np.int32), 1)) == []
+    assert list(split_turns(np.array([9], np.int32), 1)) == []

@@ -243,7 +243,7 @@ class TrainersWorld(World):
 
 
 def trainers_plan(others: tuple[str, ...], **about: Any) -> Plan:
-    plan = Plan.of(small(**about))
+    plan = Plan.from_config(small(**about))
     tasks, trainers = dict.fromkeys(others, plan.tasks["actor"]), {role: role for role in others}
     return replace(
         plan,

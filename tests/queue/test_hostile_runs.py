@@ -486,8 +486,8 @@ def test_the_queue_knows_an_algorithm_that_is_not_imported(
     with refuse_imports():
         looked_at = load_resolved(run.root)
     assert isinstance(looked_at.algorithm, UnavailableAlgorithm)
-    assert Plan.of(looked_at) == Plan.of(config)
-    assert Plan.of(config).tasks["advantages"].whole_step
+    assert Plan.from_config(looked_at) == Plan.from_config(config)
+    assert Plan.from_config(config).tasks["advantages"].whole_step
     run.algorithm.write_text(json.dumps({**record_of(config.algorithm), "gives": [3]}))
     with refuse_imports():
         assert load_resolved(run.root).algorithm.gives == ("advantages",)

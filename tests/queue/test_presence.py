@@ -41,26 +41,26 @@ class World:
             f"{number}": {"incarnation": 1, "at": self.now} | beat
             for number, beat in enumerate(beats)
         }
-        self.presence.look(found, lambda owner: int(owner in self.over), self.now)
-        return {name: why for name, (why, _) in self.presence.lacking.items()}
+        self.presence.update(found, lambda owner: int(owner in self.over), self.now)
+        return {name: why for name, (why, _) in self.presence.absent.items()}
 
 
 def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
     world = World()
     actor, rollout = {"group": "actor"}, {"group": "rollout"}
-    assert world.look(actor) == {"rollout": "is not there"} and world.presence.stood_s == 2.0
+    assert world.look(actor) == {"rollout": "is not there"} and world.presence.paused_s == 2.0
     assert world.look(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
     assert world.presence.report(world.now)["rollout"]["since_s"] == 2.0, (
         "since it was first missed"
     )
-    assert world.look(actor, rollout) == {} and world.presence.stood_s == 4.0
+    assert world.look(actor, rollout) == {} and world.presence.paused_s == 4.0
 
 
 def test_clocks_stand_while_anybody_works_and_run_when_all_wait() -> None:
     world = World()
     beats = [{"group": name} for name in ("actor", "rollout-2")]
-    assert world.look(*beats, {"group": "actor", "busy_s": 5.0}) == {} and world.presence.stands
-    assert world.look(*beats) == {} and not world.presence.stands
+    assert world.look(*beats, {"group": "actor", "busy_s": 5.0}) == {} and world.presence.paused
+    assert world.look(*beats) == {} and not world.presence.paused
 
 
 def test_what_is_over_or_silent_is_not_there() -> None:
@@ -77,17 +77,17 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
 ) -> None:
     """The queue's own clock, and that of a client, stand together; then the error is the
     queue's."""
-    monkeypatch.setattr(presence, "LOOK_S", 0.05)
+    monkeypatch.setattr(presence, "UPDATE_S", 0.05)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.beat_s = 0.3, 0.05
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
         asked = actor.claim_later("actor", BUDGET)
         deadline = time.monotonic() + 20.0
-        while actor.beat.stood_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
+        while actor.beat.paused_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
             assert not asked.done()
             # A look at the clock that stands; the deadline above ends it.
             time.sleep(0.01)
-        assert controller.service.presence.lacking.keys() >= {"rollout"}
+        assert controller.service.presence.absent.keys() >= {"rollout"}
         others = [
             QueueClient(run, config, name, 1)
             for name in config.groups
@@ -97,7 +97,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
             DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"
         ):
             asked.result(20.0)
-        assert not controller.service.presence.lacking
+        assert not controller.service.presence.absent
         for client in others:
             client.close()
 
@@ -105,7 +105,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(
 def test_nobody_is_waited_for_longer_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "LOOK_S", 0.05)
+    monkeypatch.setattr(presence, "UPDATE_S", 0.05)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.wait_timeout_s, config.liveness.longest_wait_s = 0.2, 0.5
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
@@ -137,7 +137,7 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
 ) -> None:
     """Nor is it waited for: it is the actor that loads, and the wait is no part of an engine's
     start."""
-    monkeypatch.setattr(presence, "LOOK_S", 0.0)
+    monkeypatch.setattr(presence, "UPDATE_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.05
     with in_thread(run, config) as controller, QueueClient(run, config, "rollout", 1) as client:
@@ -149,7 +149,7 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
         until(
-            lambda: "rollout" not in controller.service.presence.lacking,
+            lambda: "rollout" not in controller.service.presence.absent,
             20.0,
             "the rollout is there",
         )
@@ -159,7 +159,7 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(
             "it has waited until now"
         )
         until(
-            lambda: controller.service.presence.lacking.get("rollout", [""])[0] == "is loading",
+            lambda: controller.service.presence.absent.get("rollout", [""])[0] == "is loading",
             20.0,
             "the rollout loads",
         )

@@ -19,7 +19,7 @@ from relax_hpc.queue.controller.handlers import tickets as handlers
 from relax_hpc.queue.controller.planning import admission
 from relax_hpc.queue.controller.planning.admission import admissible
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.helpers.queue_helpers import small
@@ -72,7 +72,7 @@ class Small:
                 ticket,
                 group.owner and (names.index(group.owner[0]), group.owner[1]),
                 tuple(sorted(group.versions)),
-                (state.tasks["actor"].statuses[ticket], group.last, group.place),
+                (state.tasks["actor"].statuses[ticket], group.last, group.position),
             )
             for ticket, group in sorted(state.groups.items())
         )
@@ -141,7 +141,7 @@ class Small:
             {
                 "ticket": ticket,
                 "episodes": self.plan.undeclared,
-                "lengths": packed([3, 3]),
+                "lengths": pack_lengths([3, 3]),
                 "versions": codes,
             }
         ]
@@ -217,7 +217,7 @@ def plan_of(groups: int, steps: int, staleness: int) -> Plan:
     config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES} | {
         "actor": GroupConfig(roles=["actor"])
     }
-    return Plan.of(config)
+    return Plan.from_config(config)
 
 
 def explore(plan: Plan, deaths: int) -> int:

@@ -16,9 +16,9 @@ from relax_hpc.config.schema import GroupConfig
 from relax_hpc.queue.controller.handlers import claims
 from relax_hpc.queue.controller.planning.claims import assignment
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.lengths import is_packed, packed, unpacked
+from relax_hpc.queue.lengths import is_packed, pack_lengths, unpack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
-from relax_hpc.queue.samplers import GroupSize, dealt, schedule
+from relax_hpc.queue.samplers import GroupSize, assign_groups, schedule
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.helpers.queue_world import InMemory, contents, refused_kind
 
@@ -35,7 +35,7 @@ def service_with(tickets: list[int], saved: bool = True) -> InMemory:
     in its shard."""
     config = small(4, 2)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    service = InMemory(Plan.of(config))
+    service = InMemory(Plan.from_config(config))
     service.ask("actor", 1, "resume", "resume", step=0)
     service.ask("actor", 1, "publish", "publish", version=str(V0), digest="d")
     service.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
@@ -44,7 +44,7 @@ def service_with(tickets: list[int], saved: bool = True) -> InMemory:
         row = {
             "ticket": ticket,
             "episodes": b"\1\1",
-            "lengths": packed(LENGTHS[ticket]),
+            "lengths": pack_lengths(LENGTHS[ticket]),
             "versions": [V0.encode()],
         }
         put = {
@@ -64,8 +64,8 @@ def expected() -> list[list[list[int]]]:
 
 @given(sizes=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 70_000), min_size=1, max_size=9))
 def test_lengths_come_back_as_they_were_packed(sizes):
-    data = packed(sizes)
-    assert unpacked(data, len(sizes)) == tuple(sizes)
+    data = pack_lengths(sizes)
+    assert unpack_lengths(data, len(sizes)) == tuple(sizes)
     assert len(data) == (2 if max(sizes) < 65536 else 4) * len(sizes)
     assert is_packed(data, len(sizes)) and not is_packed(data + b"x", len(sizes))
 
@@ -124,11 +124,13 @@ def test_media_of_rows_count_twice_and_may_be_bounded(restarted):
         row = {
             "ticket": ticket,
             "episodes": b"\1\1",
-            "lengths": packed(about),
+            "lengths": pack_lengths(about),
             "versions": [V0.encode()],
         }
         put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED)}
-        extras = [{"ticket": 1, "media": named, "tokens": packed(MEDIA)}] if ticket == 1 else []
+        extras = (
+            [{"ticket": 1, "media": named, "tokens": pack_lengths(MEDIA)}] if ticket == 1 else []
+        )
         assert service.ask("rollout", 1, f"put{ticket}", "put", **put, extras=extras) == {
             "refused": {}
         }
@@ -138,7 +140,7 @@ def test_media_of_rows_count_twice_and_may_be_bounded(restarted):
         GroupSize(rows, [9, 9] if ticket == 1 else [0, 0], 9 * (ticket == 1))
         for ticket, rows in LENGTHS.items()
     ]
-    assert claim["assignment"] == dealt(sizes, 2, 64, 8, batch=1) != expected()
+    assert claim["assignment"] == assign_groups(sizes, 2, 64, 8, batch=1) != expected()
     assert refused_kind(service, "actor", 1, "d", "claim", **WINDOW, max_media=-1) == "refused"
 
 
@@ -202,11 +204,14 @@ def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
 
 
 @pytest.mark.parametrize(
-    "dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}]
+    "assignment", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}]
 )
-def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
+def test_an_impossible_deal_is_refused(assignment: dict[str, Any]):
     window = {"task": "actor", "budget": BUDGET, "boundary": 4}
-    assert refused_kind(service_with([0]), "actor", 1, "c", "claim", **window, **dealt) == "refused"
+    assert (
+        refused_kind(service_with([0]), "actor", 1, "c", "claim", **window, **assignment)
+        == "refused"
+    )
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\5\0", b"\5\0\5\0x", [5, 5], 5, None, "\5\0\5\0"])

@@ -349,7 +349,7 @@ def test_random_faults_leave_nothing_wrong(tmp_path, seed):
     """The audit and an account kept beside the queue agree, at any moment."""
     chance = random.Random(seed)
     config = small(2, 2, 6, seed, keep_steps=seed % 3)
-    world = World(Plan.of(config), 1000)
+    world = World(Plan.from_config(config), 1000)
     for count in range(300):
         role = chance.choice(sorted(GROUPS))
         if chance.random() < 0.03:

@@ -15,7 +15,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.net.transport.wire import pack, unpack
 from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.controller.server import Controller
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from tests.helpers.queue_helpers import (
     BUDGET,
     Roles,
@@ -214,7 +214,7 @@ def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
         {
             "ticket": t,
             "episodes": b"\1\1",
-            "lengths": packed([5, 5]),
+            "lengths": pack_lengths([5, 5]),
             "versions": [Version(1, 0).encode()],
         }
         for t in (0, 1)

@@ -27,7 +27,7 @@ def ask(controller: Controller, number: int, op: str, **args) -> dict:
 
 def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, config, monkeypatch):
     run = make_run(tmp_path / "run")
-    controller = Controller(run, Plan.of(config), 1, durability="none")
+    controller = Controller(run, Plan.from_config(config), 1, durability="none")
     assert not controller._commit() and (start := controller.journal.position.offset)
     ask(controller, 1, "resume", step=0)
     assert not controller._commit() and controller.journal.position.offset == start
@@ -35,14 +35,16 @@ def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, conf
     assert controller._commit() and controller.journal.position.offset > start
     ask(controller, 2, "publish", version="i000001-v000000", digest="d")
     controller.close()
-    assert Controller(run, Plan.of(config), 2).state.weights.published, (
+    assert Controller(run, Plan.from_config(config), 2).state.weights.published, (
         "who ends in good order leaves nothing out"
     )
 
 
 def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(tmp_path, config):
     run = make_run(tmp_path / "run")
-    killed = Controller(run, Plan.of(config), claim_incarnation(run, "hub"), durability="none")
+    killed = Controller(
+        run, Plan.from_config(config), claim_incarnation(run, "hub"), durability="none"
+    )
     ask(killed, 1, "resume", step=0)
     killed.journal.commit()
     ask(killed, 2, "publish", version="i000001-v000000", digest="d")

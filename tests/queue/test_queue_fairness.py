@@ -18,7 +18,7 @@ import pytest
 
 from relax_hpc.base.versions import Version
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import BUDGET, small
 from tests.helpers.queue_world import InMemory
@@ -63,7 +63,11 @@ class Simulation:
         config = small(GROUPS, 2, STEPS, staleness)
         config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES}
         config.groups["actor"] = GroupConfig(roles=["actor"])
-        self.service, self.lengths, self.keys = InMemory(Plan.of(config)), lengths_of(seed), count()
+        self.service, self.lengths, self.keys = (
+            InMemory(Plan.from_config(config)),
+            lengths_of(seed),
+            count(),
+        )
         self.incarnations = dict.fromkeys((*ENGINES, "actor"), 1)
         self.flight: dict[str, set[int]] = {name: set() for name in ENGINES}
         self.generated: list[int] = []
@@ -118,7 +122,7 @@ class Simulation:
         row = {
             "ticket": ticket,
             "episodes": b"\1\1",
-            "lengths": packed([self.lengths[ticket]] * 2),
+            "lengths": pack_lengths([self.lengths[ticket]] * 2),
             "versions": codes,
         }
         put = {

@@ -117,15 +117,15 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
 def test_a_second_controller_fences_the_first(tmp_path):
     """The first stops at its next reply, and what it wrote after the seal is never read."""
     run, config = make_run(tmp_path / "run"), small()
-    old = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
-    new = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    old = Controller(run, Plan.from_config(config), claim_incarnation(run, "hub"))
+    new = Controller(run, Plan.from_config(config), claim_incarnation(run, "hub"))
     with pytest.raises(FencedError, match="hub incarnation 1 is over"):
         old.serve(lambda: False)
     old.service.record(op="register", group="late", incarnation=7)
     old.journal.commit()
     with old.journal.path.open("ab") as file:
         file.write(b"\xffgarbage that no checksum fits")
-    third = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    third = Controller(run, Plan.from_config(config), claim_incarnation(run, "hub"))
     assert "late" not in third.state.members.incarnations
     for controller in (old, new, third):
         controller.close()
@@ -239,7 +239,7 @@ def test_events_that_a_crash_cost_are_written_again(tmp_path):
 
 def test_an_events_file_that_an_older_controller_put_back_is_noticed(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
-    hub = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    hub = Controller(run, Plan.from_config(config), claim_incarnation(run, "hub"))
     (tmp_path / "older").write_bytes(b"")
     (tmp_path / "older").replace(run.events)
     with pytest.raises(RelaxError, match=r"events\.jsonl: replaced or removed"):
@@ -431,7 +431,7 @@ def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):
     ]
     for name in over + living:
         (run.shards / name).touch()
-    Controller(run, Plan.of(config), claim_incarnation(run, "hub")).close()
+    Controller(run, Plan.from_config(config), claim_incarnation(run, "hub")).close()
     assert {path.name for path in run.shards.iterdir()} == {kept.name, *living}
 
 

@@ -24,7 +24,7 @@ from relax_hpc.queue.controller import gathering, server
 from relax_hpc.queue.controller.gathering import covered_steps, planned
 from relax_hpc.queue.inspect.audit import audit
 from relax_hpc.queue.inspect.export import KeptRows
-from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.row_ids import row_ids
 from relax_hpc.queue.storage import hdf5_writer
 from tests.helpers.queue_helpers import BUDGET, Roles, in_thread, make_run, serve_here, small
 
@@ -134,7 +134,7 @@ def test_steps_that_stay_become_a_file_each_that_h5py_reads(tmp_path: Path) -> N
     assert first.name == "step-000001-i000001-000001.h5"
     with h5py.File(first) as file:
         names = json.loads(file["row_id"][()])
-        assert file.attrs["step"] == 1 and names == [*ids_of(2, EPISODES), *ids_of(3, EPISODES)]
+        assert file.attrs["step"] == 1 and names == [*row_ids(2, EPISODES), *row_ids(3, EPISODES)]
         start, end = file[file["advantages"].attrs["offsets"]][1:3]
         assert np.array_equal(file["advantages"][start:end], rows[names[1]]["advantages"])
 

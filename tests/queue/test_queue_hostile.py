@@ -146,7 +146,7 @@ def ask(it: World, payload: bytes) -> None:
 
 def world() -> World:
     """A run in its middle: there are leases, shards, and tickets in generation."""
-    it = World(Plan.of(small(2, 2, 3, 1)), BUDGET)
+    it = World(Plan.from_config(small(2, 2, 3, 1)), BUDGET)
     for number in range(6):
         for role in ("actor", "rollout", "rollout", "reference", "actor_fwd"):
             it.act(role, number)
@@ -431,5 +431,5 @@ def test_a_controller_that_finds_a_damaged_journal_says_where(tmp_path):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(JournalError, match=r"inc-000001\.journal: .* at offset \d+"):
-        Controller(run, Plan.of(config), 2)
+        Controller(run, Plan.from_config(config), 2)
     assert path.read_bytes() == content, "nothing is overwritten"

@@ -28,7 +28,9 @@ from tests.helpers.queue_world import BYTES, GROUPS, World
     deaths=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(sorted(GROUPS))), max_size=3),
 )
 def test_a_run_ends_whatever_the_bounds(max_rows, max_bytes, staleness, groups, save_every, deaths):
-    plan = replace(Plan.of(small(groups, 2, 4, staleness)), max_rows=max_rows, max_bytes=max_bytes)
+    plan = replace(
+        Plan.from_config(small(groups, 2, 4, staleness)), max_rows=max_rows, max_bytes=max_bytes
+    )
     it = World(plan, 1000, 1, save_every)
     for number in range(60):
         for role in GROUPS:
@@ -41,7 +43,7 @@ def test_a_run_ends_whatever_the_bounds(max_rows, max_bytes, staleness, groups, 
 @pytest.mark.parametrize(("attempt", "rows", "first", "then"), [(0, 2, 4, 6), (1, 3, 3, 5)])
 def test_rows_wait_for_room_and_take_it_when_a_step_was_trained(attempt, rows, first, then):
     """Of a prompt group in generation those are counted that it has at least."""
-    plan = replace(Plan.of(small(2, 2, 6, 4)), max_rows=8)
+    plan = replace(Plan.from_config(small(2, 2, 6, 4)), max_rows=8)
     it = World(plan, 1000)
     it.shapes = itertools.repeat(attempt)
     for _ in range(60):
@@ -57,7 +59,7 @@ def test_rows_wait_for_room_and_take_it_when_a_step_was_trained(attempt, rows, f
 
 
 def test_bytes_count_while_their_rows_wait_for_training():
-    it = World(Plan.of(small(2, 2, 3, 1, keep_steps=2)), 1000)
+    it = World(Plan.from_config(small(2, 2, 3, 1, keep_steps=2)), 1000)
     held = []
     for number in range(300):
         for role in GROUPS:

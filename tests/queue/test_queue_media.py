@@ -335,6 +335,6 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
 
 @pytest.mark.parametrize("ids", [["../token"], ["A" * 64], ["0" * 64, 7], "0"])
 def test_hostile_ids_are_refused(ids):
-    service = InMemory(Plan.of(small()))
+    service = InMemory(Plan.from_config(small()))
     assert refused_kind(service, "rollout", 1, "k", "media", ticket=0, ids=ids) == "refused"
     assert service.state.media.counts == {}

@@ -7,7 +7,7 @@ import pytest
 
 from relax_hpc.base.versions import Version
 from relax_hpc.queue.client import QueueClient
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import GIVES, in_thread, make_run, small
 from tests.helpers.queue_world import InMemory, contents, refused_kind
@@ -21,7 +21,7 @@ class Scene:
     saved."""
 
     def __init__(self, late: tuple[str, ...] = (), staleness: int = 0) -> None:
-        self.service = InMemory(Plan.of(small(staleness=staleness)))
+        self.service = InMemory(Plan.from_config(small(staleness=staleness)))
         self.late, self.asked = late, 0
         self.ask("actor", "resume", step=0)
         self.ask("actor", "publish", version=str(V0), digest="d")
@@ -40,7 +40,7 @@ class Scene:
         fields=GENERATED,
     ) -> dict:
         codes = [V0.encode()] if group in ("rollout", "actor_fwd") else []
-        lengths = packed([5, 5]) if group == "rollout" else b""
+        lengths = pack_lengths([5, 5]) if group == "rollout" else b""
         rows = [
             {"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes}
             for ticket in tickets
@@ -154,7 +154,7 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     it.told()
     it.ask("supervisor", "down", 1, group="reference", incarnation=1)
     assert it.told() == ["lost"] and it.service.state.counts.dropped == {}
-    with_ref = it.service.state.bits.of(("ref_logprobs",))
+    with_ref = it.service.state.bits.mask(("ref_logprobs",))
     assert not any(group.has(with_ref) for group in it.service.state.groups.values())
     assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, (
         "the others have given theirs"
@@ -302,7 +302,12 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
         rollout.connection.call("serve", reader="r", version=str(V0))
         tickets = rollout.connection.call("admit", reader="r", count=2)["tickets"]
         rows = [
-            {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+            {
+                "ticket": t,
+                "episodes": b"\1\1",
+                "lengths": pack_lengths([5, 5]),
+                "versions": [V0.encode()],
+            }
             for t in tickets
         ]
         put = {"shard": {"name": "s"}, "rows": rows, "fields": list(GENERATED)}

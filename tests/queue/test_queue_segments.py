@@ -11,7 +11,7 @@ from relax_hpc.queue.client import QueueClient
 from relax_hpc.queue.client.segments import START, UNFINISHED, append, read
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.inspect.audit import Ledger
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, UNSCORED, Plan
 from relax_hpc.queue.row_schema import Row
 from tests.helpers.queue_helpers import HubProcess, Roles, in_thread, make_run, rows_of, small
@@ -28,7 +28,7 @@ class Scene:
         config = small(staleness=staleness)
         for name, value in bounds.items():
             setattr(config.queue, name, value)
-        self.service = InMemory(Plan.of(config))
+        self.service = InMemory(Plan.from_config(config))
         self.asked = 0
         self.ask("actor", "resume", step=0)
         self.publish(V0)
@@ -83,7 +83,7 @@ class Scene:
             {
                 "ticket": ticket,
                 "episodes": b"\1\1",
-                "lengths": packed([5, 5]),
+                "lengths": pack_lengths([5, 5]),
                 "versions": [V0.encode()],
             }
             for ticket in tickets
@@ -367,7 +367,7 @@ def test_malformed_logs_are_refused(about):
         {"ticket": [0], "media": []},
         {"ticket": 0, "media": "1"},
         {"ticket": 0, "media": [1]},
-        {"ticket": 0, "media": [], "tokens": packed([5, 5])},
+        {"ticket": 0, "media": [], "tokens": pack_lengths([5, 5])},
         {"ticket": 0, "media": [], "tokens": [5, 5]},
     ],
 )
@@ -375,7 +375,12 @@ def test_malformed_extras_are_refused(extra):
     it = Scene()
     it.admit()
     rows = [
-        {"ticket": 0, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+        {
+            "ticket": 0,
+            "episodes": b"\1\1",
+            "lengths": pack_lengths([5, 5]),
+            "versions": [V0.encode()],
+        }
     ]
     put = {"shard": {"name": "p"}, "rows": rows, "fields": list(GENERATED), "extras": [extra]}
     assert refused_kind(it.service, "rollout", 1, "k", "put", **put) == "refused"

@@ -39,7 +39,7 @@ def random_world(seed: int, acts: int) -> World:
         eval_every=chance.choice([0, 3]),
         keep_steps=seed % 3,
     )
-    plan = replace(Plan.of(config), max_rows=chance.choice([7, 1000]))
+    plan = replace(Plan.from_config(config), max_rows=chance.choice([7, 1000]))
     it = World(plan, chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]), seed % 2 == 0)
     for _ in range(acts):
         role = chance.choice(sorted(GROUPS))
@@ -138,12 +138,14 @@ def test_the_newest_two_are_kept(tmp_path):
 
 
 def controller(run, config, every: int = 10**9) -> Controller:
-    return Controller(run, Plan.of(config), claim_incarnation(run, "hub"), snapshot_every=every)
+    return Controller(
+        run, Plan.from_config(config), claim_incarnation(run, "hub"), snapshot_every=every
+    )
 
 
 def full_replay(run, config) -> tuple[QueueState, int]:
     """What the journal alone says, and how many records it has."""
-    state, journal = QueueState(Plan.of(config)), Journal(run.journal, 900)
+    state, journal = QueueState(Plan.from_config(config)), Journal(run.journal, 900)
     records = list(journal.replay())
     for record in records:
         state.apply(record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import BUDGET, GIVES, small
 from tests.helpers.queue_world import InMemory
@@ -21,7 +21,7 @@ class Queue(InMemory):
     to ``newest``."""
 
     def __init__(self, staleness: int, newest: int) -> None:
-        super().__init__(Plan.of(small(groups=1, steps=6, staleness=staleness)))
+        super().__init__(Plan.from_config(small(groups=1, steps=6, staleness=staleness)))
         self.names = iter(range(100))
         self.by("actor", "resume", step=0)
         for number in range(newest + 1):
@@ -47,7 +47,7 @@ class Queue(InMemory):
     ) -> dict:
         """Why what these versions made for a ticket was refused, if it was."""
         codes = [Version(1, number).encode() for number in versions]
-        lengths = packed([] if lease else [3, 3])
+        lengths = pack_lengths([] if lease else [3, 3])
         rows = [{"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes}]
         shard = {"name": f"{group}-i000001-{next(self.names)}"}
         return self.by(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)[

@@ -15,7 +15,7 @@ from relax_hpc.base.versions import Version
 from relax_hpc.queue.controller.planning.admission import admissible
 from relax_hpc.queue.controller.planning.claims import claimable
 from relax_hpc.queue.controller.state.queue_state import QueueState
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import GIVES, small
 from tests.helpers.queue_world import GROUPS, World, contents, refused_kind
@@ -52,7 +52,7 @@ class QueueMachine(WorldMachine):
     ):
         groups, minis = shape
         config = small(groups, 2, 4, staleness, eval_every=eval_every, keep_steps=keep)
-        plan = replace(Plan.of(config), max_rows=max_rows, max_bytes=max_bytes)
+        plan = replace(Plan.from_config(config), max_rows=max_rows, max_bytes=max_bytes)
         self.world = World(plan, budget, minis, save_every, slow_disk, settles)
 
     @rule(role=st.sampled_from(sorted(GROUPS)), choice=st.integers(0, 20), times=st.integers(1, 6))
@@ -75,7 +75,7 @@ TestQueueMachine.settings = searched(15, 200)
 
 
 def world(staleness: int = 0, groups: int = 2, steps: int = 4, **more: int) -> World:
-    return World(Plan.of(small(groups, 2, steps, staleness, **more)), 1000)
+    return World(Plan.from_config(small(groups, 2, steps, staleness, **more)), 1000)
 
 
 def until_trained(it: World, steps: int) -> None:
@@ -100,7 +100,7 @@ def test_long_random_runs_finish(seed):
         keep_steps=seed % 3,
     )
     bounds = {"max_rows": chance.choice([2, 7, 1000]), "max_bytes": chance.choice([1, 700, 10**6])}
-    plan = replace(Plan.of(config), **bounds)
+    plan = replace(Plan.from_config(config), **bounds)
     slow_disk, settles = chance.random() < 0.5, chance.random() < 0.5
     it = World(plan, chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]), slow_disk, settles)
     for _ in range(400):
@@ -215,7 +215,7 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[
     for ticket in order:
         row = [
             ticket,
-            packed(lengths_of(ticket)),
+            pack_lengths(lengths_of(ticket)),
             [Version(1, 0).encode()],
             bytes([1, 1 + ticket % 3]),
         ]
@@ -253,7 +253,7 @@ def claim_all(state: QueueState, budget: int, boundary: int) -> list[tuple[int, 
 @pytest.mark.parametrize("boundary", [2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 30, 55, 1000])
 def test_windows_in_order_do_not_depend_on_arrival(budget, boundary):
-    plan = Plan.of(small(8, 2, 1))
+    plan = Plan.from_config(small(8, 2, 1))
     expected = generated(plan, list(range(8)), budget, boundary)
     assert [ticket for window in expected for ticket in window] == list(range(8))
     for seed in range(8):
@@ -266,7 +266,7 @@ def test_windows_in_order_do_not_depend_on_arrival(budget, boundary):
 
 
 def test_a_window_that_is_full_waits_for_no_other_group():
-    plan = Plan.of(small(8, 2, 1))
+    plan = Plan.from_config(small(8, 2, 1))
     rows = lengths_of(0)
     least = sum(rows) + 1
     assert generated(plan, [0], least, 8) == [(0,)], "any other one has two rows at least"
@@ -331,7 +331,7 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     row = {
         "ticket": 0,
         "episodes": b"\1",
-        "lengths": packed([5]),
+        "lengths": pack_lengths([5]),
         "versions": [Version(1, 0).encode()],
     }
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}

@@ -238,7 +238,7 @@ from relax_hpc.queue.controller.server import Controller
 from relax_hpc.queue.plan import Plan
 from tests.helpers.queue_helpers import dial, make_run, small
 run = make_run(Path(sys.argv[1]))
-controller = Controller(run, Plan.of(small()), 1)
+controller = Controller(run, Plan.from_config(small()), 1)
 port = int(controller.endpoint.rpartition(":")[2])
 print("ready", port, resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 controller.serve(lambda: False)

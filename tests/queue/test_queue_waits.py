@@ -91,7 +91,7 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
     st.integers(0, 3), st.lists(st.sampled_from(sorted(GROUPS)), max_size=40), st.integers(0, 30)
 )
 def test_it_is_the_lowest_ticket_that_lacks_something(staleness, roles, dies) -> None:
-    it = World(Plan.of(small(2, 2, 4, staleness)), 1000)
+    it = World(Plan.from_config(small(2, 2, 4, staleness)), 1000)
     for number, role in enumerate(roles):
         if number == dies:
             it.kill(role, True)

@@ -10,7 +10,7 @@ import pytest
 
 from relax_hpc.algorithms import ReinforcePP
 from relax_hpc.base.versions import Version
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.helpers.queue_helpers import small
 from tests.helpers.queue_world import InMemory, contents
@@ -25,7 +25,7 @@ class Queue:
         config = small(3, 2, steps=2, staleness=1)
         config.algorithm = ReinforcePP()
         del config.groups["actor_fwd"], config.groups["reference"]
-        self.service, self.keys, self.shards = InMemory(Plan.of(config)), count(), count()
+        self.service, self.keys, self.shards = InMemory(Plan.from_config(config)), count(), count()
         self.ask("actor", "resume", step=0)
         self.ask("actor", "publish", version=str(VERSION), digest="d")
         self.ask("rollout", "serve", reader="r", version=str(VERSION))
@@ -40,7 +40,7 @@ class Queue:
         self, group: str, tickets: list[int], fields: tuple[str, ...], lease: int = 0
     ) -> dict[int, str]:
         versions = [] if lease else [VERSION.encode()]
-        lengths = b"" if lease else packed([4, 5])
+        lengths = b"" if lease else pack_lengths([4, 5])
         rows = [
             {"ticket": t, "episodes": b"\1\1", "lengths": lengths, "versions": versions}
             for t in tickets

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from relax_hpc.queue.row_ids import row_id
 from relax_hpc.queue.samplers import (
     GroupSize,
+    assign_groups,
     balanced,
-    dealt,
+    greedy_split,
     micro_batches,
-    of_rows,
     schedule,
+    select_rows,
     sequential,
-    share,
     whole_groups,
 )
 
@@ -69,7 +69,7 @@ def test_sequential_parts_follow_each_other(lengths, parts):
 @given(lengths=windows(), parts=PARTS)
 def test_balanced_is_never_worse_than_greedy(lengths, parts):
     sizes = [lengths[key] for key in sorted(lengths)]
-    greedy = [sum(sizes[item] for item in items) for items in share(sizes, parts)]
+    greedy = [sum(sizes[item] for item in items) for items in greedy_split(sizes, parts)]
     found = loads(lengths, balanced(lengths, parts))
     assert spread(found) <= min(spread(greedy), max(sizes, default=0))
     assert found == sorted(found, reverse=True)
@@ -97,7 +97,7 @@ def test_equal_counts_are_equal_and_still_balanced(lengths, parts):
 def test_differencing_beats_greedy_on_the_textbook_case():
     sizes = [8, 7, 6, 5, 4]
     lengths = dict(enumerate(sizes))
-    assert sorted(loads(lengths, share(sizes, 2))) == [13, 17]
+    assert sorted(loads(lengths, greedy_split(sizes, 2))) == [13, 17]
     assert loads(lengths, balanced(lengths, 2)) == [16, 14]
 
 
@@ -219,7 +219,7 @@ def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(
             (length, {(number, k): media[k] for k in row})
             for length, row in zip(lengths, shown, strict=True)
         ]
-    found = dealt(sizes, ranks, budget, bound)
+    found = assign_groups(sizes, ranks, budget, bound)
     parts = [part for rank in found for part in rank]
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     for part in (part for part in parts if len(part) > 1):
@@ -237,7 +237,7 @@ def test_no_micro_batch_has_more_media_than_is_allowed_beside_its_tokens(
 )
 def test_rows_of_text_are_dealt_by_themselves(lengths, ranks, budget):
     sizes = [GroupSize(group, [0] * len(group), 0) for group in lengths]
-    assert dealt(sizes, ranks, budget, 7) == schedule(
+    assert assign_groups(sizes, ranks, budget, 7) == schedule(
         dict(enumerate(itertools.chain(*lengths))), ranks, budget
     )
 
@@ -245,12 +245,12 @@ def test_rows_of_text_are_dealt_by_themselves(lengths, ranks, budget):
 def test_rows_that_show_the_same_stay_together_but_no_rank_is_idle():
     """A tower encodes a medium once for a micro-batch, however many rows of it show it."""
     groups = [GroupSize([100] * 4, [90] * 4, 90) for _ in range(4)]
-    assert dealt(groups, 2, 450, 0) == [
+    assert assign_groups(groups, 2, 450, 0) == [
         [[0, 1, 2, 3], [12, 13, 14, 15]],
         [[4, 5, 6, 7], [8, 9, 10, 11]],
     ]
-    assert dealt(groups[:1], 2, 450, 0) == [[[0, 1]], [[2, 3]]]
-    assert [len(part) for part in dealt(groups[:1], 1, 250, 0)[0]] == [2, 2]
+    assert assign_groups(groups[:1], 2, 450, 0) == [[[0, 1]], [[2, 3]]]
+    assert [len(part) for part in assign_groups(groups[:1], 1, 250, 0)[0]] == [2, 2]
 
 
 @given(lengths=windows(), ranks=PARTS, budget=BUDGETS, kept=st.sets(st.integers(0, 39)))
@@ -258,7 +258,7 @@ def test_what_is_left_of_a_window_stays_with_its_rank(lengths, ranks, budget, ke
     sizes = list(lengths.values())
     rows = [number for number in range(len(sizes)) if number in kept]
     whole = schedule(dict(enumerate(sizes)), ranks, budget)
-    left = of_rows(whole, rows)
+    left = select_rows(whole, rows)
     assert sorted(row for rank in left for part in rank for row in part) == list(range(len(rows)))
     # As many each, and never all of them idle at once.
     assert all(map(any, zip(*left, strict=True)))

@@ -25,7 +25,9 @@ class Hub:
     """What the hub decides for trainers that train steps and ask, at times of a fake clock."""
 
     def __init__(self, settings: CheckpointConfig, trainers: tuple[str, ...] = ("actor",)) -> None:
-        plan = replace(Plan.of(small(steps=STEPS)), trainers={name: name for name in trainers})
+        plan = replace(
+            Plan.from_config(small(steps=STEPS)), trainers={name: name for name in trainers}
+        )
         self.now, self.settings = 0.0, settings
         self.progress = Progress(plan)
         self.service: Any = SimpleNamespace(

@@ -23,7 +23,7 @@ from relax_hpc.cluster.supervise.console import Terminal
 from relax_hpc.config.schema import Config
 from relax_hpc.queue.client import StepTrained
 from relax_hpc.queue.row_ids import row_id
-from relax_hpc.queue.row_schema import NOBODY
+from relax_hpc.queue.row_schema import NO_VERSION
 from relax_hpc.roles.step_report import (
     StepResult,
     Tally,
@@ -255,7 +255,7 @@ def test_staleness_is_the_mean_the_least_and_the_most_of_the_prompt_groups() -> 
     }
 
 
-ROW = st.tuples(st.integers(1, 5), st.lists(st.sampled_from([NOBODY, 3, 4]), max_size=9))
+ROW = st.tuples(st.integers(1, 5), st.lists(st.sampled_from([NO_VERSION, 3, 4]), max_size=9))
 """Prompt length and versions of the tokens behind it."""
 
 
@@ -263,16 +263,16 @@ ROW = st.tuples(st.integers(1, 5), st.lists(st.sampled_from([NOBODY, 3, 4]), max
 def test_tokens_of_all_rows_are_counted_at_once_as_of_each(
     parts: list[tuple[int, list[int]]],
 ) -> None:
-    versions = [[NOBODY] * prompt + response for prompt, response in parts]
+    versions = [[NO_VERSION] * prompt + response for prompt, response in parts]
     rows = [
         {"token_versions": np.array(values, np.int32), "prompt_len": prompt}
         for values, (prompt, _) in zip(versions, parts, strict=True)
     ]
     counts = row_counts(rows)
-    assert counts.sampled.tolist() == [sum(v != NOBODY for v in values) for values in versions]
+    assert counts.sampled.tolist() == [sum(v != NO_VERSION for v in values) for values in versions]
     groups = [
-        [key for key, _ in itertools.groupby(v != NOBODY for v in response)]
+        [key for key, _ in itertools.groupby(v != NO_VERSION for v in response)]
         for _, response in parts
     ]
     assert counts.turns == sum(group.count(True) for group in groups)
-    assert counts.heard == sum(v == NOBODY for _, response in parts for v in response)
+    assert counts.heard == sum(v == NO_VERSION for _, response in parts for v in response)

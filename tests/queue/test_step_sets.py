@@ -20,7 +20,7 @@ from relax_hpc.config.schema import GroupConfig
 from relax_hpc.queue.controller.planning.admission import why_not
 from relax_hpc.queue.controller.planning.claims import awaited
 from relax_hpc.queue.controller.planning.step_sets import Room
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 from tests.effort import effort
 from tests.helpers.queue_helpers import BUDGET, small
@@ -31,7 +31,7 @@ def desk_of(prompts: int, staleness: int, steps: int) -> InMemory:
     """Of a run whose actor needs nothing but generated rows."""
     config = small(prompts, 2, steps, staleness)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    return InMemory(Plan.of(config))
+    return InMemory(Plan.from_config(config))
 
 
 class Asker:
@@ -66,7 +66,7 @@ class Asker:
         row = {
             "ticket": ticket,
             "episodes": b"\1\1",
-            "lengths": packed([length, 2]),
+            "lengths": pack_lengths([length, 2]),
             "versions": codes,
         }
         put = {"shard": {"name": f"s{next(self.keys)}"}, "rows": [row], "fields": list(GENERATED)}

@@ -118,7 +118,7 @@ class Queue:
     """Answers claims when it is told to."""
 
     def __init__(self) -> None:
-        self.beat, self.training = SimpleNamespace(stood_s=0.0), Training(self.submit)
+        self.beat, self.training = SimpleNamespace(paused_s=0.0), Training(self.submit)
         self.claims: list[Future] = []
         self.dealt: list[int] = []
         self.asked = threading.Event()

@@ -22,7 +22,7 @@ from relax_hpc.net.rendezvous.exit_mark import write_exit_mark
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.row_ids import row_id
-from relax_hpc.queue.samplers import share
+from relax_hpc.queue.samplers import greedy_split
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
 from relax_hpc.roles.event_loop import first_error
@@ -68,7 +68,7 @@ def test_the_control_permutes_rewards_reproducibly() -> None:
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
 def test_sharing_is_a_partition_within_its_bound(sizes: list[int], ranks: int) -> None:
-    shares = share(sizes, ranks)
+    shares = greedy_split(sizes, ranks)
     assert sorted(item for items in shares for item in items) == list(range(len(sizes)))
     best = max([*sizes, sum(sizes) / ranks]) if sizes else 0
     assert (
@@ -119,7 +119,7 @@ def test_a_local_run_keeps_its_caches_where_the_site_says(monkeypatch: pytest.Mo
 
 
 def board(tmp_path: Path) -> Board:
-    return Board(tmp_path, 1, 10, QueueState(Plan.of(Config())))
+    return Board(tmp_path, 1, 10, QueueState(Plan.from_config(Config())))
 
 
 def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_the_error_that_counts_is_the_one_that_restarting_cannot_cure() -> None:
 
 
 def test_an_evaluation_is_due_at_the_start_every_so_often_and_at_the_end() -> None:
-    plan = Plan.of(Config(steps=7))
+    plan = Plan.from_config(Config(steps=7))
     plan = Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"eval_every": 3})
     evaluated, due = -1, []
     for version in range(8):

@@ -20,8 +20,8 @@ from relax_hpc.base.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.base.versions import Version
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.queue.client.summary import summarise
-from relax_hpc.queue.row_ids import ids_of, place_of, row_id, ticket_of
-from relax_hpc.queue.row_schema import Row, by_prompt, sampled_versions
+from relax_hpc.queue.row_ids import parse_row_id, row_id, row_ids, ticket_of
+from relax_hpc.queue.row_schema import Row, nest_rows, sampled_versions
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.step_report import Tally
 from relax_hpc.rollout.engines.engine import (
@@ -74,7 +74,7 @@ def cut(row: Row, pieces: int) -> list[Row]:
     it stays."""
     length = len(row["token_ids"])
     ends = [0, *{1: [], 2: [length // 2], 3: [2, length // 2]}[pieces], length]
-    ticket, episode, _ = place_of(row["row_id"])
+    ticket, episode, _ = parse_row_id(row["row_id"])
     rows = []
     for number, (start, end) in enumerate(pairwise(ends)):
         part = {
@@ -107,9 +107,9 @@ def whole_and_cut(pieces: Sequence[int], seed: int) -> tuple[list[Row], list[Row
 
 def test_rows_are_told_apart_by_their_ids() -> None:
     whole, parts = whole_and_cut([1, 2, 3], seed=0)
-    assert [[len(episode) for episode in prompt] for prompt in by_prompt(parts)] == [[1, 2, 3]] * 2
-    assert [row for prompt in by_prompt(parts) for episode in prompt for row in episode] == parts
-    assert [[len(episode) for episode in prompt] for prompt in by_prompt(whole)] == [[1, 1, 1]] * 2
+    assert [[len(episode) for episode in prompt] for prompt in nest_rows(parts)] == [[1, 2, 3]] * 2
+    assert [row for prompt in nest_rows(parts) for episode in prompt for row in episode] == parts
+    assert [[len(episode) for episode in prompt] for prompt in nest_rows(whole)] == [[1, 1, 1]] * 2
 
 
 # -- advantages ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
     """Rewards 0, 1, 5 of episodes of 1, 2 and 3 rows: deviations -2, -1, 3, unbiased variance 7."""
     _, parts = whole_and_cut([1, 2, 3], seed=1)
     for row in parts:
-        row["reward"] = (0.0, 1.0, 5.0)[place_of(row["row_id"])[1]]
+        row["reward"] = (0.0, 1.0, 5.0)[parse_row_id(row["row_id"])[1]]
     expected = {
         "grpo": np.array([-2, -1, 3]) / 7**0.5,
         "dr_grpo": np.array([-2, -1, 3]),
@@ -129,7 +129,7 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
         made = advantages_of(parts, ALGORITHMS[name](), seed=0)
         assert [one["row_id"] for one in made] == [row["row_id"] for row in parts]
         for one, row in zip(made, parts, strict=True):
-            value = values[place_of(row["row_id"])[1]]
+            value = values[parse_row_id(row["row_id"])[1]]
             assert one["advantages"] == pytest.approx(value * row["loss_mask"], rel=1e-6)
 
 
@@ -342,7 +342,7 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         )
         claim = roles["reference"].claim("reference", BUDGET)
         names = [row["row_id"] for row in roles["reference"].rows(claim)]
-        assert names == [*ids_of(0, b"\2\1"), *ids_of(1, b"\1\3")] == claim.row_ids()
+        assert names == [*row_ids(0, b"\2\1"), *row_ids(1, b"\1\3")] == claim.row_ids()
         made = [{"row_id": name, "ref_logprobs": np.zeros(5, np.float32)} for name in names]
         assert roles["reference"].put(made[1:], ("ref_logprobs",), claim) == {0: "incomplete"}
         (left,) = (claim := roles["reference"].claim("reference", BUDGET)).tickets
@@ -437,7 +437,7 @@ def test_an_episode_becomes_rows_with_one_reward() -> None:
         Episode([EpisodeRow((1, 2, 3), made([9, 0, 8])), EpisodeRow((4,), made([0, 9]))]),
     ]
     rows = group_rows(prompt, 6, answers, [1.0, 0.5])
-    assert [row["row_id"] for row in rows] == ids_of(6, b"\1\2")
+    assert [row["row_id"] for row in rows] == row_ids(6, b"\1\2")
     assert [(row["ticket"], row["episode"], row["row"], row["reward"]) for row in rows] == [
         (6, 0, 0, 1.0),
         (6, 1, 0, 0.5),

@@ -257,7 +257,7 @@ def test_a_teacher_is_needed_and_it_or_a_critic_has_to_read_what_the_policy_writ
     run |= {"rollout.max_new_tokens": 5, "algorithm.name": "distill", "model.path": str(policy)}
     config = load([], run | {"model.teacher_path": str(teacher)})
     assert check(config) == [] and config.groups["teacher"].roles == ["teacher"]
-    assert Plan.of(config).tasks["advantages"].needs == (
+    assert Plan.from_config(config).tasks["advantages"].needs == (
         "reward",
         "rollout_logprobs",
         "teacher_logprobs",

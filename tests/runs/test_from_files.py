@@ -164,7 +164,7 @@ def test_a_run_of_files_has_the_roles_that_it_needs_whatever_a_cluster_says(tmp_
     assert (sft.samples_per_prompt, dpo.samples_per_prompt, sft.weights.file_every) == (1, 2, 0)
     inside = load([], settings("dpo") | {"actor.forward": ["reference"]})
     assert inside.groups.keys() == {"hub", "actor"} and not check(inside)
-    plans = [Plan.of(config) for config in (sft, dpo)]
+    plans = [Plan.from_config(config) for config in (sft, dpo)]
     assert [plan.tasks["actor"].needs for plan in plans] == [
         ("token_ids", "reward"),
         ("token_ids", "reward", "ref_logprobs"),

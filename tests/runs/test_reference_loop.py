@@ -22,7 +22,7 @@ from relax_hpc.base.metrics.read_spans import read_spans
 from relax_hpc.base.rundir import RunDir
 from relax_hpc.commands.program import main
 from relax_hpc.queue.inspect.export import KeptRows
-from relax_hpc.queue.row_ids import place_of
+from relax_hpc.queue.row_ids import parse_row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file
 from tests.helpers import run_helpers
@@ -259,9 +259,9 @@ def assert_cut(found: Outcome, should: Outcome, line: dict[str, float]) -> None:
     """The rows are those of the reference in one to three pieces, told apart by their ids."""
     counts = []
     for name, whole in should.rows.items():
-        ticket, episode, _ = place_of(name)
+        ticket, episode, _ = parse_row_id(name)
         pieces = [
-            row for name, row in found.rows.items() if place_of(name)[:2] == (ticket, episode)
+            row for name, row in found.rows.items() if parse_row_id(name)[:2] == (ticket, episode)
         ]
         made = len(whole["token_ids"]) - int(whole["prompt_len"])
         assert len(pieces) == min(1 + episode % 3, made)
@@ -275,7 +275,7 @@ def assert_cut(found: Outcome, should: Outcome, line: dict[str, float]) -> None:
             (int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in pieces
         } == {(ticket, episode, float(whole["reward"]))}
         counts += [made]
-    assert {len(place) for place in map(place_of, found.rows)} == {3} and len(found.rows) > len(
+    assert {len(place) for place in map(parse_row_id, found.rows)} == {3} and len(found.rows) > len(
         should.rows
     )
     assert line["reward/response_tokens"] == pytest.approx(np.mean(counts)), "each is sampled once"
@@ -290,7 +290,11 @@ def assert_shown(run: RunDir, found: Outcome, capsys: pytest.CaptureFixture[str]
     assert all(row["versions"] == ["i000001-v000000"] for row in kept), "nobody sampled the rest"
     assert main(["samples", str(run.root), "--json", "--limit", "0"]) == 0
     shown = {one["id"]: one for one in json.loads(capsys.readouterr().out)["samples"]}
-    assert shown.keys() <= found.rows.keys() and {place_of(name)[2] for name in shown} == {0, 1, 2}
+    assert shown.keys() <= found.rows.keys() and {parse_row_id(name)[2] for name in shown} == {
+        0,
+        1,
+        2,
+    }
     for name, one in shown.items():
         assert (
             one["tokens"] == found.rows[name]["loss_mask"].sum()

@@ -93,7 +93,7 @@ class Actor:
     @contextmanager
     def working(self) -> Iterator[Actor]:
         """With its queue and its publisher."""
-        self.controller = Controller(self.run, Plan.of(self.config), 1)
+        self.controller = Controller(self.run, Plan.from_config(self.config), 1)
         claim_incarnation(self.run, "hub")
         publish_card(self.run, GroupCard("hub", 1, [], self.controller.endpoint))
         ended = threading.Event()

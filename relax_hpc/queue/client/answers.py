@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from relax_hpc.queue.row_ids import ids_of, ticket_of
+from relax_hpc.queue.row_ids import row_ids, ticket_of
 from relax_hpc.queue.row_schema import Row
 
 Message = Mapping[str, Any]
@@ -148,7 +148,7 @@ class Claim:
     def row_ids(self) -> list[str]:
         """Ids of all its rows, in their order."""
         pairs = zip(self.tickets, self.episodes, strict=True)
-        return [name for ticket, episodes in pairs for name in ids_of(ticket, episodes)]
+        return [name for ticket, episodes in pairs for name in row_ids(ticket, episodes)]
 
     def message(self) -> dict[str, Any]:
         """A msgpack-able copy, for the other ranks of the group."""

@@ -23,7 +23,7 @@ class Beat:
         self.unsaved: dict[str, Any] = {}
         """Checkpoints that an actor could not write: the step of its last written one, since when
         (wall clock) writes fail, how many failed, and why."""
-        self.stood_s = 0.0
+        self.paused_s = 0.0
         """Seconds so far without a hub, or with one that let clocks stand."""
         self.waits: DiskWait = {}
         """Disk that somebody waits for, as the hub said last."""
@@ -55,7 +55,7 @@ class Beat:
         passed = now - (self._beaten or now)
         self._gap = max(self._gap, passed)
         # Until a hub says otherwise: who beats in vain has none.
-        self.stood_s, self._stands = self.stood_s + passed * self._stands, True
+        self.paused_s, self._stands = self.paused_s + passed * self._stands, True
         self._beaten = now
 
     def answered(self, answer: dict[str, Any]) -> None:

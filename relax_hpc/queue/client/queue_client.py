@@ -25,7 +25,7 @@ from relax_hpc.queue.client.tickets import Tickets
 from relax_hpc.queue.client.training import Training
 from relax_hpc.queue.client.weights import Weights
 from relax_hpc.queue.plan import GENERATED
-from relax_hpc.queue.row_schema import BadRow, Row, with_optional
+from relax_hpc.queue.row_schema import BadRow, Row, add_optional_fields
 from relax_hpc.queue.storage.columns import Column
 from relax_hpc.queue.storage.media import MediaStore
 from relax_hpc.queue.storage.record_file import SUFFIX
@@ -198,7 +198,7 @@ class QueueClient:
                 extras = media_of_groups(rows)
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
-        return self.put(*with_optional(rows, fields), extras=extras, name=name)
+        return self.put(*add_optional_fields(rows, fields), extras=extras, name=name)
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until everything put here is accepted: saved, as durably as configured, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relax_hpc.queue.client.answers import Claim
-from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.row_ids import row_ids
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage.columns import Column, column_of
 from relax_hpc.queue.storage.shard import ShardError, aligned
@@ -19,7 +19,7 @@ def read_rows(reader: ShardReader, claim: Claim) -> list[Row]:
     ShardError, naming the file, if one is damaged or is another's.
     """
     names = {
-        ticket: ids_of(ticket, rows)
+        ticket: row_ids(ticket, rows)
         for ticket, rows in zip(claim.tickets, claim.episodes, strict=True)
     }
     merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}

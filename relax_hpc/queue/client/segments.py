@@ -17,8 +17,8 @@ import numpy as np
 from relax_hpc.base.errors import RefusedError
 from relax_hpc.base.fields import FIELDS
 from relax_hpc.queue.plan import UNSCORED
-from relax_hpc.queue.row_ids import place_of
-from relax_hpc.queue.row_schema import BadRow, Row, sampled_versions, with_optional
+from relax_hpc.queue.row_ids import parse_row_id
+from relax_hpc.queue.row_schema import BadRow, Row, add_optional_fields, sampled_versions
 from relax_hpc.queue.storage.shard import pack
 from relax_hpc.queue.storage.shard_store import files_of
 
@@ -45,7 +45,7 @@ def append(
     ``spare``: of whole attempts that no ticket has a use for now. Returns why tickets were refused.
     OSError: the disk did not take it.
     """
-    whole, fields = with_optional(segments, UNSCORED)
+    whole, fields = add_optional_fields(segments, UNSCORED)
     name, origin = client.next_shard(), {"group": client.group, "incarnation": client.incarnation}
     try:
         record = pack(whole, (*fields, START), origin)
@@ -60,7 +60,7 @@ def told(segments: Sequence[Row], attempts: Mapping[int, int]) -> list[dict[str,
     """Summary of ``segments`` for the controller, by log."""
     logs: dict[int, dict[str, Any]] = {}
     for one in segments:
-        ticket, episode, row = place_of(one["row_id"])
+        ticket, episode, row = parse_row_id(one["row_id"])
         log = logs.setdefault(
             ticket,
             {"ticket": ticket, "attempt": attempts[ticket], "segments": [], "versions": set()},
@@ -84,7 +84,7 @@ def read(client: QueueClient, place: LogPlace) -> dict[int, list[Row]]:
     found: dict[int, dict[int, Row]] = defaultdict(dict)
     for shard in place.shards:
         for name, segment in files.read(dict(shard)).items():
-            ticket, episode, number = place_of(name)
+            ticket, episode, number = parse_row_id(name)
             if ticket == place.ticket:
                 rows = found[episode]
                 rows[number] = joined(rows[number], segment) if number in rows else segment

@@ -22,7 +22,7 @@ from relax_hpc.queue.controller.forked_work import Forked
 from relax_hpc.queue.controller.service import QueueService
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.state.task_queues import HELD
-from relax_hpc.queue.records import Part
+from relax_hpc.queue.records import ShardFields
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.storage import record_file
 from relax_hpc.queue.storage.columns import Columns, column_of
@@ -46,7 +46,7 @@ class Gathering:
 
     name: str
     step: int
-    parts: dict[int, tuple[Part, ...]]
+    parts: dict[int, tuple[ShardFields, ...]]
     """Places of the fields of each prompt group, by ticket. All have the same fields."""
     shards: dict[int, str]
     """Names of the shards by number."""
@@ -135,10 +135,10 @@ def planned(state: QueueState, steps: range, incarnation: int, made: int) -> lis
     return work
 
 
-def _alike(state: QueueState, step: int) -> list[dict[int, tuple[Part, ...]]]:
+def _alike(state: QueueState, step: int) -> list[dict[int, tuple[ShardFields, ...]]]:
     """The prompt groups of a step that have rows, those together that fit one file: of the same
     fields, and not too many bytes."""
-    found: dict[tuple[tuple[str, ...], ...], list[dict[int, tuple[Part, ...]]]] = {}
+    found: dict[tuple[tuple[str, ...], ...], list[dict[int, tuple[ShardFields, ...]]]] = {}
     sizes: dict[int, int] = {}
     for ticket in sorted(state.tickets_of(step)):
         group = state.groups.get(ticket)
@@ -154,7 +154,7 @@ def _alike(state: QueueState, step: int) -> list[dict[int, tuple[Part, ...]]]:
     return [parts for files in found.values() for parts in files]
 
 
-def _is_gathered(state: QueueState, parts: tuple[Part, ...]) -> bool:
+def _is_gathered(state: QueueState, parts: tuple[ShardFields, ...]) -> bool:
     """Whether all of a prompt group lies in one file for people already, or not all of it is on
     disk."""
     shards = [state.shards[number] for number in {number for number, _ in parts}]
@@ -179,7 +179,7 @@ def journal_files(service: QueueService, end: int, found: Sequence[tuple[Gatheri
     service.record(op="gathered", owner=["hub", service.incarnation], end=end, files=files)
 
 
-def _is_at_rest(state: QueueState, ticket: int, parts: Sequence[Part]) -> bool:
+def _is_at_rest(state: QueueState, ticket: int, parts: Sequence[ShardFields]) -> bool:
     """Whether ``ticket`` is trained on, in nobody's hands, and where it was."""
     group, trained = (
         state.groups.get(ticket),

@@ -67,7 +67,7 @@ class Request:
     """Seconds that it has waited, by cause, in the order in which the causes came."""
     may_stand_s: float = 0.0
     """Seconds by which its deadline may be put off because others are not there."""
-    stood_s: float = 0.0
+    paused_s: float = 0.0
     """Seconds for which clocks had stood when it came; see `Presence`."""
 
     def put_down(self) -> None:

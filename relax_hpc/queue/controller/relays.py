@@ -20,8 +20,8 @@ Where = Mapping[str, Any]
 
 
 def ancestors(place: int) -> list[int]:
-    """Numbers of the nodes from which number ``place`` takes a version, the best first; behind them
-    all is its maker.
+    """Numbers of the nodes from which number ``position`` takes a version, the best first; behind
+    them all is its maker.
 
     >>> [ancestors(place) for place in range(7)]
     [[], [], [0], [0], [1], [1], [2, 0]]

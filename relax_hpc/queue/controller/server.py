@@ -239,19 +239,19 @@ class Controller:
             except ValueError:
                 self.listener.refuse(peer)
                 continue
-            request.stood_s = self.service.presence.stood_s
+            request.paused_s = self.service.presence.paused_s
             found.append(request)
         return found
 
     def _put_off(self, request: Request) -> bool:
         """Whether a request has more time, as clocks have stood since it came."""
-        stood_s = min(self.service.presence.stood_s - request.stood_s, request.may_stand_s)
-        request.deadline, request.stood_s = (
-            request.deadline + stood_s,
-            self.service.presence.stood_s,
+        paused_s = min(self.service.presence.paused_s - request.paused_s, request.may_stand_s)
+        request.deadline, request.paused_s = (
+            request.deadline + paused_s,
+            self.service.presence.paused_s,
         )
-        request.may_stand_s -= stood_s
-        return stood_s > 0
+        request.may_stand_s -= paused_s
+        return paused_s > 0
 
     def _answer(self, request: Request, answers: list[Answer]) -> bool:
         """Whether there is an answer, which is in ``answers`` then."""

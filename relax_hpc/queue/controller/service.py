@@ -104,7 +104,7 @@ class QueueService:
     def look_for_members(self) -> None:
         """Look which members are there; while one is not, or a disk is full, clocks stand."""
         full, now = bool(self.beats.disk_wait()), time.monotonic()
-        self.presence.look(self.beats.latest, self.state.members.lowest_allowed, now, full)
+        self.presence.update(self.beats.latest, self.state.members.lowest_allowed, now, full)
 
     def record(self, **record: Any) -> None:
         """Carry out a record, and journal it."""

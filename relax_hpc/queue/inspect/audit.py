@@ -26,7 +26,7 @@ from relax_hpc.queue.controller.journal import Journal, JournalError
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import Event
-from relax_hpc.queue.row_ids import place_of, ticket_of
+from relax_hpc.queue.row_ids import parse_row_id, ticket_of
 
 _AFTER_ALL_INCARNATIONS = 999_999
 _EVENT_BYTES = 1 << 16
@@ -183,7 +183,7 @@ class Ledger:
     damaged."""
 
     def __init__(self, run: RunDir) -> None:
-        self.plan = Plan.of(load_resolved(run.root))
+        self.plan = Plan.from_config(load_resolved(run.root))
         self.state = QueueState(self.plan)
         self.events = Projection(run.events)
         self.records = 0
@@ -226,7 +226,7 @@ class Ledger:
             result.noted[f"{event.what}/{event.reason}"] += 1
 
     def _accept(self, name: str) -> None:
-        ticket, *place = place_of(name)
+        ticket, *place = parse_row_id(name)
         if place == [0, 0]:
             # Another attempt may have other rows.
             self._rows[ticket] = []

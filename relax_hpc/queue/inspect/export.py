@@ -23,7 +23,7 @@ from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.inspect.audit import JournalCopy
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import NO_STEP
-from relax_hpc.queue.row_ids import ids_of
+from relax_hpc.queue.row_ids import row_ids
 from relax_hpc.queue.row_schema import Row, sampled_versions
 from relax_hpc.queue.storage import record_file
 from relax_hpc.queue.storage.shard import check_name
@@ -37,7 +37,7 @@ class KeptRows:
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.shards
-        self.plan = Plan.of(load_resolved(run.root))
+        self.plan = Plan.from_config(load_resolved(run.root))
         self._state = QueueState(self.plan)
         for _ in JournalCopy(run).replay(self._state):
             pass
@@ -74,7 +74,7 @@ class KeptRows:
                 for name, _ in parts
                 if name not in shards
             }
-            for row in ids_of(ticket, self._state.groups[ticket].episodes) if parts else ():
+            for row in row_ids(ticket, self._state.groups[ticket].episodes) if parts else ():
                 found.append(
                     self._row(step, row, [(shards[name], fields) for name, fields in parts])
                 )
@@ -89,7 +89,7 @@ class KeptRows:
         return [
             t
             for t in range(step * size, (step + 1) * size)
-            if t in groups and groups[t].place == NO_STEP
+            if t in groups and groups[t].position == NO_STEP
         ]
 
     def _parts(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:

@@ -42,7 +42,7 @@ several. A put that nobody accepted has none."""
 def read_fates(run: RunDir) -> Fates:
     """Fates of all prompt groups of ``run``, also while it goes on. JournalError if the journal is
     damaged."""
-    state, fates = QueueState(Plan.of(load_resolved(run.root))), Fates()
+    state, fates = QueueState(Plan.from_config(load_resolved(run.root))), Fates()
     shards: dict[int, str] = {}
     """Shard of each ticket's accepted rows."""
     for events in JournalCopy(run).replay(state):

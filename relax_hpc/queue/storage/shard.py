@@ -24,9 +24,9 @@ from relax_hpc.queue.row_schema import (
     FORMAT_VERSION,
     BadRow,
     Row,
+    column_lengths,
     copy_column,
-    lengths_of,
-    spec_of,
+    field_spec,
 )
 
 PREFIX = struct.Struct("<8sIIQ")
@@ -114,10 +114,10 @@ def _column(name: str, rows: Sequence[Row], tokens: list[int | None], at: int) -
             row["row_id"] for row, value in zip(rows, values, strict=True) if value is None
         )
         raise BadRow(f"{name}: missing in {missing}")
-    spec = spec_of(name, values)
+    spec = field_spec(name, values)
     if not spec.is_number:
         return _Column({"name": name, "values": values}, spec)
-    lengths, tail = lengths_of(spec, values) if spec.kind == "token" else (None, ())
+    lengths, tail = column_lengths(spec, values) if spec.kind == "token" else (None, ())
     if name in FIELDS and lengths is not None and lengths != tokens:
         _check_lengths(name, rows, lengths, tokens)
     count = math.prod(tail) * (sum(lengths) if lengths is not None else len(values))

@@ -15,7 +15,7 @@ import numpy as np
 from relax_hpc.base.error_origin import describe_error, locate_error
 from relax_hpc.base.errors import RelaxError
 from relax_hpc.queue.row_ids import MAX_ROWS
-from relax_hpc.queue.row_schema import NOBODY
+from relax_hpc.queue.row_schema import NO_VERSION
 from relax_hpc.rollout.engines.engine import (
     BadAnswer,
     EngineFault,
@@ -136,7 +136,7 @@ def sound(made: Generation | Episode) -> Generation | Episode:
         raise BadAnswer(
             "wrong_count", f"found an episode of {len(rows)} rows, allowed 1 to {MAX_ROWS}"
         )
-    sampled = [np.asarray(checked(row, sys.maxsize).token_versions) != NOBODY for row in rows]
+    sampled = [np.asarray(checked(row, sys.maxsize).token_versions) != NO_VERSION for row in rows]
     for row, mine in zip(rows, sampled, strict=True):
         if np.any(np.asarray(row.logprobs)[~mine]):
             raise BadAnswer(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.queue.row_schema import NOBODY, Row
+from relax_hpc.queue.row_schema import NO_VERSION, Row
 from relax_hpc.rollout.engines.engine import Draft
 from relax_hpc.rollout.episodes.history import OpenRow, media_in
 
@@ -27,7 +27,7 @@ def recording_of(row: Row) -> Recording:
         "row": row["row"],
         "token_ids": row["token_ids"].tolist(),
         "prompt_len": known,
-        "sampled": np.flatnonzero(row["token_versions"][known:] != NOBODY).tolist(),
+        "sampled": np.flatnonzero(row["token_versions"][known:] != NO_VERSION).tolist(),
         "turns": row["environment"]["turns"],
         "spans": row["spans"],
     }
@@ -37,7 +37,7 @@ def open_row(recording: Recording) -> OpenRow:
     """The row, all turns of which are over. LookupError, TypeError, ValueError: this is no
     recording."""
     ids, known = [int(token) for token in recording["token_ids"]], int(recording["prompt_len"])
-    made, versions = ids[known:], np.full(len(ids) - known, NOBODY)
+    made, versions = ids[known:], np.full(len(ids) - known, NO_VERSION)
     versions[recording["sampled"]] = _SAMPLED
     draft = Draft(made, [0.0] * len(made), versions.tolist())
     return OpenRow(

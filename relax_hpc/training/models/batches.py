@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.base.fields import FIELDS, loss_fields
-from relax_hpc.queue.row_ids import place_of
+from relax_hpc.queue.row_ids import parse_row_id
 from relax_hpc.queue.row_schema import Row
 from relax_hpc.queue.samplers import micro_batches
 from relax_hpc.training.models.packs import PackedRows, PackLayout, PackSplit
@@ -260,7 +260,7 @@ def _scored(
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:
     """Trained tokens of the whole episode of each of `rows`, which have all rows of an episode."""
-    episodes = [place_of(row["row_id"])[:2] for row in rows]
+    episodes = [parse_row_id(row["row_id"])[:2] for row in rows]
     found: Counter[tuple[int, int]] = Counter()
     for episode, row in zip(episodes, rows, strict=True):
         found[episode] += int(np.count_nonzero(row["loss_mask"]))

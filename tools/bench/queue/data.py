@@ -318,7 +318,7 @@ class Move:
 def move_of(folder: Path, load: Load, durability: str = "flush") -> Iterator[Move]:
     """A controller, a process that puts and one that gets, warmed up."""
     config = config_of(load, durability)
-    with hub(folder, Plan.of(config), durability) as server:
+    with hub(folder, Plan.from_config(config), durability) as server:
         about = (server.run, config, load)
         with process(make, *about) as maker, process(take, *about) as taker:
             move = Move(maker, taker)

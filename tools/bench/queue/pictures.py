@@ -156,7 +156,7 @@ class Gallery:
 @contextmanager
 def gallery(folder: Path, about: Pictures) -> Iterator[Gallery]:
     config = about.config()
-    with hub(folder, Plan.of(config), "flush") as server:
+    with hub(folder, Plan.from_config(config), "flush") as server:
         with (
             QueueClient(server.run, config, "actor", 1) as client,
             process(make, server.run, about) as maker,

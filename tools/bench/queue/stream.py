@@ -25,7 +25,7 @@ Seconds = dict[str, list[float]]
 def streamed(folder: Path, load: Load, durability: str, puts: int) -> Seconds:
     """So many ``puts`` of ``load`` of both kinds, by one process."""
     config = config_of(load, durability)
-    with hub(folder, Plan.of(config), durability) as served:
+    with hub(folder, Plan.from_config(config), durability) as served:
         line = served.line("actor")
         begin(line.ask)
         with process(_put, served.run, config, load, puts) as pipe:

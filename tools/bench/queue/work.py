@@ -22,7 +22,7 @@ from relax_hpc.net.rendezvous.roster import GroupCard, claim_incarnation, publis
 from relax_hpc.net.transport.sockets import connect, wake_listener
 from relax_hpc.net.transport.wire import controller_purpose, pack, unpack
 from relax_hpc.queue.controller.server import Controller
-from relax_hpc.queue.lengths import packed
+from relax_hpc.queue.lengths import pack_lengths
 from relax_hpc.queue.plan import GENERATED, Plan
 
 VERSION = Version(1, 0)
@@ -51,7 +51,7 @@ def plan_of(samples: int, group: int, step_groups: int, ahead: int) -> Plan:
     }
     # Readers serve the first version to the end, so engines lag as far as the run is long.
     endless = {"max_staleness": shape["steps"], "publish_lag": shape["steps"], "max_bytes": 1 << 60}
-    return replace(Plan.of(config), **endless, **shape)
+    return replace(Plan.from_config(config), **endless, **shape)
 
 
 def samples_of(plan: Plan) -> int:
@@ -75,7 +75,7 @@ def admit(ask: Ask, reader: str, count: int) -> list[int]:
 def put(ask: Ask, plan: Plan, tickets: list[int], name: str, lease: int = 0) -> None:
     """Generated rows, or with a lease what the reference adds to them."""
     codes = [] if lease else [VERSION.encode()]
-    lengths = b"" if lease else packed([WIDTH] * plan.samples_per_prompt)
+    lengths = b"" if lease else pack_lengths([WIDTH] * plan.samples_per_prompt)
     rows = [
         {"ticket": ticket, "episodes": plan.undeclared, "lengths": lengths, "versions": codes}
         for ticket in tickets

@@ -96,7 +96,7 @@ def _described(state: QueueState, number: int) -> dict[str, Any]:
     seen = groups if queue.whole_step else ()
     shards = state.by_shard(tickets, queue.needs)
     step = state.step_of(tickets[0]) if tickets else 0
-    places = [group.place for _, group in groups if group.place != NO_STEP]
+    places = [group.position for _, group in groups if group.position != NO_STEP]
     return {
         "lease": number,
         "step": step,

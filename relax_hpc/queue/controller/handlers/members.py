@@ -41,7 +41,7 @@ def beat(
     }
     count_as_saved(service, [unsaved[name] for name in holds if name in unsaved])
     free, waits = [name for name in holds if name not in shards.numbers], service.beats.disk_wait()
-    return {"free": free, "stands": service.presence.stands, **({"waits": waits} if waits else {})}
+    return {"free": free, "stands": service.presence.paused, **({"waits": waits} if waits else {})}
 
 
 def _check_disk(disk: dict) -> None:

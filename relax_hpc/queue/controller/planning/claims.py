@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from relax_hpc.queue.controller.planning import step_sets, windows
 from relax_hpc.queue.controller.state.queue_state import QueueState
 from relax_hpc.queue.controller.state.task_queues import READY
-from relax_hpc.queue.samplers import Assignment, dealt
+from relax_hpc.queue.samplers import Assignment, assign_groups
 
 
 def claimable(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
@@ -54,4 +54,4 @@ def assignment(
     of which ``max_media`` (0: any number) stand for media; by whole prompt groups, whose rows stay
     in their order, where the loss compares these."""
     sizes = [state.groups[ticket].size for ticket in tickets]
-    return dealt(sizes, ranks, max_tokens, max_media, batch, state.plan.compares)
+    return assign_groups(sizes, ranks, max_tokens, max_media, batch, state.plan.compares)

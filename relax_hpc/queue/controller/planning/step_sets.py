@@ -53,7 +53,7 @@ class Room:
         needed = [0] * self._steps
         for ticket in chain(state.tickets.generating, state.tickets.untrained):
             group = groups[ticket]
-            if group.last != NO_STEP and group.place == NO_STEP:
+            if group.last != NO_STEP and group.position == NO_STEP:
                 needed[self._number(group.last)] += 1
         for place in range(self.first * size, len(order)):
             if order[place] != NO_STEP:

@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from relax_hpc.queue.plan import Plan
 from relax_hpc.queue.records import NO_STEP, Event
-from relax_hpc.queue.row_ids import id_ends, ids_of
+from relax_hpc.queue.row_ids import row_id_suffixes, row_ids
 
 _ID = b"\0"
 """Byte that stands for a ticket in a template; JSON text never holds it."""
@@ -36,7 +36,7 @@ class EventBatch:
 
     def events(self) -> Iterator[Event]:
         for ticket in self.tickets:
-            names = ids_of(ticket, self.episodes) or [f"{ticket:09d}"]
+            names = row_ids(ticket, self.episodes) or [f"{ticket:09d}"]
             step = self.step_of(ticket)
             yield from (Event(name, self.what, step, self.version, self.reason) for name in names)
 
@@ -75,7 +75,7 @@ def _line(event: Event) -> bytes:
 
 @lru_cache(maxsize=128)
 def _template(step: int, episodes: bytes, what: str, version: str, reason: str) -> bytes:
-    names = [f'"\0{end}"' for end in id_ends(episodes)] or ['"\0"']
+    names = [f'"\0{end}"' for end in row_id_suffixes(episodes)] or ['"\0"']
     return "".join(_about(name, what, step, version, reason) for name in names).encode()
 
 

@@ -12,7 +12,7 @@ from relax_hpc.queue.controller.state.prompt_groups import PromptGroups, leave_p
 from relax_hpc.queue.controller.state.task_queues import HELD
 from relax_hpc.queue.controller.topics import rows_for
 from relax_hpc.queue.records import NO_STEP, Lease, Owner
-from relax_hpc.queue.samplers import Assignment, of_rows
+from relax_hpc.queue.samplers import Assignment, select_rows
 
 if TYPE_CHECKING:
     from relax_hpc.queue.controller.state.queue_state import QueueState
@@ -57,7 +57,7 @@ class Leases:
                 holders = (ticket for ticket in lease.tickets for _ in range(groups[ticket].rows))
                 rows = [number for number, ticket in enumerate(holders) if ticket not in gone]
                 lease.tickets = tuple(ticket for ticket in lease.tickets if ticket not in gone)
-                lease.assignment = of_rows(lease.assignment, rows)
+                lease.assignment = select_rows(lease.assignment, rows)
 
     def __getitem__(self, number: int) -> Lease:
         return self._held[number]
@@ -116,8 +116,8 @@ def _take_places(state: QueueState, task: str, tickets: tuple[int, ...]) -> None
     """Give ``tickets`` the first free places in the order of training, as they come, unless another
     trainer did."""
     place = state.progress.trained[task] * state.plan.prompts_per_step
-    for ticket in [ticket for ticket in tickets if state.groups[ticket].place == NO_STEP]:
-        place = state.groups[ticket].place = state.order.take(place, ticket)
+    for ticket in [ticket for ticket in tickets if state.groups[ticket].position == NO_STEP]:
+        place = state.groups[ticket].position = state.order.take(place, ticket)
 
 
 @applies("release")

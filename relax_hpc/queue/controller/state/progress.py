@@ -266,9 +266,9 @@ def _cut_order(state: QueueState, first: int) -> list[int]:
     places, groups, admitted = state.order.tickets, state.groups, state.tickets.next
     again = state.order.between(first)
     for ticket in filter(groups.__contains__, again):
-        groups[ticket].place = NO_STEP
+        groups[ticket].position = NO_STEP
     del places[first:]
-    waiting = {ticket for ticket, group in groups.items() if group.place == NO_STEP}
+    waiting = {ticket for ticket, group in groups.items() if group.position == NO_STEP}
     # Who resumes behind all that the queue knows was trained on tickets that it does not know.
     unknown = (ticket for ticket in range(admitted) if ticket not in waiting)
     places.extend(islice(unknown, len(places), first) if len(places) < first else ())
@@ -292,7 +292,7 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
         leave_place(state, ticket)
         reopen(state, task, ticket)
     if group.old_version and not state.lineage.origin((group.old_version,))[0]:
-        for part in [part for part in group.parts if state.bits.of(part[1]) & state.scored]:
+        for part in [part for part in group.parts if state.bits.mask(part[1]) & state.scored]:
             withdraw(state, ticket, part)
 
 

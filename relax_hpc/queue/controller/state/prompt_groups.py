@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.queue.controller.state.segments import lose_log
 from relax_hpc.queue.controller.state.task_queues import DONE, HELD
 from relax_hpc.queue.controller.topics import ADMISSION, rows_for
-from relax_hpc.queue.records import NO_STEP, FieldBits, Part, PromptGroup
+from relax_hpc.queue.records import NO_STEP, FieldBits, PromptGroup, ShardFields
 
 if TYPE_CHECKING:
     from relax_hpc.queue.controller.state.queue_state import QueueState
@@ -38,7 +38,7 @@ class PromptGroups(dict[int, PromptGroup]):
         }
         groups = [
             (
-                (ticket, g.owner, g.attempt, g.filtered, g.last, g.place),
+                (ticket, g.owner, g.attempt, g.filtered, g.last, g.position),
                 (g.lengths, g.episodes, list(g.versions), g.media),
                 (g.old_version, [parts[part] for part in g.parts]),
             )
@@ -47,18 +47,18 @@ class PromptGroups(dict[int, PromptGroup]):
         return list(parts), groups
 
     def load(self, values: Any, bits: FieldBits) -> None:
-        parts: list[Part] = [(number, tuple(fields)) for number, fields in values[0]]
+        parts: list[ShardFields] = [(number, tuple(fields)) for number, fields in values[0]]
         for (ticket, owner, attempt, filtered, last, place), rows, (old_version, numbers) in values[
             1
         ]:
             group = PromptGroup((owner[0], owner[1]) if owner else None, attempt, filtered)
-            group.last, group.place, group.old_version = last, place, old_version
+            group.last, group.position, group.old_version = last, place, old_version
             lengths, episodes, versions, media = rows
             if lengths:
                 group.declare(lengths, same_bytes(episodes), shared(tuple(versions)), media)
             group.parts = tuple(parts[number] for number in numbers)
             for _, fields in group.parts:
-                group.present |= bits.of(fields)
+                group.present |= bits.mask(fields)
             self[ticket] = group
 
 
@@ -103,14 +103,14 @@ def reissue(state: QueueState, ticket: int) -> None:
     state.woken |= {ADMISSION, *map(rows_for, state.tasks.in_sets)}
 
 
-def withdraw(state: QueueState, ticket: int, part: Part) -> None:
+def withdraw(state: QueueState, ticket: int, part: ShardFields) -> None:
     """Take the fields of ``part`` from a prompt group: whose task gave them must give them
     again."""
     group = state.groups[ticket]
     group.parts = tuple(other for other in group.parts if other != part)
     group.present = 0
     for _, fields in group.parts:
-        group.present |= state.bits.of(fields)
+        group.present |= state.bits.mask(fields)
     if not group.has(state.scored):
         group.old_version = 0
     state.shards.drop(part[0], 1, int(ticket in state.tickets.untrained))
@@ -130,9 +130,9 @@ def reopen(state: QueueState, task: str, ticket: int) -> None:
 def leave_place(state: QueueState, ticket: int) -> None:
     """Take the place in the order of training from ``ticket``, if it has one."""
     group = state.groups[ticket]
-    if group.place != NO_STEP:
-        state.order.leave(group.place)
-        group.place = NO_STEP
+    if group.position != NO_STEP:
+        state.order.leave(group.position)
+        group.position = NO_STEP
 
 
 def detach(state: QueueState, tickets: Sequence[int]) -> None:

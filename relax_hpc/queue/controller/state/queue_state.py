@@ -61,8 +61,8 @@ class QueueState:
             name for task in plan.tasks.values() for name in (*task.needs, *task.gives)
         )
         self.generated, self.scored = (
-            self.bits.of(("token_ids",)),
-            self.bits.of(("old_logprob_version",)),
+            self.bits.mask(("token_ids",)),
+            self.bits.mask(("old_logprob_version",)),
         )
         self.members = Members()
         self.lineage = Lineage()
@@ -96,7 +96,7 @@ class QueueState:
 
     def by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
         """Tickets by the number of each shard in which any of these fields of them lie."""
-        groups, of = self.groups, self.bits.of
+        groups, of = self.groups, self.bits.mask
         found: dict[int, list[int]] = {}
         for ticket in tickets:
             for number, fields in groups[ticket].parts:
@@ -137,7 +137,9 @@ class QueueState:
         """The step that trains ``ticket``, or for which it is admitted while that is not
         decided."""
         group = self.groups.get(ticket)
-        return self.plan.step_of(ticket if group is None or group.place == NO_STEP else group.place)
+        return self.plan.step_of(
+            ticket if group is None or group.position == NO_STEP else group.position
+        )
 
     def last_step(self, codes: Iterable[int]) -> int:
         """The last step that may train tokens of these encoded versions; NO_STEP if there are

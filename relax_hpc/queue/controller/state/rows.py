@@ -14,7 +14,7 @@ from relax_hpc.queue.controller.state.leases import consume
 from relax_hpc.queue.controller.state.prompt_groups import drop, same_bytes, shared, withdraw
 from relax_hpc.queue.controller.state.segments import use_logs
 from relax_hpc.queue.controller.topics import DISK, rows_for
-from relax_hpc.queue.records import Owner, Part, Shard
+from relax_hpc.queue.records import Owner, Shard, ShardFields
 
 if TYPE_CHECKING:
     from relax_hpc.queue.controller.state.queue_state import QueueState
@@ -59,7 +59,7 @@ def _store(
 ) -> None:
     """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard;
     ``media``: of some of them the tokens of each row that stand for media."""
-    tickets, bits = [row[0] for row in rows], state.bits.of(fields)
+    tickets, bits = [row[0] for row in rows], state.bits.mask(fields)
     generated, scored, groups = bits & state.generated, bits & state.scored, state.groups
     if generated:
         state.tickets.store(tickets, sum(sum(episodes) for *_, episodes in rows))
@@ -103,10 +103,10 @@ def save(state: QueueState, shards: list[int]) -> None:
         _count(state, part, [ticket for ticket in waited if _lies_in(state, ticket, part)])
 
 
-def _count(state: QueueState, part: Part, tickets: Sequence[int]) -> None:
+def _count(state: QueueState, part: ShardFields, tickets: Sequence[int]) -> None:
     """The fields of ``part`` are on disk, or as safe as was asked for: from now on they count."""
     state.woken.add(DISK)
-    if state.bits.of(part[1]) & state.generated:
+    if state.bits.mask(part[1]) & state.generated:
         _accept(state, tickets)
     else:
         late = state.shards.unsaved
@@ -142,7 +142,7 @@ def _oldest(codes: frozenset[int]) -> str:
 
 def _tell_given(state: QueueState, fields: tuple[str, ...], tickets: Sequence[int]) -> None:
     """A task has given ``fields``; where they are scores, by which version."""
-    if not state.bits.of(fields) & state.scored:
+    if not state.bits.mask(fields) & state.scored:
         state.events.tell(fields[0], tickets)
         return
     for version, scored in groupby(tickets, lambda ticket: state.groups[ticket].old_version):
@@ -154,7 +154,7 @@ def lose(state: QueueState, number: int) -> None:
     shard = state.shards[number]
     part, waited = (number, shard.fields), state.shards.saved(number)
     for ticket in [ticket for ticket in waited if _lies_in(state, ticket, part)]:
-        if state.bits.of(shard.fields) & state.generated:
+        if state.bits.mask(shard.fields) & state.generated:
             drop(state, ticket, "lost")
         else:
             withdraw(state, ticket, part)
@@ -162,7 +162,7 @@ def lose(state: QueueState, number: int) -> None:
     state.woken.add(DISK)
 
 
-def _lies_in(state: QueueState, ticket: int, part: Part) -> bool:
+def _lies_in(state: QueueState, ticket: int, part: ShardFields) -> bool:
     return ticket in state.groups and part in state.groups[ticket].parts
 
 
@@ -189,7 +189,7 @@ def _gather_into(state: QueueState, owner: Owner, descriptor: dict, tickets: Seq
     untrained = state.tickets.untrained
     shard = Shard(descriptor, fields, owner, (), len(parts))
     shard.untrained = sum(len(held[ticket]) for ticket in tickets if ticket in untrained)
-    number, same_part = state.shards.add(shard), dict[tuple[str, ...], Part]()
+    number, same_part = state.shards.add(shard), dict[tuple[str, ...], ShardFields]()
     for ticket in tickets:
         state.groups[ticket].parts = tuple(
             same_part.setdefault(some, (number, some)) for _, some in held[ticket]

@@ -102,7 +102,9 @@ class TaskQueues(dict[str, TaskQueue]):
         super().__init__(
             (
                 name,
-                TaskQueue(bits.of(t.needs), bits.of(t.gives), t.in_order, t.whole_step, t.in_sets),
+                TaskQueue(
+                    bits.mask(t.needs), bits.mask(t.gives), t.in_order, t.whole_step, t.in_sets
+                ),
             )
             for name, t in plan.tasks.items()
         )
