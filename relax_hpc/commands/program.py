@@ -237,9 +237,11 @@ def findings_of(config: Config, layers: Layers) -> list[str]:
     about the rest."""
     texts = [mistake.text for mistake in layers.mistakes if mistake.text]
     rest = (
-        [] if layers.lack_one else [one for one in check_request(config) if not layers.explain(one)]
+        []
+        if layers.lost_layer
+        else [one for one in check_request(config) if not layers.may_cause(one)]
     )
-    return texts + [layers.placed(finding) for finding in rest]
+    return texts + [layers.with_source(finding) for finding in rest]
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:
@@ -410,7 +412,7 @@ def _plan(given: dict[str, Any]) -> int:
     config = resolve(build(Config, layers.tree))
     spec = spec_at(config.model)
     if wrong := sorted(misfits(config, spec)):
-        raise ConfigError(*(layers.placed(one) for one in wrong))
+        raise ConfigError(*(layers.with_source(one) for one in wrong))
     return view.main(config, spec, as_json)
 
 
@@ -438,7 +440,7 @@ def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
     mistakes.add(*wrong)
     with mistakes:
         _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    mistakes.found = [one for one in mistakes.found if not layers.explain(one)]
+    mistakes.found = [one for one in mistakes.found if not layers.may_cause(one)]
     mistakes.add(*findings_of(config, layers))
     mistakes.refuse()
     for note in notes_of(config):

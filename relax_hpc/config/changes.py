@@ -1,7 +1,7 @@
-"""Settings changed for one group of a living run: numbered layers over the run's configuration.
+"""Settings that are changed for one group of a running run: numbered layers over its configuration.
 
-The group takes them when it starts next; the others keep what they have. A resume of the whole run
-writes them into its config.yaml and retires them.
+The group reads them at its next start. Other groups keep their settings. A resume of the whole run
+writes the changes into its config.yaml and retires the files.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from relax_hpc.config.layer_validation import COMMAND_LINE, clean
 from relax_hpc.config.load import build, compose, merge
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
-from relax_hpc.config.yaml_files import dump_yaml, read_yaml
+from relax_hpc.config.yaml_files import Source, dump_yaml, read_yaml
 
 RETIRED = ".retired"
 _FILE = re.compile(r"(\d{6})-(.+)\.yaml")
+"""Suffix of files whose changes are part of the run's configuration."""
 
 
 def change_files(run: RunDir, group: str = "") -> list[Path]:
-    """Layers for ``group``, oldest first; empty: all of them.
+    """Return layers for ``group``, oldest first; without a group, all layers.
 
-    A member of an elastic group has those of the whole group too.
+    A member of an elastic group also has the layers of the whole group.
     """
-    found = [
-        (match, path)
-        for path in _folder(run).glob("*.yaml")
-        if (match := _FILE.fullmatch(path.name))
-    ]
-    ordered = sorted(found, key=lambda item: item[0][1])
-    return [path for match, path in ordered if not group or base_name(group, {match[2]})]
+    numbered = []
+    for path in _folder(run).glob("*.yaml"):
+        match = _FILE.fullmatch(path.name)
+        if match and (not group or base_name(group, {match[2]})):
+            numbered.append((match[1], path))
+    return [path for _, path in sorted(numbered, key=lambda item: item[0])]
 
 
 def add_change(
@@ -47,54 +47,54 @@ def add_change(
     overrides: Mapping[str, Any],
     judge: Callable[[Config], None] = lambda _: None,
 ) -> Path | None:
-    """Keep ``files`` and ``overrides`` as a layer for ``group``; None if they say nothing.
+    """Store ``files`` and ``overrides`` as a layer for ``group``. Return None if they set nothing.
 
-    ``config`` is what the group has now; ``judge`` raises ConfigError if it does not like what the
-    group would have. ConfigError, too, if the schema does not allow it or it concerns more than
-    this group; then nothing is kept.
+    ``config`` is the group's present configuration. ``judge`` raises ConfigError if it refuses the
+    new one. ConfigError is also raised if the schema refuses the layer, or if it changes a setting
+    of other groups. Nothing is stored then.
     """
     sources = compose(files, overrides).sources
     for key, source in sources.items():
-        _check_own(key, source.at(key), config, group)
+        _check_owner(key, source.at(key), config, group)
     if not sources:
         return None
     layer: dict[str, Any] = {}
-    for raw, source in [
-        *(read_yaml(Path(path)) for path in files),
-        (_nested(overrides), COMMAND_LINE),
-    ]:
-        layer = _overlay(layer, clean(Config, raw, source))
+    documents: list[tuple[Any, Source | str]] = [read_yaml(Path(path)) for path in files]
+    documents.append((_nested(overrides), COMMAND_LINE))
+    for raw, origin in documents:
+        layer = _overlay(layer, clean(Config, raw, origin))
     judge(build(Config, merge(Config, dataclasses.asdict(config), layer)))
     return write_numbered(_folder(run), f"-{group}.yaml", dump_yaml(layer).encode())
 
 
 def retire_changes(run: RunDir) -> None:
-    """Rename the files of changes, which stand in the run's own configuration now."""
+    """Rename the files of changes that are now part of the run's own configuration."""
     for path in change_files(run):
         path.rename(path.with_name(path.name + RETIRED))
 
 
-def _check_own(key: str, place: str, config: Config, group: str) -> None:
+def _check_owner(key: str, location: str, config: Config, group: str) -> None:
+    """ConfigError: ``key`` is not a setting that concerns only ``group``."""
     base = base_name(group, config.groups)
     entry = f"groups.{base}"
     if key in (entry, f"{entry}.roles"):
         raise ConfigError(
-            f"{place}: {key}: the roles of a group are for the run's life; start a new run"
+            f"{location}: {key}: the roles of a group cannot change during a run; start a new run"
         )
-    allowed = [
-        entry,
-        *(section for role in config.groups[base].roles for section in ROLES[role].sections),
-    ]
+    allowed = [entry]
+    for role in config.groups[base].roles:
+        allowed += ROLES[role].sections
     if not any(key == section or key.startswith(f"{section}.") for section in allowed):
         raise ConfigError(
-            f"{place}: {key}: not of group {group} alone, allowed: {', '.join(sorted(allowed))}; "
-            "other settings are the whole run's: stop it, and submit --resume with them"
+            f"{location}: {key}: this setting does not belong to group {group} alone, allowed: "
+            f"{', '.join(sorted(allowed))}; to change settings of the whole run, stop it and "
+            "submit --resume with them"
         )
 
 
 def _overlay(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """``layer`` over ``base``; unlike `merge` it keeps a null, which takes something out of the
-    run's configuration."""
+    """Return ``layer`` over ``base``. Unlike `merge` it keeps null, which removes something from
+    the run's configuration."""
     both = {
         k: _overlay(base[k], v)
         for k, v in layer.items()
@@ -104,7 +104,7 @@ def _overlay(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested maps of dotted keys: {"a": {"b": 1}} of {"a.b": 1}."""
+    """Return nested maps from dotted keys: {"a": {"b": 1}} from {"a.b": 1}."""
     tree: dict[str, Any] = {}
     for key, value in overrides.items():
         for section in reversed(key.split(".")):

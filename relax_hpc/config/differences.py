@@ -1,4 +1,4 @@
-"""Settings of a configuration one by one, and those in which two differ."""
+"""The single settings of a configuration, and the settings in which two configurations differ."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_CHARS = 200
-_NOTHING = object()
+_MISSING = object()
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each setting in ``tree``, nested mappings. An empty mapping is a
-    value.
+    """Yield (dotted key, value) of each setting in ``tree``, a nested mapping. An empty mapping is
+    a value.
 
     >>> list(leaves({"steps": 1, "model": {"path": "/m"}, "groups": {}}))
     [('steps', 1), ('model.path', '/m'), ('groups', {})]
@@ -25,14 +25,14 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(value: Any, other: Any, key: str) -> Iterator[tuple[str, str, str]]:
-    """(key, setting, other setting) of each setting below ``key`` that differs, as text.
+    """Yield (key, setting, other setting), as text, for each setting below ``key`` that differs.
 
     >>> list(differences({"a": 1, "b": {"c": "x"}}, {"a": 1, "b": {}}, "flags"))
     [('flags.b.c', "'x'", 'nothing')]
     """
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         for name in dict.fromkeys([*value, *other]):
-            inner = value.get(name, _NOTHING), other.get(name, _NOTHING)
+            inner = value.get(name, _MISSING), other.get(name, _MISSING)
             yield from differences(*inner, f"{key}.{name}")
     elif dataclasses.is_dataclass(value) and type(value) is type(other):
         for field in dataclasses.fields(value):
@@ -43,8 +43,8 @@ def differences(value: Any, other: Any, key: str) -> Iterator[tuple[str, str, st
 
 
 def _shown(value: Any) -> str:
-    """``value`` in a message."""
-    if value is _NOTHING or value == "" or value is None:
+    """Return ``value`` as text for a message."""
+    if value is _MISSING or value == "" or value is None:
         return "nothing"
     if dataclasses.is_dataclass(value):
         return f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""The groups of a run by name, elastic members of a rollout group included.
+"""The groups of a run by name, with the elastic members of rollout groups.
 
 A group whose only role is rollout may have further members, `rollout-2`, `rollout-3`, ...: groups
-with its settings.
+with the same settings.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from relax_hpc.config.roles import RANKED, ROLES
 from relax_hpc.config.schema import Config, GroupConfig
 
 CONTROLLER = "controller"
-"""Role of the process with the queue's controller, in the hub: no role of the data flow."""
+"""Role of the process with the queue's controller, in the hub. It is not in `ROLES`."""
 _MEMBER = re.compile(r"(.+)-([1-9]\d*)")
 
 
 def base_name(name: str, groups: Collection[str]) -> str:
-    """The configured group that ``name`` is or is a member of; empty if there is none."""
+    """Return the configured group of ``name``, which is a group or a member; "" if there is no such
+    group."""
     if name in groups:
         return name
     match = _MEMBER.fullmatch(name)
@@ -28,7 +29,8 @@ def base_name(name: str, groups: Collection[str]) -> str:
 
 
 def group_of(config: Config, name: str) -> GroupConfig:
-    """Settings of a group or of an elastic member; ConfigError if the run has no such group."""
+    """Return the settings of a group or an elastic member. ConfigError: the run has no such
+    group."""
     base = base_name(name, config.groups)
     if not base or (base != name and config.groups[base].roles != ["rollout"]):
         raise ConfigError(
@@ -39,33 +41,37 @@ def group_of(config: Config, name: str) -> GroupConfig:
 
 
 def variables_of(config: Config, name: str) -> dict[str, str]:
-    """Environment variables of a group's own."""
+    """Return the environment variables of a group."""
     group = group_of(config, name)
     if not group.code:
         return dict(group.env)
-    # Python would look in the working directory first, which may be a checkout.
+    # Without PYTHONSAFEPATH Python looks first in the working directory, which may be a checkout.
     paths = [group.code, *filter(None, [group.env.get("PYTHONPATH")])]
     return group.env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def roles_of(config: Config, name: str) -> list[str]:
-    """The roles that a group's processes run; the hub's first is the queue controller."""
+    """Return the roles of a group's processes. The first role of the hub is the queue
+    controller."""
     return ([CONTROLLER] if name == "hub" else []) + list(group_of(config, name).roles)
 
 
 def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
-    """Roles that train, in the order of `ROLES`, and the group that each is in.
+    """Return the group of each role that trains, by role, in the order of `ROLES`.
 
-    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]), "training":
-    ...     GroupConfig(roles=["actor"])})
+    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]),
+    ...              "training": GroupConfig(roles=["actor"])})
     {'actor': 'training'}
     """
-    placed = {role: name for name, group in groups.items() for role in group.roles}
-    return {name: placed[name] for name, role in ROLES.items() if role.trains and name in placed}
+    role_groups: dict[str, str] = {}
+    for name, group in groups.items():
+        role_groups |= dict.fromkeys(group.roles, name)
+    trainers = [name for name, role in ROLES.items() if role.trains]
+    return {name: role_groups[name] for name in trainers if name in role_groups}
 
 
 def ranks_of(config: Config, name: str, role: str) -> int:
-    """Processes that ``role`` has in group ``name``."""
+    """Return the number of processes of ``role`` in group ``name``."""
     if role in RANKED:
         return getattr(config, role).parallel.ranks
     if role == CONTROLLER or not ROLES[role].serves:
@@ -75,5 +81,5 @@ def ranks_of(config: Config, name: str, role: str) -> int:
 
 
 def group_with(config: Config, role: str) -> str:
-    """Name of the group that has ``role``; empty: none has."""
+    """Return the name of the group with ``role``; "" if no group has it."""
     return next((name for name, group in config.groups.items() if role in group.roles), "")

@@ -1,19 +1,18 @@
-"""Loading of a `Config` from files and overrides: every layer is checked by itself, so that errors
+"""Loading of a `Config` from files and overrides. Every layer is checked separately, so that errors
 name its file.
 
-Layers compose from left to right. Sections merge; lists are replaced whole; `groups`, `env`,
-`flags` and `eval` sets merge by key, and null takes a key out (of `flags` it is a value like any
-other).
+Layers compose from left to right. Sections merge; lists are replaced. `groups`, `env`, `flags` and
+`eval` sets merge by key, and null removes a key (in `flags` null is an ordinary value).
 
-jsonargparse parses the options of the command line (`config/options.py`), and no files. Its own
-action for configuration files, as of 4.53, was tried with the cases of this loader:
-- it stops at the first mistake, and names neither file nor line; values have no origin, which
-  `print_config` and findings of `check` show (`Layers.sources`, `read.Source`);
-- a second file replaces a mapping of the first, such as `groups` or `eval`, where layers merge;
-- a key that appears twice, an alias, and nan are accepted, `010` is 8, `yes` is true and a quoted
-  number is a number, where `read` and `clean` refuse them or take YAML 1.2 literally;
-- a section without lines (`actor:` above nothing but comments) is an error;
-- the class of a section follows from `class_path`, not from a `name` (`variants`).
+jsonargparse parses the options of the command line (`config/options.py`), but no files. Its own
+action for configuration files (version 4.53) was tried with the tests of this loader:
+- It stops at the first mistake, and names neither file nor line. Values have no origin, which
+  `print_config` and findings of `check` show (`Layers.sources`, `yaml_files.Source`).
+- A second file replaces a mapping of the first, such as `groups` or `eval`; layers merge them.
+- It accepts a key that appears twice, an alias, and nan. `010` is 8, `yes` is true, and a quoted
+  number is a number. `yaml_files` and `layer_validation` refuse them or follow YAML 1.2.
+- A section without lines (`actor:` above nothing but comments) is an error.
+- The class of a section is selected by `class_path`, not by a `name` (`variants`).
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from relax_hpc.base.plugins import imports_allowed
 from relax_hpc.base.rundir import RunDir, read_map, write_atomic
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.layer_validation import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
-from relax_hpc.config.roles import OF_DRAWN_ROWS
+from relax_hpc.config.roles import FOR_GENERATED_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.schema.environment import AGENT
-from relax_hpc.config.variants import FAMILIES, chosen, own_fields
+from relax_hpc.config.variants import FAMILIES, own_fields, variant
 from relax_hpc.config.yaml_files import Source, dump_yaml, key_lines, read_yaml
 
 _PATHS = (
@@ -54,44 +53,47 @@ _PATHS = (
     ("data", "train"),
 )
 
+"""Settings that are paths, which `resolve` makes absolute."""
+
 
 @dataclasses.dataclass(slots=True)
 class Layers:
-    """A configuration before it becomes a `Config`, and where each value came from."""
+    """A configuration before it becomes a `Config`, and the source of each value."""
 
     tree: dict[str, Any]
     sources: dict[str, Source]
-    """Dotted key of every leaf that a layer set -> file or `command line`."""
+    """Source (file or `command line`) of every leaf that a layer set, by dotted key."""
     mistakes: list[Mistake] = dataclasses.field(default_factory=list)
-    """Mistakes in the layers, whose values were left out."""
+    """Mistakes in the layers. Their values were left out."""
 
-    def placed(self, finding: str) -> str:
-        """``finding``, which begins with its key, after the file and line that set it, if one
-        did."""
+    def with_source(self, finding: str) -> str:
+        """Return ``finding``, which begins with its key, after the file and line that set the key,
+        if a layer did."""
         key = finding.partition(":")[0]
         while key and key not in self.sources:
             key = key.rpartition(".")[0]
         return f"{self.sources[key].at(key)}: {finding}" if key else finding
 
     @property
-    def lack_one(self) -> bool:
-        """Whether a whole layer could not be read: most that is found is then about what stands in
-        it."""
+    def lost_layer(self) -> bool:
+        """Whether a whole layer could not be read. Most findings are then about its settings."""
         return not all(mistake.key for mistake in self.mistakes)
 
-    def explain(self, finding: str) -> bool:
-        """Whether ``finding`` may follow from a mistake: it speaks of a key that has its default
-        for that reason."""
+    def may_cause(self, finding: str) -> bool:
+        """Whether ``finding`` may follow from a mistake: it names a key that has its default
+        because of the mistake."""
+        if self.lost_layer:
+            return True
         wrong = "|".join(re.escape(mistake.key) for mistake in self.mistakes)
-        return self.lack_one or bool(wrong and re.search(rf"(?<![\w.])({wrong})(?!\w)", finding))
+        return bool(wrong and re.search(rf"(?<![\w.])({wrong})(?!\w)", finding))
 
 
 def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Config:
     """Compose defaults, `files` from left to right and `overrides` (nested, or by dotted key) into
     a `Config`.
 
-    ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and
-    values out of range. What concerns several fields is found by `relax_hpc.ops.checks.settings`.
+    ConfigError: unknown keys, wrong types and values out of range, each in one line with source,
+    key, found and allowed. `relax_hpc.ops.checks.settings` checks settings against each other.
     """
     config = build(Config, compose(files, overrides).tree)
     if imports_allowed():
@@ -102,10 +104,11 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
 
 
 def load_resolved(run_dir: Path | str, group: str = "") -> Config:
-    """The configuration of an existing run, with what was changed since for `group`.
+    """Return the configuration of an existing run, with the later changes for `group`.
 
-    Its `run_dir` is the directory given, even if it was moved. A change that is none is left out,
-    and said: those that commands keep were judged before, so nobody of ours wrote it.
+    `run_dir` of the result is the given directory, even if the run was moved. A change that is not
+    valid is skipped with a message: commands check changes before they store them, so another
+    program wrote it.
     """
     from relax_hpc.config.changes import change_files
 
@@ -129,25 +132,26 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
 
 
 def _algorithm_record(run: RunDir) -> dict[str, Any]:
-    """Record of an algorithm of the user's own, see `record_of`; empty: the run has none."""
+    """Return the record of the user's algorithm, see `record_of`; empty if the run has none."""
     record = read_map(run.algorithm, **RECORD_KINDS)
     names = [*record.get("needs", ()), *record.get("gives", ())]
-    return record if all(isinstance(name, str) for name in names) and record.get("gives") else {}
+    if not record.get("gives") or not all(isinstance(name, str) for name in names):
+        return {}
+    return record
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write `config` as YAML in the order of the schema; readers see the whole file or the one
-    before."""
+    """Write `config` as YAML in the order of the schema. The write is atomic."""
     write_atomic(path, dump_yaml(_complete(to_dict(config))).encode(), sync=True)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """`config` as nested dicts of plain values, in the order of the schema."""
+    """Return `config` as nested dicts of plain values, in the order of the schema."""
     return dataclasses.asdict(config)
 
 
 def print_config(layers: Layers) -> str:
-    """`layers` as YAML in which every value that a layer set names that layer in a comment; `load`
+    """Return `layers` as YAML, with the source of every value that a layer set in a comment. `load`
     reads it back."""
     text = dump_yaml(_complete(layers.tree))
     lines = text.splitlines()
@@ -158,15 +162,16 @@ def print_config(layers: Layers) -> str:
 
 
 def resolve(config: Config) -> Config:
-    """`config` with `run_dir` filled in and every path made absolute, so that a resume may start
-    elsewhere."""
+    """Return `config` with `run_dir` set and every path absolute, so that a resume may start in
+    another folder."""
     tree = to_dict(config)
     tree["run_dir"] = tree["run_dir"] or f"runs/{config.name}"
     for *sections, field in _PATHS:
         section = functools.reduce(dict.__getitem__, sections, tree)
         path = find_model(section[field]) if "model" in sections else section[field]
         section[field] = _absolute(path)
-    if (template := tree["data"]["chat_template"]) != "model":
+    template = tree["data"]["chat_template"]
+    if template != "model":
         tree["data"]["chat_template"] = _absolute(template)
     for key in ("train_sets", "eval"):
         tree["data"][key] = {name: _absolute(path) for name, path in tree["data"][key].items()}
@@ -174,7 +179,7 @@ def resolve(config: Config) -> Config:
 
 
 def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
-    """Layers of `load`, before the dataclasses are made."""
+    """Return the layers of `load`, before the dataclasses are created."""
     layers = gather(files, overrides)
     if layers.mistakes:
         raise ConfigError(*(mistake.text for mistake in layers.mistakes))
@@ -182,92 +187,98 @@ def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = N
 
 
 def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
-    """Layers of `compose` with all their mistakes: these are kept, and the values that they are
-    about are not."""
-    found = Layers(to_dict(Config()), {})
+    """Return the layers of `compose` with all their mistakes. Values with a mistake are left
+    out."""
+    layers = Layers(to_dict(Config()), {})
     for file in files:
         try:
-            _lay(found, *read_yaml(find_config(file)))
+            _add_layer(layers, *read_yaml(find_config(file)))
         except ConfigError as error:
-            found.mistakes += [Mistake("", text) for text in error.mistakes]
-    _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
-    needed = [name for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources]
-    if "actor_fwd" in needed and found.tree["max_staleness"]:
+            layers.mistakes += [Mistake("", text) for text in error.mistakes]
+    _add_layer(layers, _nest(overrides or {}), Source(COMMAND_LINE))
+    needed = [
+        name for name in _needed_groups(layers.tree) if f"groups.{name}" not in layers.sources
+    ]
+    if "actor_fwd" in needed and layers.tree["max_staleness"]:
         needed.remove("actor_fwd")
-        found.tree = _with_inner_actor_fwd(found.tree)
-    found.tree = _with_optional(found.tree, {name: {} for name in needed})
-    if found.tree["model"]["device"] == "cuda" and "model.dtype" not in found.sources:
-        found.tree = found.tree | {"model": found.tree["model"] | {"dtype": "bfloat16"}}
-    if found.tree["environment"]["kind"] == AGENT:
-        found.tree = _with_gateway(found.tree)
-    if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
-        found.tree = _of_files(found, sequences)
-    return found
+        layers.tree = _with_inner_actor_fwd(layers.tree)
+    layers.tree = _with_optional(layers.tree, {name: {} for name in needed})
+    if layers.tree["model"]["device"] == "cuda" and "model.dtype" not in layers.sources:
+        layers.tree = layers.tree | {"model": layers.tree["model"] | {"dtype": "bfloat16"}}
+    if layers.tree["environment"]["kind"] == AGENT:
+        layers.tree = _with_gateway(layers.tree)
+    sequences = variant(Algorithm, layers.tree["algorithm"]).sequences
+    if sequences:
+        layers.tree = _without_generation(layers, sequences)
+    return layers
 
 
-def _lay(found: Layers, raw: Any, source: Source) -> None:
-    """Lay one more layer over those that were found."""
-    cleaner = Cleaner(source, found.tree)
+def _add_layer(layers: Layers, raw: Any, source: Source) -> None:
+    """Validate one more layer and put it on top of ``layers``."""
+    cleaner = Cleaner(source, layers.tree)
     layer = cleaner.clean(Config, raw)
     if layer is not DROPPED:
-        _begin_anew(found, layer, source)
-        named = (key.split(".")[1] for key in found.sources if key.startswith("groups."))
-        known = {*found.tree["groups"], *optional_groups(), *named}
-        _check_removals(layer.get("groups", {}), known, cleaner)
-        found.tree = merge(Config, _with_optional(found.tree, layer.get("groups", {})), layer)
-        found.sources |= {key: source for key, _ in leaves(layer)}
-    found.mistakes += cleaner.mistakes
+        _reset_renamed_sections(layers, layer, source)
+        named = (key.split(".")[1] for key in layers.sources if key.startswith("groups."))
+        removable = {*layers.tree["groups"], *optional_groups(), *named}
+        _check_removals(layer.get("groups", {}), removable, cleaner)
+        layers.tree = merge(Config, _with_optional(layers.tree, layer.get("groups", {})), layer)
+        layers.sources |= {key: source for key, _ in leaves(layer)}
+    layers.mistakes += cleaner.mistakes
 
 
-def _begin_anew(found: Layers, layer: Mapping[str, Any], source: Source) -> None:
-    """A section that ``layer`` gives another name has the defaults of that one, and what was set
-    before of fields that all of its family have. What was set of others is a mistake: the same word
-    may mean something else now."""
+def _reset_renamed_sections(layers: Layers, layer: Mapping[str, Any], source: Source) -> None:
+    """Reset each section to which ``layer`` gives another name to the defaults of that name.
+
+    Values that lower layers set for fields of the whole family stay. Values of other fields are a
+    mistake, because the same word may mean something else now.
+    """
     for key, hint in get_type_hints(Config).items():
-        before, now = found.tree[key], layer.get(key, {})
-        if hint not in FAMILIES or now.get("name", before["name"]) == before["name"]:
+        before, after = layers.tree[key], layer.get(key, {})
+        if hint not in FAMILIES or after.get("name", before["name"]) == before["name"]:
             continue
-        said = {leaf.split(".")[1] for leaf in found.sources if leaf.startswith(f"{key}.")}
-        for name in own_fields(hint, said.difference(now)):
-            place = found.sources.pop(f"{key}.{name}").at(f"{key}.{name}")
+        set_fields = {leaf.split(".")[1] for leaf in layers.sources if leaf.startswith(f"{key}.")}
+        for name in own_fields(hint, set_fields.difference(after)):
+            location = layers.sources.pop(f"{key}.{name}").at(f"{key}.{name}")
             text = (
-                f"{place}: {key}.{name}: set for {before['name']}, but "
-                f"{source.at(f'{key}.name')} names {now['name']}"
+                f"{location}: {key}.{name}: set for {before['name']}, but "
+                f"{source.at(f'{key}.name')} names {after['name']}"
             )
-            found.mistakes.append(
+            layers.mistakes.append(
                 Mistake(f"{key}.{name}", f"{text}; set it there too, or remove it here")
             )
-        shared = said.intersection(field.name for field in dataclasses.fields(hint))
-        fresh = dataclasses.asdict(chosen(hint, now)())
-        found.tree = found.tree | {key: fresh | {name: before[name] for name in shared}}
+        shared = set_fields.intersection(field.name for field in dataclasses.fields(hint))
+        defaults = dataclasses.asdict(variant(hint, after)())
+        kept = {name: before[name] for name in shared}
+        layers.tree = layers.tree | {key: defaults | kept}
 
 
 def merge(hint: Any, base: Any, layer: Any) -> Any:
-    """`layer` laid over `base`, both clean values of type `hint`; neither is changed."""
+    """Return `layer` merged over `base`, both validated values of type `hint`. Neither is
+    changed."""
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(chosen(hint, layer, base))
+        hints = get_type_hints(variant(hint, layer, base))
         return base | {
             key: merge(hints[key], base.get(key, {}), value) for key, value in layer.items()
         }
     if get_origin(hint) is not dict:
         return layer
     item = get_args(hint)[1]
-    merged = base | {
-        key: merge(item, base.get(key, {}), value)
-        if dataclasses.is_dataclass(item) and value is not None
-        else value
-        for key, value in layer.items()
-    }
+    merged = dict(base)
+    for key, value in layer.items():
+        if dataclasses.is_dataclass(item) and value is not None:
+            value = merge(item, base.get(key, {}), value)
+        merged[key] = value
     keeps_null = item is Any or type(None) in get_args(item)
-    return (
-        merged if keeps_null else {key: value for key, value in merged.items() if value is not None}
-    )
+    if keeps_null:
+        return merged
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def build(hint: Any, tree: Any) -> Any:
-    """A clean tree as an instance of `hint`; fields that it lacks keep their defaults."""
+    """Return a validated tree as an instance of `hint`. Missing fields have their defaults."""
     if dataclasses.is_dataclass(hint):
-        make = cast(Any, chosen(hint, tree))
+        make = cast(Any, variant(hint, tree))
         hints = get_type_hints(make)
         return make(**{key: build(hints[key], value) for key, value in tree.items()})
     if get_origin(hint) is dict:
@@ -275,43 +286,41 @@ def build(hint: Any, tree: Any) -> Any:
     return list(tree) if isinstance(tree, list) else tree
 
 
-def _with_optional(tree: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` with the defaults of those optional groups that a layer speaks of."""
-    made = {
+def _with_optional(tree: dict[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tree`` with the defaults of those optional groups that ``groups`` names."""
+    added = {
         name: dataclasses.asdict(group)
         for name, group in optional_groups().items()
-        if asked.get(name) is not None and name not in tree["groups"]
+        if groups.get(name) is not None and name not in tree["groups"]
     }
-    return tree | {"groups": tree["groups"] | made}
+    return tree | {"groups": tree["groups"] | added}
 
 
 def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
-    """Optional groups whose roles give what the algorithm needs, and which nobody else is there to
-    give."""
+    """Return the optional groups whose roles give fields that the algorithm needs and that no other
+    role gives."""
     algorithm: Algorithm = build(Algorithm, tree["algorithm"])
-    placed = [
-        *(group.get("roles", ()) for group in tree["groups"].values()),
-        tree["actor"]["forward"],
-    ]
-    missing = roles_for(
-        (*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))
-    ).difference(*placed)
+    present_roles = set(tree["actor"]["forward"])
+    for group in tree["groups"].values():
+        present_roles.update(group.get("roles", ()))
+    fields = (*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))
+    missing = roles_for(fields) - present_roles
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
 
 
 def _with_inner_actor_fwd(tree: dict[str, Any]) -> dict[str, Any]:
-    """``tree`` with role `actor_fwd` inside of the actor.
+    """Return ``tree`` with role `actor_fwd` inside the actor.
 
-    There its scores are those of the policy before the step. A group scores rows when they come: at
-    a staleness above 0 the clip would be around a policy that is several versions old, which costs
-    most of what staleness costs.
+    There it scores rows with the policy before the step. A group scores rows when they arrive. With
+    a staleness above 0 the clip would then be around a policy that is several versions old, which
+    causes most of the cost of staleness.
     """
     actor = tree["actor"]
     return tree | {"actor": actor | {"forward": [*actor["forward"], "actor_fwd"]}}
 
 
 def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
-    """``tree`` with role `gateway`, in the hub unless a layer says otherwise."""
+    """Return ``tree`` with role `gateway`, in the hub unless a layer assigns it."""
     groups = tree["groups"]
     if "hub" not in groups or any("gateway" in group["roles"] for group in groups.values()):
         return tree
@@ -319,65 +328,67 @@ def _with_gateway(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"groups": groups | {"hub": hub}}
 
 
-def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
-    """The tree of a run whose rows are those of files, ``sequences`` in each: without the roles
-    that draw, whatever layers say of their groups, as those of a cluster do, and with role `data`,
-    in the hub unless one says otherwise."""
-    tree, usual = found.tree, {"samples_per_prompt": sequences, "weights.file_every": 0}
-    groups = {
-        name: group | {"roles": [role for role in group["roles"] if role not in OF_DRAWN_ROWS]}
-        for name, group in tree["groups"].items()
-    }
+def _without_generation(layers: Layers, sequences: int) -> dict[str, Any]:
+    """Return the tree of a run whose rows come from files, with ``sequences`` in each row.
+
+    Roles that generate rows are removed, even if layers name their groups, as cluster files do. The
+    role `data` is added, in the hub unless a layer assigns it.
+    """
+    tree = layers.tree
+    defaults = {"samples_per_prompt": sequences, "weights.file_every": 0}
+    groups = {}
+    for name, group in tree["groups"].items():
+        roles = [role for role in group["roles"] if role not in FOR_GENERATED_ROWS]
+        groups[name] = group | {"roles": roles}
     if "hub" in groups and not any("data" in group["roles"] for group in groups.values()):
         groups["hub"]["roles"].append("data")
-    left = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
-    said = _nest({key: value for key, value in usual.items() if key not in found.sources})
-    inside = [role for role in tree["actor"]["forward"] if role not in OF_DRAWN_ROWS]
-    return merge(
-        Config, tree | {"groups": left, "actor": tree["actor"] | {"forward": inside}}, said
-    )
+    groups = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
+    forward = [role for role in tree["actor"]["forward"] if role not in FOR_GENERATED_ROWS]
+    tree = tree | {"groups": groups, "actor": tree["actor"] | {"forward": forward}}
+    unset = {key: value for key, value in defaults.items() if key not in layers.sources}
+    return merge(Config, tree, _nest(unset))
 
 
-def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:
+def _check_removals(
+    groups: Mapping[str, Any], removable: Collection[str], cleaner: Cleaner
+) -> None:
     for name, value in groups.items():
-        if value is None and name not in known:
+        if value is None and name not in removable:
             cleaner.mistake(
                 f"groups.{name}",
-                "null removes a group, but there is none of that name, allowed: "
-                f"{', '.join(sorted(known))}{near(name, sorted(known))}",
+                "null removes a group, but no group has this name, allowed: "
+                f"{', '.join(sorted(removable))}{near(name, sorted(removable))}",
             )
 
 
 def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested maps of dotted keys: {"a": {"b": 1}} of {"a.b": 1}."""
+    """Return nested maps from dotted keys: {"a": {"b": 1}} from {"a.b": 1}."""
     nested: dict[str, Any] = {}
-    # Sections before the fields inside them, so that neither hides the other.
+    # Sections come before the fields inside them, so that a conflict of the two is detected.
     for dotted, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
         *sections, name = dotted.split(".")
-        section = nested
-        for part in sections:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
+        target = nested
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
                 raise ConfigError(
-                    f"{COMMAND_LINE}: {dotted}: given beside a value for {part}, keep one of "
-                    "the two"
+                    f"{COMMAND_LINE}: {dotted}: {section} has a value, too; keep one of the two"
                 )
-        section[name] = copy.deepcopy(value)
+        target[name] = copy.deepcopy(value)
     return nested
 
 
 def _complete(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with null for every group that it lacks and that reading it would bring back."""
-    back = [*default_groups(), *_needed_groups(tree)]
-    return tree | {
-        "groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}
-    }
+    """Return `tree` with null for every missing group that loading would add again."""
+    added = [*default_groups(), *_needed_groups(tree)]
+    removed = {name: None for name in added if name not in tree["groups"]}
+    return tree | {"groups": tree["groups"] | removed}
 
 
 def _absolute(path: str) -> str:
     if not path:
         return ""
     whole = Path(path).expanduser().absolute()
-    # Links stay as they were named, unless `..` stands behind one: only the filesystem knows where
-    # that leads.
+    # Links keep their names. Only the filesystem knows the target of a `..` after a link, so a path
+    # with `..` is resolved.
     return str(whole.resolve() if ".." in whole.parts else whole)

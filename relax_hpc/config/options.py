@@ -1,4 +1,4 @@
-"""Command-line options made from the schema: one a leaf, its help from the text under the field."""
+"""Command-line options from the schema: one per leaf, with the text below the field as its help."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Option:
     metadata: Any
     help: str
     section: str
-    """Title of the group of options it is shown in."""
+    """Title of the group of options in which it is shown."""
 
 
 def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Option]:
-    """Every leaf of the dataclass `cls` in the order of the schema."""
+    """Yield every leaf of the dataclass `cls` in the order of the schema."""
     if cls in FAMILIES:
-        yield from _of_family(cls, prefix, title)
+        yield from _family_options(cls, prefix, title)
         return
-    hints, defaults, texts = get_type_hints(cls), cls(), _texts(cls)
+    hints, defaults, texts = get_type_hints(cls), cls(), _descriptions(cls)
     section = f"{title or 'run'}: {_summary(cls)}"
     for field in dataclasses.fields(cls):
         key, hint = prefix + field.name, hints[field.name]
@@ -55,53 +55,55 @@ def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Op
             continue
         default = getattr(defaults, field.name)
         span = bounds(field.metadata)
-        text = " ".join(
-            part for part in (texts.get(field.name), f"[{span}]" if span else "") if part
-        )
+        text = texts.get(field.name) or ""
+        if span:
+            text = f"{text} [{span}]".lstrip()
         yield Option(key, hint, default, field.metadata, text, section)
 
 
-def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
-    """Leaves of all that a section may be, each once; those that not all have say who has them."""
+def _family_options(family: Any, prefix: str, title: str) -> Iterator[Option]:
+    """Yield the leaves of all members of a family, each once. If only some members have a leaf, its
+    help names them."""
     section = f"{title}: {_summary(family)}"
-    members = FAMILIES[family].known
-    found: dict[str, tuple[Option, list[str]]] = {}
+    members = FAMILIES[family].members
+    owners: dict[str, tuple[Option, list[str]]] = {}
     for name, member in members.items():
         for option in options(member, prefix, title):
-            found.setdefault(option.key, (option, []))[1].append(name)
-    for option, names in found.values():
-        whose = "" if len(names) == len(members) else f" ({', '.join(names)})"
+            owners.setdefault(option.key, (option, []))[1].append(name)
+    for option, names in owners.values():
+        suffix = "" if len(names) == len(members) else f" ({', '.join(names)})"
         nested = option.section if option.key.count(".") > 1 else section
-        yield dataclasses.replace(option, help=f"{option.help}{whose}", section=nested)
+        yield dataclasses.replace(option, help=f"{option.help}{suffix}", section=nested)
 
 
 def _summary(cls: Any) -> str:
-    """Whole docstring of ``cls`` in one line, without its last full stop."""
+    """Return the whole docstring of ``cls`` in one line, without its last full stop."""
     return " ".join(cls.__doc__.split()).rstrip(".")
 
 
 @functools.cache
-def _texts(cls: Any) -> dict[str, str | None]:
-    """The text under each field, where the class that has it last says it."""
+def _descriptions(cls: Any) -> dict[str, str | None]:
+    """Return the text below each field. If several base classes describe it, the most derived class
+    counts."""
     from docstring_parser import parse_from_object
 
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    return {
-        param.arg_name: param.description
-        for base in bases
-        for param in parse_from_object(base).params
-    }
+    descriptions = {}
+    for base in bases:
+        for param in parse_from_object(base).params:
+            descriptions[param.arg_name] = param.description
+    return descriptions
 
 
 FREE = (
     "--groups.",
     *(f"--{name}." for name, hint in get_type_hints(Config).items() if hint in FAMILIES),
 )
-"""Beginnings of options whose names depend on the configuration."""
+"""Prefixes of options whose names depend on the configuration."""
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """An option `--a.b.c` for every leaf of `Config`."""
+    """Add an option `--a.b.c` for every leaf of `Config`."""
     groups: dict[str, Any] = {}
     for option in options():
         if option.section not in groups:
@@ -118,89 +120,94 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def split_free(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """`argv` without options that no parser can know, and these as overrides: `--groups.NAME...`,
-    of which jsonargparse keeps one item below a name only, and fields of a user's own algorithm.
+    """Split `argv` into options for the parser and overrides that no parser can know.
+
+    These are `--groups.NAME...`, of which jsonargparse keeps only one item below a name, and fields
+    of the user's own algorithm.
 
     >>> split_free(["--steps", "5", "--groups.actor.roles", "[actor]", "--groups.hub=null"])
     (['--steps', '5'], {'groups.actor.roles': ['actor'], 'groups.hub': None})
     """
-    rest, found, words = [], {}, iter(argv)
-    for word in words:
-        key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith(FREE) or key in keys():
-            rest.append(word)
+    parsed: list[str] = []
+    overrides: dict[str, Any] = {}
+    arguments = iter(argv)
+    for argument in arguments:
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith(FREE) or key in keys():
+            parsed.append(argument)
             continue
-        try:
-            text = text if equals else next(words)
-        except StopIteration:
-            raise ConfigError(f"{COMMAND_LINE}: --{key}: expected one argument") from None
-        # Environment variables are text whatever they look like.
-        found[key] = (
-            text
-            if re.fullmatch(r"groups\.[^.]+\.env\..+", key)
-            else parse_yaml(text, f"{COMMAND_LINE}: --{key}")
-        )
-    return rest, found
+        if not equals:
+            value = next(arguments, None)
+            if value is None:
+                raise ConfigError(f"{COMMAND_LINE}: --{key}: expected one argument")
+            text = value
+        # Environment variables are always text, even if they look like numbers.
+        is_variable = re.fullmatch(r"groups\.[^.]+\.env\..+", key)
+        overrides[key] = text if is_variable else parse_yaml(text, f"{COMMAND_LINE}: --{key}")
+    return parsed, overrides
 
 
 class OptionError(ConfigError):
-    """A mistake in one option, so that others may be looked for without it."""
+    """A mistake in one option. Other mistakes can be looked for without this option."""
 
     def __init__(self, option: str, text: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {text}")
         self.option = option
-        """Option as it was written, without a value."""
+        """The option as it was written, without a value."""
 
 
 def explain(message: str) -> NoReturn:
-    """Raise the parser's complaint as a ConfigError of one line like those about files."""
-    if bad_value := re.search(
-        r'Parser key "([^"]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL
-    ):
+    """Raise the parser's message as a ConfigError in one line, in the form of errors about
+    files."""
+    bad_value = re.search(r'Parser key "([^"]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL)
+    if bad_value:
         raise OptionError(f"--{bad_value[1]}", _bad_value(bad_value[1], bad_value[2].strip()))
-    if unknown := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
-        word = next(
-            (part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0]
-        )
-        option = word.partition("=")[0]
-        raise OptionError(option, _unknown(word, option.lstrip("-")))
+    unknown = re.search(r"unrecognized arguments: (.*)", message, re.DOTALL)
+    if unknown:
+        arguments = unknown[1].split()
+        argument = next((item for item in arguments if item.startswith("-")), arguments[0])
+        option = argument.partition("=")[0]
+        raise OptionError(option, _unknown(argument, option.lstrip("-")))
     raise ConfigError(f"{COMMAND_LINE}: {' '.join(message.split())}")
 
 
 def without(argv: Sequence[str], option: str) -> list[str]:
-    """``argv`` without ``option`` and its values.
+    """Return ``argv`` without ``option`` and its values.
 
     >>> without(["--steps", "5", "--lr=1", "--seed", "x", "y", "--resume"], "--seed")
     ['--steps', '5', '--lr=1', '--resume']
     """
-    left, inside = [], False
-    for word in argv:
-        inside = word.partition("=")[0] == option or (inside and not word.startswith("--"))
-        if not inside:
-            left.append(word)
-    return left
+    remaining = []
+    is_removed = False
+    for argument in argv:
+        is_value = is_removed and not argument.startswith("--")
+        is_removed = argument.partition("=")[0] == option or is_value
+        if not is_removed:
+            remaining.append(argument)
+    return remaining
 
 
-def _unknown(word: str, key: str) -> str:
+def _unknown(argument: str, key: str) -> str:
     leaves = [option.key for option in options()]
     if key in keys():
         inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
-        return f"{word}: a section, allowed: its fields, like --{inside[0]}"
-    if text := explain_other_name(key):
-        return f"{word}: unknown option; {text}"
+        return f"{argument}: a section, allowed: its fields, like --{inside[0]}"
+    explanation = explain_other_name(key)
+    if explanation:
+        return f"{argument}: unknown option; {explanation}"
     hint = near(key, leaves)
     suggestion = "" if hint else suggest_other_name(key)
     if suggestion:
-        return f"{word}: unknown option; {suggestion}"
-    return f"{word}: unknown option{hint}; see --help"
+        return f"{argument}: unknown option; {suggestion}"
+    return f"{argument}: unknown option{hint}; see --help"
 
 
-def _bad_value(key: str, found: str) -> str:
+def _bad_value(key: str, value: str) -> str:
     option = next((item for item in options() if item.key == key), None)
     if option is not None and get_origin(option.hint) is dict:
         allowed = f"--{key}.NAME VALUE or --{key} '{{NAME: VALUE}}'"
-        return f"{key}: {found_and_allowed(found, allowed)}"
+        return f"{key}: {found_and_allowed(value, allowed)}"
     cleaner = Cleaner(Source(COMMAND_LINE))
-    if option is not None and cleaner.clean(option.hint, found, key, option.metadata) is DROPPED:
+    if option is not None and cleaner.clean(option.hint, value, key, option.metadata) is DROPPED:
         return cleaner.mistakes[0].text.removeprefix(f"{COMMAND_LINE}: ")
-    return f"{key}: found {found!r}, which is not allowed; see --help"
+    return f"{key}: found {value!r}, which is not allowed; see --help"

@@ -1,7 +1,7 @@
-"""Names of settings in TRL, verl, OpenRLHF and slime, and what they are called here.
+"""Names of settings in TRL, verl, OpenRLHF and slime, and the present name of each.
 
-An unknown option or key is looked up in this table, so that the error says the name of ours. The
-page docs/coming-from.md shows the same table. Names are those of TRL 1.10 (with transformers'
+Errors about an unknown option or key look it up in this table and name our setting. The page
+docs/coming-from.md shows the same table. Names are from TRL 1.10 (with transformers'
 TrainingArguments), verl 0.8, OpenRLHF 0.8 to 0.11, and slime 624b824 (with Megatron's options).
 """
 
@@ -14,31 +14,32 @@ from dataclasses import dataclass
 from typing import Any
 
 _NEAR = 0.85
-"""Similarity of a word and the name that it is probably meant to be."""
+"""Similarity from which a word counts as a misspelled name of the table."""
 TRAINERS = ("TRL", "verl", "OpenRLHF", "slime")
 
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """A setting of ours, or one that there is not, with its names elsewhere."""
+    """A setting of this project, or a feature that it lacks, with its names in other trainers."""
 
     ours: str
-    """Dotted key, also `--resume`; empty: there is no such setting, and ``note`` says what to
-    do."""
+    """Dotted key, also `--resume`. If it is empty, there is no such setting, and ``note`` says what
+    to do."""
     names: tuple[str, str, str, str]
-    """Names in TRL, verl, OpenRLHF and slime, separated by blanks; empty: none. Of a dotted name
-    the end is enough, as `optim.lr`."""
+    """Names in TRL, verl, OpenRLHF and slime, separated by blanks; empty: none. The end of a dotted
+    name is enough, such as `optim.lr`."""
     note: str = ""
+    """Remark in messages and in the table."""
 
 
 _MICRO_BATCH = (
-    "in tokens: rows are packed, and gradients add up over as many micro-batches as needed"
+    "in tokens: rows are packed, and gradients are accumulated over the micro-batches of a step"
 )
-_STEPS = "counted in steps; an epoch has rows / prompts_per_step of them"
+_STEPS = "counted in steps; an epoch has rows / prompts_per_step steps"
 _NO_LORA = "LoRA is not supported; all weights are trained"
 _NO_WANDB = (
     "metrics are in TensorBoard and metrics.jsonl; "
-    "metrics.trackers names a class of yours for other places"
+    "metrics.trackers names your own class for other services"
 )
 TABLE = (
     # Model and data
@@ -130,7 +131,7 @@ TABLE = (
             "train_batch_size train.batch_size",
             "num_steps_per_rollout global_batch_size",
         ),
-        "number of updates of a step, not rows of one",
+        "number of updates of a step, not the number of rows in an update",
     ),
     OtherName("algorithm.passes", ("num_iterations", "ppo_epochs", "max_epochs", "")),
     OtherName(
@@ -221,7 +222,7 @@ TABLE = (
     OtherName(
         "algorithm.kl.coefficient",
         ("beta", "kl_loss_coef use_kl_loss", "use_kl_loss", "kl_loss_coef use_kl_loss"),
-        "KL to the reference in the loss, 0: no reference is needed; of dpo it is algorithm.beta",
+        "KL to the reference in the loss; 0 needs no reference. For dpo it is algorithm.beta",
     ),
     OtherName(
         "algorithm.kl_in_reward",
@@ -252,7 +253,7 @@ TABLE = (
     OtherName(
         "algorithm.clip_cap",
         ("delta", "clip_ratio_c", "dual_clip", "eps_clip_c"),
-        "of algorithm dual_clip",
+        "for algorithm dual_clip",
     ),
     OtherName(
         "algorithm.entropy_coefficient",
@@ -298,7 +299,7 @@ TABLE = (
             "vllm_gpu_memory_utilization vllm_tensor_parallel_size enforce_eager",
             "rollout_num_gpus_per_engine sglang_mem_fraction_static sglang_server_concurrency",
         ),
-        "{mem_fraction_static: 0.8, tp_size: 2, ...}, as SGLang calls them",
+        "{mem_fraction_static: 0.8, tp_size: 2, ...}, with SGLang's names",
     ),
     OtherName(
         "colocate",
@@ -314,7 +315,7 @@ TABLE = (
     OtherName(
         "rollout.partial_rollout",
         ("", "", "", "partial_rollout"),
-        "generation continues over an update of the weights by default",
+        "by default generation continues during an update of the weights",
     ),
     OtherName(
         "rollout.over_sampling",
@@ -331,7 +332,7 @@ TABLE = (
             "reward_pretrain reward.model_name_or_path",
             "rm_type custom_rm_path",
         ),
-        "built in, or package.module:function of yours",
+        "a built-in name, or your own package.module:function",
     ),
     OtherName("reward.weighted", ("reward_weights", "", "", "")),
     OtherName("reward.by_row.column", ("", "reward_fn_key", "", "")),
@@ -352,19 +353,19 @@ TABLE = (
         "rewards_differ",
     ),
     OtherName(
-        "algorithm.critic_warmup_steps", ("", "", "", "num_critic_only_steps"), "of algorithm ppo"
+        "algorithm.critic_warmup_steps", ("", "", "", "num_critic_only_steps"), "for algorithm ppo"
     ),
-    OtherName("algorithm.value_clip", ("", "", "", "value_clip"), "of algorithm ppo"),
+    OtherName("algorithm.value_clip", ("", "", "", "value_clip"), "for algorithm ppo"),
     OtherName(
         "algorithm.correction.kind",
         ("", "", "", "use_tis tis_clip tis_clip_low"),
-        "on by default; algorithm.correction.high and low are its bounds",
+        "on by default; algorithm.correction.high and low are its limits",
     ),
     OtherName(
         "model.routing_replay", ("", "", "", "use_rollout_routing_replay use_routing_replay")
     ),
     OtherName(
-        "model.teacher_path", ("", "", "", "opd_teacher_load use_opd"), "of algorithm distill"
+        "model.teacher_path", ("", "", "", "opd_teacher_load use_opd"), "for algorithm distill"
     ),
     # The run
     OtherName(
@@ -431,7 +432,7 @@ TABLE = (
     ),
     OtherName("threads", ("", "num_cpus", "", "")),
     OtherName("seed", ("data_seed", "", "", "rollout_seed")),
-    # Not here
+    # Features that this project lacks
     OtherName(
         "",
         (
@@ -462,8 +463,8 @@ TABLE = (
 
 
 def find_other_name(key: str) -> tuple[OtherName, str, str] | None:
-    """The setting that ``key`` is called in another trainer, with that trainer and the name; None:
-    the table has none. The end of ``key`` is enough.
+    """Return the setting that another trainer calls ``key``, with that trainer and the name; None
+    if the table does not have it. The end of ``key`` is enough.
 
     >>> find_other_name("actor_rollout_ref.actor.optim.lr")[0].ours
     'actor.optimizer.lr'
@@ -477,7 +478,7 @@ def find_other_name(key: str) -> tuple[OtherName, str, str] | None:
 
 
 def explain_other_name(key: str) -> str:
-    """Text for an error about the unknown ``key``; empty: the table does not have it.
+    """Return the text for an error about the unknown ``key``; empty if the table does not have it.
 
     >>> explain_other_name("learning_rate")
     "TRL's learning_rate is actor.optimizer.lr here"
@@ -493,7 +494,8 @@ def explain_other_name(key: str) -> str:
 
 
 def suggest_other_name(key: str) -> str:
-    """Text for an error about ``key``, which is nearly a name in the table; empty if it is not.
+    """Return the text for an error about ``key`` if it is similar to a name in the table; else
+    empty.
 
     >>> suggest_other_name("learnign_rate")
     "did you mean TRL's learning_rate? It is actor.optimizer.lr here"
@@ -508,8 +510,10 @@ def suggest_other_name(key: str) -> str:
 
 
 def explain_section(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(key, text of `explain_other_name`) of ``key`` and of all that is in its ``value``."""
-    if text := explain_other_name(key):
+    """Yield (key, text of `explain_other_name`) for ``key``, or for the keys inside its
+    ``value``."""
+    text = explain_other_name(key)
+    if text:
         yield key, text
     elif isinstance(value, Mapping):
         for name, inner in value.items():
@@ -518,19 +522,20 @@ def explain_section(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _by_name() -> Mapping[str, tuple[OtherName, str, str]]:
-    """Settings by each of their names; of several the first trainer's."""
+    """Return settings by each of their names. If trainers share a name, the first trainer
+    counts."""
     entries: dict[str, tuple[OtherName, str, str]] = {}
     for setting in TABLE:
         for trainer, names in zip(TRAINERS, setting.names, strict=True):
             for name in names.split():
-                # A name that is the end of ours is suggested without this table.
+                # A name that equals the end of our name is suggested without this table.
                 if name != setting.ours.rpartition(".")[2]:
                     entries.setdefault(name, (setting, trainer, name))
     return entries
 
 
 def names_of(setting: OtherName) -> Sequence[tuple[str, list[str]]]:
-    """(trainer, names) of a setting."""
+    """Return (trainer, names) of a setting."""
     return [
         (trainer, names.split()) for trainer, names in zip(TRAINERS, setting.names, strict=True)
     ]

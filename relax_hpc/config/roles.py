@@ -1,5 +1,7 @@
-"""The roles, in the order in which people read of them. A new one is an entry here, a section of
-the configuration if it has settings, and its module."""
+"""The roles, in the order in which reports list them.
+
+A new role is an entry here, a section of the configuration if it has settings, and its module.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Facts on a role for the launcher, the queue and the reports."""
+    """Properties of a role for the launcher, the queue and the reports."""
 
     module: str
-    """Path of the module whose ``run(context)`` serves until the run is finished."""
+    """Import path of the module whose ``run(context)`` serves until the run is finished."""
     ranked: bool = False
-    """Whether its processes split one model, as section <role>.parallel says."""
+    """Whether its processes share one model, as section <role>.parallel defines."""
     sections: tuple[str, ...] = ()
-    """Sections of the configuration that concern it alone: a group of it may change them while the
-    others go on."""
+    """Sections of the configuration that concern only this role. A group with the role may change
+    them while other groups continue."""
     finishes_first: bool = False
-    """Whether it completes what it is doing when it is asked to stop."""
+    """Whether it finishes its current work when it is asked to stop."""
     needs: tuple[str, ...] = ()
-    """Fields of rows without which it cannot work. What it gives is declared in
+    """Fields of rows that it requires. The fields that it gives are declared in
     `relax_hpc.base.fields`."""
     trains: bool = False
-    """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run
-    have trained it."""
+    """Whether it learns from rows and writes checkpoints. A step is trained when all such roles of
+    a run have trained it."""
     scores: str = ""
-    """Task of the queue under which a role that trains gives fields too, before it trains; empty:
-    it gives none."""
+    """Queue task under which a role that trains also gives fields, before it trains; empty:
+    none."""
     serves: bool = False
-    """Whether it starts servers, in processes on each of its nodes that know nothing of each
-    other."""
+    """Whether it starts servers, in independent processes on each of its nodes."""
+    on_cpus: bool = False
+    """Whether it computes no model, so that its group needs no GPU."""
 
 
 ROLES = {
     "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward"), serves=True),
     "genrm": Role("relax_hpc.roles.genrm", sections=("genrm",), serves=True),
-    "data": Role("relax_hpc.roles.data"),
-    "gateway": Role("relax_hpc.roles.gateway"),
+    "data": Role("relax_hpc.roles.data", on_cpus=True),
+    "gateway": Role("relax_hpc.roles.gateway", on_cpus=True),
     "actor": Role(
         "relax_hpc.roles.actor",
         ranked=True,
@@ -73,16 +76,14 @@ ROLES = {
         trains=True,
         scores="critic_values",
     ),
-    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",)),
+    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), on_cpus=True),
 }
 MAKERS = ("rollout", "data")
-"""Roles that make rows, of which a run has one: engines draw them, or files have them."""
-OF_DRAWN_ROWS = ("rollout", "actor_fwd", "advantages")
-"""Roles without work in a run whose rows are those of files."""
-ON_CPUS = ("data", "gateway", "advantages")
-"""Roles that compute no model."""
+"""Roles that create rows. A run has one of them: engines generate rows, or files contain them."""
+FOR_GENERATED_ROWS = ("rollout", "actor_fwd", "advantages")
+"""Roles that have no work in a run whose rows come from files."""
 POLICY = "actor"
-"""The role that trains what engines generate with: versions and their lineage are of its
+"""The role that trains the model of the engines. Versions and their lineage belong to its
 incarnations."""
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
-"""Roles whose ranks split one model."""
+"""Roles whose ranks share one model."""

@@ -1,4 +1,4 @@
-"""Sections whose fields follow from the `name` in them: the algorithm's."""
+"""Sections whose fields depend on the `name` in them, such as the section of the algorithm."""
 
 from __future__ import annotations
 
@@ -12,37 +12,48 @@ from relax_hpc.algorithms import ALGORITHMS, Algorithm, algorithm_class
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Dataclasses that one section may be made of."""
+    """Dataclasses that a section may consist of."""
 
-    chosen: Callable[[str], type]
-    """Function from a name to its dataclass. ConfigError if there is none."""
-    known: Mapping[str, type]
+    class_of_name: Callable[[str], type]
+    """Function from a name to its dataclass. ConfigError: there is no such name."""
+    members: Mapping[str, type]
+    """Built-in dataclasses by name."""
 
 
 FAMILIES: dict[Any, Family] = {Algorithm: Family(algorithm_class, ALGORITHMS)}
-"""Type in the schema, whose fields all have -> those that may stand in its place."""
+"""Families by the type in the schema, whose fields all members have."""
 
 
-def chosen(hint: Any, *trees: Mapping[str, Any]) -> Any:
-    """The dataclass that the first of ``trees`` with a name asks for; ``hint`` itself if it is of
-    no family."""
+def variant(hint: Any, *trees: Mapping[str, Any]) -> Any:
+    """Return the dataclass that the first of ``trees`` with a name selects; ``hint`` itself if it
+    is not a family."""
     if hint not in FAMILIES:
         return hint
-    return FAMILIES[hint].chosen(next(tree["name"] for tree in trees if "name" in tree))
+    name = next(tree["name"] for tree in trees if "name" in tree)
+    return FAMILIES[hint].class_of_name(name)
 
 
 def fields_of(hint: Any) -> dict[str, list[type]]:
-    """Every field that one of the family ``hint`` has -> those that have it; of any other dataclass
-    its own."""
-    members = FAMILIES[hint].known.values() if hint in FAMILIES else [hint]
-    found: dict[str, list[type]] = {}
+    """Return, for every field of a member of the family ``hint``, the members that have it. Any
+    other dataclass is its only member."""
+    members = FAMILIES[hint].members.values() if hint in FAMILIES else [hint]
+    owners: dict[str, list[type]] = {}
     for member in members:
         for field in dataclasses.fields(member):
-            found.setdefault(field.name, []).append(member)
-    return found
+            owners.setdefault(field.name, []).append(member)
+    return owners
+
+
+def members_with_field(hint: Any, field: str) -> list[str]:
+    """Return the names of the members of the family ``hint`` that have ``field``; none if ``hint``
+    is not a family."""
+    if hint not in FAMILIES:
+        return []
+    owners = fields_of(hint).get(field, ())
+    return [name for name, member in FAMILIES[hint].members.items() if member in owners]
 
 
 def own_fields(hint: Any, names: Collection[str]) -> Iterator[str]:
-    """Names among ``names`` of fields that not all of the family ``hint`` have to have."""
+    """Yield those of ``names`` that are not fields of all members of the family ``hint``."""
     shared = {field.name for field in dataclasses.fields(hint)}
     return (name for name in names if name not in shared)

@@ -1,5 +1,5 @@
-"""YAML files, read strictly: plain data only, no duplicate keys, no aliases, YAML 1.2 numbers (1e-3
-is one)."""
+"""Strict YAML files: plain data, no duplicate keys, no aliases, numbers of YAML 1.2 (1e-3 is a
+number)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_hpc.base.foreign_files import open_regular
 from relax_hpc.base.path_errors import explain_path_error
 
 MAX_BYTES = 1 << 20
-"""Bytes of a configuration at most; a larger file is some other one, named by mistake."""
+"""Largest size of a configuration. A larger file was probably named by mistake."""
 
 _OWN_DESCRIPTORS = "/dev/fd/", "/proc/self/fd/", "/dev/stdin"
 _TAG = "tag:yaml.org,2002:"
@@ -31,7 +31,7 @@ _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class Source:
-    """Source of a layer, for messages about it: a file, whose keys have lines, or the command
+    """Source of a layer, for messages: a file, whose keys have line numbers, or the command
     line."""
 
     def __init__(self, name: str, text: str | bytes = b"") -> None:
@@ -42,7 +42,7 @@ class Source:
         return self.name
 
     def at(self, key: str) -> str:
-        """Place of ``key``, or of what it lies in: `run.yaml:12`."""
+        """Return the location of ``key``, or of the section that contains it: `run.yaml:12`."""
         while key and key not in self._lines:
             key = key.rpartition("[" if key.endswith("]") else ".")[0]
         return f"{self.name}:{self._lines[key] + 1}" if key else self.name
@@ -54,33 +54,35 @@ class Source:
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2: `yes`, `1:30` and `2024-01-01` are text, `010` is
-    ten."""
+    10."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
-    yaml_constructors: ClassVar[dict[str, Any]] = {
+    # PyYAML's stubs declare instance variables of other key types; at run time both are class
+    # attributes.
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: function
         for tag, function in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.removeprefix(_TAG) in _TYPES
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Aliases are refused: a few nested ones grow without bound, and files compose without
+        """Refuse aliases. A few nested aliases can expand without limit, and files compose without
         them."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are refused, write the value out", mark
+                None, None, "aliases (*name) are refused; write the value instead", mark
             )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Dict of a mapping; the same key twice is an error."""
+        """Return the dict of a mapping. ConstructorError: a key appears twice."""
         lines: dict[tuple[str, str], int] = {}
         for key_node, _ in node.value:
             key, line = (key_node.tag, str(key_node.value)), key_node.start_mark.line + 1
             if key in lines:
                 problem = (
-                    f"key {key_node.value!r} appears twice (first on line {lines[key]}), keep one"
+                    f"key {key_node.value!r} appears twice (first on line {lines[key]}); keep one"
                 )
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             lines[key] = line
@@ -96,7 +98,7 @@ _Loader.add_constructor(_TAG + "int", _Loader._integer)
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which only `_Loader` takes for a number, and never folds
+    """SafeDumper that also quotes text that only `_Loader` reads as a number, and never folds
     lines."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -112,13 +114,13 @@ Dumper.add_representer(str, Dumper._text)
 
 
 def dump_yaml(tree: Any) -> str:
-    """`tree` as YAML in its own order, one line a leaf; `parse_yaml` gives it back."""
+    """Return `tree` as YAML in its own order, one line per leaf. `parse_yaml` reads it back."""
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
-    """The document in `text`. ConfigError with the line of `source` if it is not plain, unambiguous
-    YAML."""
+    """Return the document in `text`. ConfigError, with the line of `source`: it is not plain,
+    unambiguous YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -133,7 +135,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
 
 
 def key_lines(text: str | bytes) -> dict[str, int]:
-    """Dotted key -> line (from 0) on which it stands, for the mappings of the document `text`."""
+    """Return the line (from 0) of each dotted key, for the mappings of the document `text`."""
     lines: dict[str, int] = {}
 
     def visit(node: yaml.Node, prefix: str) -> None:
@@ -141,16 +143,18 @@ def key_lines(text: str | bytes) -> dict[str, int]:
             lines[prefix + key.value] = key.start_mark.line
             visit(value, f"{prefix}{key.value}.")
 
-    visit(yaml.compose(text, Loader=_Loader), "")
+    document = yaml.compose(text, Loader=_Loader)
+    if document is not None:
+        visit(document, "")
     return lines
 
 
 def read_yaml(path: Path) -> tuple[Any, Source]:
-    """The document in the file `path`. ConfigError if it cannot be read, is too large or is not
-    plain YAML."""
+    """Return the document in the file `path`. ConfigError: it cannot be read, is too large, or is
+    not plain YAML."""
     try:
-        # A pipe of this process, as of `--config <(program)`, is its user's; any other could be
-        # waited for without end.
+        # A pipe of this process, as of `--config <(program)`, belongs to its user. Reading any
+        # other pipe could block forever.
         with (
             path.open("rb")
             if str(path).startswith(_OWN_DESCRIPTORS)
@@ -163,7 +167,7 @@ def read_yaml(path: Path) -> tuple[Any, Source]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{_near_file(path)}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(
-            f"{path}: larger than {MAX_BYTES} bytes, allowed at most that; is it a configuration?"
+            f"{path}: larger than {MAX_BYTES} bytes, which is the limit; is it a configuration?"
         )
     return parse_yaml(data, str(path)), Source(str(path), data)
 

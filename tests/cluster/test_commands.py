@@ -131,7 +131,7 @@ def test_a_het_group_leaves_its_component(tmp_path: Path, slurm: FakeSlurm, caps
             ["--nodes", "3"],
             "rollout.replicas: found 4, allowed: a multiple of groups.rollout.resources.nodes, 3",
         ),
-        (["--actor.optimizer.lr", "1"], "not of group rollout alone"),
+        (["--actor.optimizer.lr", "1"], "does not belong to group rollout alone"),
         (["--nodes", "2", "--in-place"], "--in-place: found with --nodes"),
         (["--rollout.reward", "nonsense"], "rollout.reward"),
         (["--stepz", "1"], "--stepz: unknown option"),

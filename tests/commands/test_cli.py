@@ -87,7 +87,7 @@ WRONG = [
     ),
     (
         ["run", "--groups.hub.roles=[]", "--groups.hub=null"],
-        ["groups.hub.roles: given beside a value for hub"],
+        ["groups.hub.roles: hub has a value, too"],
     ),
     (["status", "a", "--groups.x", "1"], ["--groups.x: unknown option"]),
     (["run", "extra"], ["extra: unknown option"]),
@@ -482,7 +482,7 @@ def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help", "model.tiny"]) == EXIT_DONE
     text = capsys.readouterr().out
     assert "--model.tiny.num_layers" in text and "--model.path" not in text
-    assert "that is made offline, with its tokenizer." in " ".join(text.split())
+    assert "that is created offline with its tokenizer" in " ".join(text.split())
     assert main(["run", "--help", "model.path"]) == EXIT_DONE
     text = capsys.readouterr().out
     assert "--model.path" in text and "--model.tiny.num_layers" not in text
@@ -500,7 +500,7 @@ def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_run_documents_the_fields() -> None:
     text = " ".join(parser_of("run").format_help().split())
-    assert "--checkpoint.max_failures MAX_FAILURES Checkpoints in a row" in text
+    assert "--checkpoint.max_failures MAX_FAILURES Number of consecutive checkpoints" in text
     assert "[at least 1] (type: int, default: 4)" in text
     assert "%" not in text
     keys = {option.key for option in options()}

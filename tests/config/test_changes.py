@@ -67,14 +67,18 @@ def test_null_takes_out_what_the_run_has(run: RunDir) -> None:
         (
             "actor.optimizer.lr",
             1.0,
-            "not of group rollout alone, allowed: groups.rollout, reward, rollout",
+            "this setting does not belong to group rollout alone, allowed: groups.rollout, reward, rollout",
         ),
-        ("groups.actor.env.A", "1", "groups.actor.env.A: not of group rollout alone"),
+        (
+            "groups.actor.env.A",
+            "1",
+            "groups.actor.env.A: this setting does not belong to group rollout alone",
+        ),
         ("steps", 5, "submit --resume"),
         ("rollout.temperature", -1, "rollout.temperature: found -1"),
         ("rollout.temprature", 1, "unknown key"),
-        ("groups.rollout", None, "for the run's life"),
-        ("groups.rollout.roles", ["actor"], "for the run's life"),
+        ("groups.rollout", None, "cannot change during a run"),
+        ("groups.rollout.roles", ["actor"], "cannot change during a run"),
     ],
 )
 def test_what_is_not_the_groups_own_is_refused(

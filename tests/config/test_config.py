@@ -163,9 +163,10 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     layers = gather([first, second])
     assert (layers.tree["seed"], layers.tree["steps"]) == (3, Config().steps)
     assert (
-        layers.placed("seed: found 3, allowed: none") == f"{second}:2: seed: found 3, allowed: none"
+        layers.with_source("seed: found 3, allowed: none")
+        == f"{second}:2: seed: found 3, allowed: none"
     )
-    assert layers.placed("threads: found 1") == "threads: found 1"
+    assert layers.with_source("threads: found 1") == "threads: found 1"
 
 
 def test_a_mapping_all_of_whose_lines_are_comments_says_nothing(tmp_path: Path) -> None:

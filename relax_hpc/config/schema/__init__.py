@@ -1,6 +1,6 @@
-"""The configuration of a run: one slotted dataclass a subject, every field documented under it.
+"""The configuration of a run: one slotted dataclass per subject, every field documented below it.
 
-Ranges stand beside the defaults (`bounded`); checks over several fields are in
+`bounded` sets a default and its range. Checks over several fields are in
 `relax_hpc.ops.checks.settings`.
 """
 

@@ -14,36 +14,44 @@ class ResourcesConfig:
     """Slurm resources of a group."""
 
     nodes: int = bounded(1, 1)
+    """Number of nodes."""
     gpus_per_node: int = bounded(0, 0)
+    """Number of GPUs on each node."""
     cpus_per_task: int = bounded(1, 1)
-    """CPUs of each rank."""
+    """Number of CPUs of each rank."""
     memory: str = ""
-    """Memory of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
+    """Memory of each node, as sbatch takes it (`64G`). `0` means all memory of the node. If it is
+    empty, the partition's default applies."""
     time: str = ""
-    """Time limit of the group's own job in the `jobs` layout; empty: slurm.time."""
+    """Time limit of the group's own job in the layout `jobs`. If it is empty, slurm.time
+    applies."""
     options: dict[str, str | None] = field(default_factory=dict)
     """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`. null
-    takes off an option that `site.options` or `site.gpu_options` sets."""
+    removes an option that `site.options` or `site.gpu_options` sets."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupConfig:
-    """Processes that live and die together."""
+    """Processes that start and stop together."""
 
-    roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)
+    # The names are known only at run time, when the loader checks them.
+    roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)  # type: ignore[valid-type]
+    """Roles that run in this group."""
     env: dict[str, str] = field(default_factory=dict)
-    """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a
-    group on its GPUs."""
+    """Additional environment variables of the group's processes, such as CUDA_VISIBLE_DEVICES,
+    which assigns GPUs to a group."""
     code: str = ""
-    """Folder with the package relax_hpc that its processes run, of the run's own protocol; empty:
-    the run's code."""
+    """Folder that contains the package relax_hpc that the group's processes run. Its protocol must
+    be the protocol of the run. If it is empty, they run the code of the run."""
     interface: str = ""
-    """Network interface that its sockets and libraries use; empty: site.interface."""
+    """Network interface that the group's sockets and libraries use. If it is empty, site.interface
+    applies."""
     on_failure: Literal["restart", "resubmit", "stop_run"] = "restart"
-    """Reaction to the group's failure. `restart`: in its allocation, or in a replacement job if
-    that lost nodes; `resubmit`: always a new job."""
+    """Reaction to a failure of the group. `restart`: restart it in its allocation, or in a new job
+    if the allocation lost nodes. `resubmit`: always submit a new job. `stop_run`: stop the run."""
     spares: int = bounded(0, 0)
-    """Held spare jobs, submitted up front, for sites whose compute nodes may not call sbatch."""
+    """Number of spare jobs that are submitted on hold when the run starts, for sites whose compute
+    nodes may not call sbatch."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
 
@@ -54,14 +62,15 @@ class SlurmConfig:
     time: str = "24:00:00"
     """Time limit as sbatch takes it."""
     signal_s: int = bounded(300, 30, 65535)
-    """Seconds before the time limit at which the run saves and makes way; Slurm may be a minute
+    """Seconds before the time limit at which the run saves and stops. Slurm may signal a minute
     early or late."""
     successors: int = bounded(20, 0)
-    """Jobs that continue the run when its own ends early, one after the other; in the layout `jobs`
-    when the hub's ends without being queued again, because its batch script was killed. Where nodes
-    may not call sbatch, all are queued up front."""
+    """Number of jobs that may continue the run, one after the other, when its own job ends early.
+    In the layout `jobs` a successor starts when the hub's job ends without being requeued because
+    its batch script was killed. If nodes may not call sbatch, all successors are submitted when the
+    run starts."""
     one_node_hub: bool = False
-    """Allow a `het` job whose first component has one node: any node's death anywhere then ends the
+    """Allow a `het` job whose first component has one node. The death of any node then ends the
     whole job."""
 
 
@@ -70,61 +79,69 @@ class MpiConfig:
     """Rendezvous of the ranks of a group."""
 
     launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
-    """`srun --mpi` plugin; `mpiexec`: none, where every group has one rank. The local layout needs
-    none either."""
+    """Plugin of `srun --mpi`. `mpiexec` uses no plugin and requires that every group has one rank.
+    The layout `local` uses no plugin either."""
     library: str = "wheel"
-    """MPI library. `wheel`: the mpich wheel beside mpi4py (pairs with pmi2); else the path of a
-    libmpi.so."""
+    """MPI library. `wheel`: the mpich wheel that is installed with mpi4py (works with pmi2).
+    Otherwise the path of a libmpi.so."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ContainerConfig:
-    """A container around every role; supervision stays outside of it."""
+    """A container around every role. The supervisor runs outside of it."""
 
     runtime: Literal["none", "apptainer", "pyxis"] = "none"
+    """Container runtime. With `none` roles run without a container."""
     program: str = "apptainer"
     """Program that starts a container with runtime `apptainer`: a name on PATH, such as
     `singularity`, or a path."""
     image: str = ""
+    """Image of the container."""
     mounts: list[str] = field(default_factory=list)
-    """Folders to mount: `/path` or `/path:/inside`; the run directory is always mounted."""
+    """Folders to mount: `/path` or `/path:/inside`. The run directory is always mounted."""
     python: str = "python3"
     """Interpreter inside the container."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SiteConfig:
-    """Facts of a cluster that are the same for all runs on it."""
+    """Properties of a cluster that are the same for all runs on it."""
 
     name: str = ""
+    """Name of the cluster."""
     partition: str = ""
+    """Slurm partition of the jobs."""
     hub_partition: str = ""
-    """Partition of CPU nodes for the hub; empty: the same as the others'."""
+    """Partition of CPU nodes for the hub. If it is empty, the hub uses `partition`."""
     cpu_nodes: bool = True
-    """Whether there are nodes without GPUs, for the hub. False: in a `het` job it rides on the
-    group with the most nodes; in `jobs` its own job asks for one GPU, as every job must there."""
+    """Whether there are nodes without GPUs for the hub. If false, the hub of a `het` job shares the
+    nodes of the group with the most nodes; in the layout `jobs` its job requests one GPU, because
+    every job must."""
     account: str = ""
+    """Slurm account of the jobs."""
     qos: str = ""
+    """Slurm quality of service of the jobs."""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
+    """Option by which jobs request GPUs. With `none` jobs request no GPUs."""
     gpu_type: str = ""
     """GPU type, as in `gres/gpu:TYPE`."""
     gpu_memory_gib: float = bounded(79.0, 0.0, 4096.0)
-    """Memory of one GPU in GiB, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40
-    GB, 139 of an H200. What cannot fit by calculation is refused, see `relax-hpc plan`; 0: nothing
-    is."""
+    """Memory of one GPU in GiB as torch reports it: 79 for an H100 or A100 with 80 GB, 39 for 40
+    GB, 139 for an H200. A run that cannot fit by calculation is refused, see `relax-hpc plan`. With
+    0 nothing is refused."""
     memory_request: Literal["mem", "none"] = "mem"
-    """Option by which jobs ask for memory. `none`: memory follows from the CPUs, and the site takes
-    no option for it; groups' `memory` is not asked for."""
+    """Option by which jobs request memory. `none`: the site derives memory from the CPUs and
+    accepts no memory option; `memory` of groups is ignored."""
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or
     `mail-user`."""
     gpu_options: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options of the allocations with GPUs alone, such as `{constraint: a100}`."""
+    """Further sbatch options of allocations with GPUs, such as `{constraint: a100}`."""
     srun_options: dict[str, str] = field(default_factory=dict)
     """Further srun options of every role by their long names, such as `{cpu-freq: high, mem-bind:
-    local}`. With `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near
-    its GPU. Slurm leaves `hint` out of account beside a binding, and every role has one: ask for it
-    in site.options, for the job."""
+    local}`. With `cpu-bind` Slurm binds the ranks to cores; without it each rank is bound to its
+    own cores near its GPU. Slurm ignores `hint` together with a binding, and every role has a
+    binding. Set `hint` in site.options, for the job."""
     setup: list[str] = field(default_factory=list)
     """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`,
     `ulimit -n 65536`. Roles and the standby supervisor inherit variables and limits (NOFILE,
@@ -132,23 +149,26 @@ class SiteConfig:
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     on_end: list[str] = field(default_factory=list)
-    """Command that is called where the hub runs when the run has ended for good, such as
-    `[/site/notify, me@there]`. It gets three more arguments: finished, stopped or failed, the run
-    directory, and the reason. At most 30 s."""
+    """Command that runs on the node of the hub when the run has ended and is not continued, such as
+    `[/site/notify, me@there]`. It gets three more arguments: finished, stopped or failed; the run
+    directory; and the reason. It may take 30 s."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of every process, such as NCCL_IB_HCA or UCX_NET_DEVICES."""
     python: str = ""
-    """Interpreter on the nodes that has relax_hpc; empty: the one that submits."""
+    """Interpreter on the nodes that has relax_hpc. If it is empty, the interpreter of `relax-hpc
+    submit` is used."""
     interface: str = ""
-    """Network interface for sockets, gloo and NCCL's bootstrap; empty: that of the host's own
-    name."""
+    """Network interface for sockets, gloo and the bootstrap of NCCL. If it is empty, the interface
+    of the host's name is used."""
     mpi: MpiConfig = field(default_factory=MpiConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     sbatch_on_nodes: bool = True
-    """Whether compute nodes may call sbatch; false: replacements are held spare jobs, successors
-    are queued up front."""
+    """Whether compute nodes may call sbatch. If false, replacements are spare jobs on hold, and
+    successors are submitted when the run starts."""
     local_dir: str = ""
-    """Folder on each node's own disk for caches and staging; empty: $TMPDIR or /tmp."""
+    """Folder on the local disk of each node for caches and staging. If it is empty, $TMPDIR or /tmp
+    is used."""
     stage: list[Literal["model", "environment"]] = field(default_factory=list)
-    """Data copied to local_dir once a node instead of being read from the shared filesystem by
-    every process: the model, the virtual or conda environment of the interpreter."""
+    """Data that are copied to local_dir once per node, so that processes do not read them from the
+    shared filesystem. `model`: the model. `environment`: the virtual or conda environment of the
+    interpreter."""

@@ -1,5 +1,4 @@
-"""Settings of environments: what episodes of several turns are played against, and how long they
-may be."""
+"""Settings of environments for episodes of several turns, and limits of such episodes."""
 
 from __future__ import annotations
 
@@ -9,48 +8,51 @@ from typing import Any
 from relax_hpc.base.settings import bounded
 
 AGENT = "agent"
-"""Kind that is no environment: an existing agent program plays the episode, at the run's
-endpoint."""
+"""Kind without an environment: an existing agent program plays the episode, by requests to the
+run's endpoint."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentConfig:
-    """Environments of episodes of several turns. A context, all that one row holds behind its
-    prompt, has at most `rollout.max_new_tokens`, observations included; one that is full ends its
-    episode as `length`."""
+    """Environments of episodes of several turns. The context of a row (all its tokens after the
+    prompt, observations included) has at most `rollout.max_new_tokens` tokens. A full context ends
+    its episode with the reason `length`."""
 
     kind: str = ""
-    """Environment that episodes are played against: a built-in name of `relax_hpc.environments`, or
-    `package.module:Class`; or `agent`: an existing program plays each episode by itself, at an
-    endpoint as OpenAI's. Empty: the task's own; most have none."""
+    """Environment of the episodes: a built-in name of `relax_hpc.environments`, or
+    `package.module:Class`. With `agent` an existing program plays each episode by requests to an
+    endpoint like OpenAI's. If it is empty, the task's environment is used; most tasks have none."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments that each environment is made with, by name. Of `agent`: `command`, the words of
-    one; `env`, its own environment variables; `chat_template`, that of its chats, `model` or a
-    Jinja file; `pid_namespace`, whether each program gets one."""
+    """Arguments of the constructor of each environment, by name. For `agent`: `command`, the
+    program and its arguments; `env`, its additional environment variables; `chat_template`, the
+    template of its chats, `model` or a Jinja file; `pid_namespace`, whether each program runs in
+    its own PID namespace."""
     max_turns: int = bounded(8, 1)
-    """Turns of the policy in an episode; past them it ends as `max_turns`."""
+    """Most turns of the policy in an episode. Beyond them the episode ends with the reason
+    `max_turns`."""
     turn_tokens: int = bounded(0, 0)
-    """Tokens of a turn; a longer one is cut, and its episode ends as `turn_budget`. 0: no bound of
-    its own."""
+    """Most tokens of a turn. A longer turn is cut, and its episode ends with the reason
+    `turn_budget`. With 0 there is no separate limit."""
     sampled_tokens: int = bounded(0, 0)
-    """Tokens that are sampled in an episode, all turns together; past them it ends as
-    `sampled_budget`. 0: no bound of its own."""
+    """Most tokens that are sampled in an episode, over all turns. Beyond them the episode ends with
+    the reason `sampled_budget`. With 0 there is no separate limit."""
     episode_tokens: int = bounded(0, 0)
-    """Tokens of all contexts of an episode together, observations included and prompts not; past
-    them it ends as `episode_budget`. 0: no bound of its own."""
+    """Most tokens of all contexts of an episode together, with observations and without prompts.
+    Beyond them the episode ends with the reason `episode_budget`. With 0 there is no separate
+    limit."""
     max_observation_tokens: int = bounded(4096, 1)
-    """Tokens of the texts of an observation; what goes beyond is cut, with a note for the policy,
-    and counted."""
+    """Most tokens of the texts of an observation. A longer observation is cut, with a note for the
+    policy, and counted."""
     max_faults: int = bounded(2, 0)
-    """Times that an episode is begun again after its environment has failed it; then its prompt
-    group fails by the reason of the last fault."""
+    """Number of times that an episode is played again after its environment failed. Then its prompt
+    group fails, with the reason of the last failure."""
     processes: int = bounded(1, 1)
-    """Processes, at most, in which each process of rollout has its environments."""
+    """Most environment processes of each process of rollout."""
     per_process: int = bounded(64, 1)
-    """Environments in one of them at a time."""
+    """Most environments in one environment process at a time."""
     step_timeout_s: float = bounded(60.0, 0.1)
-    """Seconds for a call of an environment: to begin, a step, to close. Past them its episode ends,
-    and its process takes no others; if that hangs as a whole, environments beside it are played
-    again in another."""
+    """Seconds for one call of an environment: reset, step or close. If a call takes longer, its
+    episode ends, and its process gets no further episodes. If the whole process hangs, the other
+    episodes in it are played again in another process."""
     memory_mb: int = bounded(4096, 64)
-    """Megabytes that a process of environments may take."""
+    """Memory limit of an environment process, in megabytes."""

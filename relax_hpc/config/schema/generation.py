@@ -1,4 +1,4 @@
-"""Settings of rollout: engines, sampling, rewards, filters."""
+"""Settings of rollout: engines, sampling, rewards and filters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class SimulatedConfig:
     """Response times of the `simulated` engine."""
 
     response_s: float = bounded(0.0, 0.0)
-    """Seconds for a response of max_new_tokens, the median over samples; one that ends before takes
+    """Median time in seconds of a response with max_new_tokens tokens. Shorter responses take
     less."""
     sigma: float = bounded(0.0, 0.0)
-    """Standard deviation of the logarithm of response times, which are lognormal. 0: all alike; 1:
-    a long tail."""
+    """Standard deviation of the logarithm of response times, which are lognormal. With 0 all times
+    are equal; with 1 there is a long tail."""
     concurrency: int = bounded(64, 1)
-    """Responses that an engine draws at a time."""
+    """Number of responses that an engine generates at a time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,48 +27,49 @@ class EngineConfig:
     """The inference engine of a rollout replica."""
 
     kind: str = "sglang"
-    """Kind of engine: `sglang`, `transformers`, `simulated`, or one's own as
-    `package.module:Class`. `transformers` is a small seeded engine for tests: slow, reproducible
-    bit for bit. `simulated` has no model and draws tokens evenly: for trying a cluster, and for
-    measuring and breaking what is around engines."""
+    """Kind of engine: `sglang`, `transformers`, `simulated`, or your own class as
+    `package.module:Class`. `transformers` is a small seeded engine for tests; it is slow and
+    reproducible bit for bit. `simulated` has no model and samples tokens uniformly. It serves to
+    try a cluster, and to measure and test everything except the engine."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Type in which the engine computes; empty: `model.dtype`, as the trainer does."""
+    """Type of the engine's computation. If it is empty, the engine uses `model.dtype`, like the
+    trainer."""
     flags: dict[str, Any] = field(default_factory=dict)
-    """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
+    """Arguments of the SGLang server by name (`max_total_tokens: 16384`), passed without change."""
     port: int = bounded(0, 0, 65535)
-    """First port; replica r takes port + r. 0: a free one."""
+    """First port: replica r uses port + r. With 0 a free port is chosen."""
     start_timeout_s: float = bounded(0.0, 0.0)
-    """Seconds between the engine's start and its first answer. 0: five minutes, and a second for
-    every 100 MB of the model's weights."""
+    """Seconds between the engine's start and its first response. With 0 the limit is five minutes
+    plus one second for every 100 MB of the model's weights."""
     request_timeout_s: float = bounded(120.0, 0.1)
-    """A generation request fails when its engine has given no token, of this request or another,
-    for so long; how long a whole response takes is not bounded. The time of an update of weights
-    does not count."""
+    """Seconds without a new token, of any request, after which a generation request of the engine
+    fails. The duration of a whole response has no limit. The time of a weight update does not
+    count."""
     update_timeout_s: float = bounded(60.0, 0.1)
-    """Seconds for an update of weights, plus one for every 100 MB of them; and for other calls that
-    generate nothing."""
+    """Seconds for a weight update, plus one second for every 100 MB of weights. It also limits
+    other calls that generate nothing."""
     max_failures: int = bounded(3, 1)
-    """Consecutive failures after which the engine is restarted (with its group)."""
+    """Number of consecutive failures after which the engine and its group are restarted."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GenrmConfig:
-    """The generative reward model of a group with role genrm: SGLang servers that reward `judge`
-    asks, whose weights stay as they are."""
+    """The generative reward model of a group with the role genrm: SGLang servers that the reward
+    `judge` uses. Their weights do not change."""
 
     path: str = ""
     """Hugging Face directory of the model, of any family that SGLang serves."""
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Type in which it computes; empty: `model.dtype`."""
+    """Type of the computation. If it is empty, `model.dtype` is used."""
     replicas: int = bounded(1, 1)
-    """Servers, as many on each node of the group; each question goes to the one that has the
-    fewest."""
+    """Number of servers on each node of the group. Each question goes to the server with the fewest
+    open questions."""
     flags: dict[str, Any] = field(default_factory=dict)
-    """SGLang server arguments by name (`tp_size: 8`), passed through as they are."""
+    """Arguments of the SGLang server by name (`tp_size: 8`), passed without change."""
     start_timeout_s: float = bounded(0.0, 0.0)
-    """Seconds between a server's start and its first answer. 0: five minutes, and a second for
-    every 100 MB of the model's weights."""
+    """Seconds between a server's start and its first response. With 0 the limit is five minutes
+    plus one second for every 100 MB of the model's weights."""
 
 
 PartialRollout = Literal["off", "keep", "recompute"]
@@ -76,82 +77,84 @@ PartialRollout = Literal["off", "keep", "recompute"]
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollout: generation of responses by engines, and their rewards."""
+    """Rollout: engines generate responses, and rewards are computed."""
 
     replicas: int = bounded(1, 1)
-    """Engine processes."""
+    """Number of engine processes."""
     without: list[str] = field(default_factory=list)
-    """Engines of these that do not serve, such as `rollout/3`: group or member, and number, as
-    `status --json` names them. `relax-hpc scale RUN --group rollout --without 3` changes it while
-    the run goes on."""
+    """Engines among these replicas that do not run, such as `rollout/3`: the group or elastic
+    member, and the number, as in `status --json`. `relax-hpc scale RUN --group rollout --without 3`
+    changes it while the run continues."""
     processes: int = bounded(1, 1)
-    """Processes of the role on each node, which divide its replicas among them: one makes rows of
-    no more than some thousand samples a second, however fast its engines are."""
+    """Number of processes of the role on each node. They share its replicas. One process handles at
+    most some thousand samples per second, however fast its engines are."""
     groups_per_request: int = bounded(8, 1)
-    """Prompt groups sent to an engine in one HTTP request, at most: those that come at once."""
+    """Most prompt groups that are sent to an engine in one HTTP request. Only groups that are ready
+    at the same time are combined."""
     requests_in_flight: int = bounded(2, 1)
-    """Requests that an engine works on at once: up to this many times `groups_per_request` prompt
-    groups, each by itself."""
+    """Number of requests that an engine processes at the same time: up to this number times
+    `groups_per_request` prompt groups, each independent of the others."""
     max_new_tokens: int = bounded(256, 1)
-    """Tokens that a row may have behind its prompt; of several turns all of them, with what is said
-    in between."""
+    """Most tokens of a row after its prompt. In episodes of several turns, observations count."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response; the one that is found belongs to it."""
+    """Texts that end a response. The text that was found is part of the response."""
     temperature: float = bounded(1.0, 0.0)
-    """Divisor of the logits before a token is drawn."""
+    """Divisor of the logits before a token is sampled."""
     top_p: float = bounded(1.0, 0.0, 1.0)
-    """Draw from the most probable tokens that have this much of the probability together.
-    Log-probabilities are renormalised over the tokens that top_k, top_p and min_p keep. The loss
-    corrects for the probability that was cut off (algorithm.correction)."""
+    """Sample from the most likely tokens whose probabilities sum to this share. Log-probabilities
+    are renormalized over the tokens that top_k, top_p and min_p keep. The loss corrects for the
+    probability that was cut off (algorithm.correction)."""
     top_k: int = bounded(0, 0)
-    """Draw from so many tokens, the most probable ones; 0: all. SGLang tells log-probabilities of
-    top_p and min_p only beside a top_k of 2 to 4096 (its flag sampling_mask_max_tokens), in longer
-    answers the more tokens it leaves."""
+    """Sample from this number of most likely tokens. 0 means all tokens. SGLang reports
+    log-probabilities with top_p or min_p only together with a top_k of 2 to 4096 (its flag
+    sampling_mask_max_tokens). Its responses are longer the more tokens are kept."""
     min_p: float = bounded(0.0, 0.0, 1.0)
-    """Draw from tokens that are at least this share as probable as the most probable one."""
+    """Sample from tokens whose probability is at least this share of the largest probability."""
     reward: str = ""
-    """Reward that is learned from: name in `relax_hpc.rewards`, or `package.module:function`, of
-    one sample or of a prompt group; `weighted` and `by_row` are made of others, see the section
-    `reward`. Empty: the task's own. It must be named for prompts of files, and for a task of your
-    own that has no reward."""
+    """Reward for training: a name in `relax_hpc.rewards`, or `package.module:function` of one
+    sample or of a prompt group. `weighted` and `by_row` combine other rewards, see the section
+    `reward`. If it is empty, the task's reward is used. It is required for prompts from files, and
+    for your own task without a reward."""
     reward_timeout_s: float = bounded(60.0, 0.1)
-    """Deadline of the rewards of a prompt group; past it, the group fails as `reward_timeout`, and
-    the process that was at them is replaced."""
+    """Seconds for the rewards of a prompt group. Beyond them the group fails with the reason
+    `reward_timeout`, and the process that computed them is replaced."""
     reward_workers: int = bounded(2, 0)
-    """Processes, at most, in which each process of the role has rewards of one's own computed,
-    evaluation's in as many others. Quick rewards that are built in need none, of the others there
-    is one at least. 0: one's own in the role itself, in threads, which nothing can end."""
+    """Most processes in which each process of the role computes your own rewards; evaluation uses
+    as many others. Fast built-in rewards need no such process; slow built-in rewards have at least
+    one. With 0 your own rewards are computed in threads of the role itself, which no timeout can
+    stop."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
-    """Stop (exit 93) when a larger share of the last 64 prompt groups failed, or all of them. Each
-    that fails is counted by its reason, and replaced by another prompt under its ticket, however
-    often that takes."""
+    """Stop with exit 93 if a larger share of the last 64 prompt groups failed, or if all of them
+    failed. A failed group is counted by its reason, and another prompt replaces it under its
+    ticket, as often as necessary."""
     episode_timeout_s: float = bounded(600.0, 0.1)
-    """Deadline of an episode that a task plays itself, or against an environment, without what its
-    responses take, and without the wait for a place among environments; past it the prompt group
-    fails as `episode_timeout`."""
+    """Seconds for an episode that a task plays itself or with an environment. The time of its
+    responses and the wait for a free environment do not count. Beyond them the prompt group fails
+    with the reason `episode_timeout`."""
     filter: str = ""
-    """Filter of the prompt groups that are trained on: name in `relax_hpc.rollout.filters`, such as
-    `rewards_differ`, or `package.module:function` of the rewards. The others are dropped as
-    `filtered`, and replaced by other prompts under the same tickets. Empty: all."""
+    """Filter of the prompt groups for training: a name in `relax_hpc.rollout.filters`, such as
+    `rewards_differ`, or `package.module:function` of the rewards. Other groups are dropped with the
+    reason `filtered`, and other prompts replace them under the same tickets. If it is empty, all
+    groups are used."""
     over_sampling: float = bounded(0.0, 0.0, 1.0)
-    """Share of the tickets for which a second prompt group is drawn beside the first, to be there
-    if the first is filtered out or fails. A spare that nobody needs waits in the queue for later
-    tickets; at max_staleness 0 it is aborted and dropped as `surplus`, so that spares change how
-    long a step takes and nothing that is trained."""
+    """Share of the tickets for which a second prompt group is generated, in case the first group is
+    filtered out or fails. An unused spare stays in the queue for later tickets. With max_staleness
+    0 it is aborted and dropped with the reason `surplus`, so spares change the duration of a step
+    and not its training rows."""
     max_filtered_share: float = bounded(0.99, 0.0, 1.0)
-    """Stop (exit 93) when a larger share of the last 256 prompt groups was filtered out."""
+    """Stop with exit 93 if a larger share of the last 256 prompt groups was filtered out."""
     partial_rollout: PartialRollout = "keep"
-    """Effect of new weights on responses that are being drawn. `keep`: they go on at once, over the
-    keys and values that older weights have left; `recompute`: over keys and values of the new ones;
-    `off`: the engine takes new weights when all that it is at has ended, so that a response is
-    drawn by one version."""
+    """Effect of new weights on unfinished responses. `keep`: responses continue with the keys and
+    values that older weights computed. `recompute`: keys and values are recomputed with the new
+    weights. `off`: the engine loads new weights when all its responses are finished, so that one
+    version samples each response."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
-    """Parts of unfinished prompt groups that are appended to their logs in the queue, to go on with
-    after a restart: nothing, finished `samples`, of others turns that are over, or the `tokens` of
-    unfinished ones too: the engine goes on with these, if not bit for bit as one that was not
-    interrupted. SGLang tells of them every 64 tokens, and no more of a response once its weights
-    have changed."""
+    """Parts of unfinished prompt groups that are stored in their logs in the queue and resumed
+    after a restart. `off`: none. `samples`: finished samples, and the finished turns of unfinished
+    ones. `tokens`: also the tokens of unfinished turns; the engine continues from them, but not bit
+    for bit like an engine that was not interrupted. SGLang reports tokens every 64 tokens, and
+    reports no more tokens of a response after its weights have changed."""
     save_partial_every_s: float = bounded(10.0, 0.1)
-    """Seconds between two segments of an unfinished prompt group; tokens drawn since the last one
-    are lost by a kill, and appended when the group is asked to stop."""
+    """Seconds between two segments of an unfinished prompt group. If the process is killed, tokens
+    since the last segment are lost. If the group is asked to stop, they are stored."""
     engine: EngineConfig = field(default_factory=EngineConfig)

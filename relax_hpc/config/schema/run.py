@@ -1,4 +1,4 @@
-"""A run's configuration as a whole."""
+"""The whole configuration of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relax_hpc.config.schema.training import ActorConfig, ForwardConfig, Trainer
 
 
 def default_groups() -> dict[str, GroupConfig]:
-    """One group a role, advantages beside the queue controller in the hub."""
+    """Return one group per role. The role advantages runs with the queue controller in the hub."""
     return {
         "hub": GroupConfig(roles=["advantages"]),
         "rollout": GroupConfig(roles=["rollout"]),
@@ -34,43 +34,47 @@ def default_groups() -> dict[str, GroupConfig]:
 
 
 _OPTIONAL = ("actor_fwd", "reference", "teacher", "critic", "genrm")
-"""Roles of which a run may have none, each with a group of its name."""
+"""Optional roles. Each has a group of its name."""
 
 
 def optional_groups() -> dict[str, GroupConfig]:
-    """Groups that a run has if a layer speaks of them, or if its algorithm needs what they give."""
+    """Return groups that a run has if a layer names them, or if its algorithm needs their
+    fields."""
     return {name: GroupConfig(roles=[name]) for name in _OPTIONAL}
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """A run. Several files compose from left to right; the resolved one lies in the run
-    directory."""
+    """A run. Several files compose from left to right. The resolved configuration is stored in the
+    run directory."""
 
     name: str = "run"
+    """Name of the run."""
     run_dir: str = ""
-    """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
+    """The run directory, on a filesystem that every node can read. If it is empty, it is
+    runs/<name>."""
     layout: Literal["local", "het", "jobs"] = "local"
-    """Place of the run's processes. `local`: process trees on this machine; `het`: one
-    heterogeneous Slurm job; `jobs`: one Slurm job a group."""
+    """How the run's groups are started. `local`: process trees on this machine. `het`: one
+    heterogeneous Slurm job. `jobs`: one Slurm job per group."""
     seed: int = bounded(0, 0)
+    """Seed of all random choices of the run."""
     steps: int = bounded(100, 1)
-    """Training steps of the run."""
+    """Number of training steps of the run."""
     prompts_per_step: int = bounded(32, 1)
-    """Prompt groups a training step takes."""
+    """Number of prompt groups in a training step."""
     samples_per_prompt: int = bounded(8, 1)
-    """Episodes drawn for each prompt (GRPO's group size). At least 2 if their rewards are compared;
-    1 is enough for ppo, reinforce_pp and distill without reward_weight. Set automatically for sft
-    (1) and dpo (2)."""
+    """Number of episodes for each prompt (GRPO's group size). It must be at least 2 if their
+    rewards are compared. 1 is enough for ppo, reinforce_pp and distill without reward_weight. sft
+    (1) and dpo (2) set it."""
     max_staleness: int = bounded(0, 0, 64)
-    """Most versions by which the weights that drew a sample are behind those that train on it. 0:
-    on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    """Largest number of versions by which the weights that sampled a row may be behind the weights
+    that train on it. 0: synchronous and on-policy. 1: near on-policy. More: fully asynchronous."""
     colocate: bool = False
-    """The actor and the engines share devices, in one group, and take turns: engines give their
-    memory back once a step is generated, and the actor begins then; while they have it, its weights
-    and optimizer are in host memory. For max_staleness 0."""
+    """Let the actor and the engines share devices, in one group, and take turns. The engines
+    release their memory when a step is generated; then the actor trains. While the engines run, the
+    actor's weights and optimizer are in host memory. It needs max_staleness 0."""
     threads: int = bounded(1, 1)
-    """CPU threads of each process."""
+    """Number of CPU threads of each process."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -84,8 +88,8 @@ class Config:
     reference: ForwardConfig = field(default_factory=ForwardConfig)
     teacher: ForwardConfig = field(default_factory=ForwardConfig)
     critic: TrainerConfig = field(default_factory=TrainerConfig)
-    """The group that trains a critic, of an algorithm that has one: the policy's model with a value
-    for an output."""
+    """The group that trains the critic, for an algorithm with one: the policy's model with a value
+    as output."""
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

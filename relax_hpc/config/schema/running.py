@@ -13,19 +13,19 @@ Mode = Literal["auto", "required", "off"]
 
 @dataclass(kw_only=True, slots=True)
 class PlanesConfig:
-    """Ways in which rows pass between processes in memory: the first that both have, else the file
-    of the shard.
+    """Transports by which rows pass between processes in memory. The first one that both processes
+    have is used, otherwise the file of the shard.
 
-    `auto`: where it works; `required`: a run without it does not begin; `off`: never.
+    `auto`: use it if it works. `required`: refuse to start without it. `off`: never use it.
     """
 
     shm: Mode = "auto"
     """Shared memory within a node, without a copy."""
     rdma: Mode = "auto"
-    """RDMA between nodes, by InfiniBand cards, where package nixl-cu12 is installed. `required`:
-    nodes without a card have it too, for processes on them that cannot share memory."""
+    """RDMA between nodes, over InfiniBand cards, if package nixl-cu12 is installed. `required`: it
+    is also used on nodes without a card, between processes that cannot share memory."""
     tcp: Mode = "auto"
-    """TCP, wherever there is a network."""
+    """TCP, on every network."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,153 +33,161 @@ class QueueConfig:
     """The TransferQueue."""
 
     durability: Durability = "commit"
-    """Guarantee that an accepted write has, of rows and journal alike. `commit`: on disk; survives
-    a power loss of all nodes. `flush`: written to the operating system; survives the death of any
-    process, and of any node but the one that wrote. `none`: the same for rows, but the journal may
-    be a second late; survives the death of any process but the controller: then every group begins
-    again, from the last checkpoint, with what the journal has."""
+    """Guarantee for an accepted write, for rows and journal. `commit`: it is on disk and survives a
+    power loss of all nodes. `flush`: it is written to the operating system and survives the death
+    of any process, and of any node except the writer's. `none`: as `flush` for rows, but the
+    journal may be up to one second late. It survives the death of any process except the
+    controller; after a death of the controller every group restarts from the last checkpoint, with
+    the journal as it was written."""
     wait_timeout_s: float = bounded(600.0, 1.0)
-    """Deadline of every wait for rows, tickets or versions; running past it ends the group with
-    exit 75. Only time counts in which all groups are there and none is at work: see
+    """Timeout of every wait for rows, tickets or versions. When it expires, the group ends with
+    exit
+    75. Only time counts in which all groups run and none is working; see
     liveness.longest_wait_s."""
     keep_steps: int = bounded(2, 0)
-    """Shards of steps older than the last checkpoint by more than this are deleted."""
+    """Number of steps before the last checkpoint whose shards are kept. Older shards are
+    deleted."""
     max_bytes: int = bounded(64 << 30, 1)
-    """Bytes of rows that wait for training. At this bound nothing is generated but what the next
-    step still needs."""
+    """Most bytes of rows that wait for training. At this limit only rows that the next step needs
+    are generated."""
     max_rows: int = bounded(1_000_000, 1)
-    """Samples in generation or waiting for training, bounded in the same way."""
+    """Most rows that are being generated or wait for training, limited in the same way."""
     planes: PlanesConfig = field(default_factory=PlanesConfig)
     memory_bytes: int = bounded(4 << 30, 0)
-    """Bytes of memory of each process for rows that others may still read; beyond it they are on
-    disk alone."""
+    """Bytes of memory of each process for rows that other processes may still read. Further rows
+    are only on disk."""
     max_medium_bytes: int = bounded(256 << 20, 1)
-    """Bytes of one image, video or sound of a prompt; a prompt with a larger one fails as
-    `media_too_large`."""
+    """Most bytes of one image, video or sound of a prompt. A prompt with a larger one fails with
+    the reason `media_too_large`."""
     max_group_media_bytes: int = bounded(1 << 30, 1)
-    """Bytes of all media of a prompt group together."""
+    """Most bytes of all media of a prompt group."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
     """Transfer of new weights from the actor to roles that generate and score: by `queue.planes`,
-    else files."""
+    otherwise by files."""
 
     publish_every: int = bounded(1, 1)
-    """Versions from one that is published to the next, at most `max_staleness` + 1. The last is
-    always published. Where rows come from files nobody reads versions, and `keep_every` says which
-    are published beside the first and last."""
+    """Every how many versions one is published, at most `max_staleness` + 1. The last version is
+    always published. If rows come from files, no process reads versions: the first and the last
+    one, and those of `keep_every`, are published."""
     publish_lag: int = bounded(64, 0)
-    """An engine that serves a version so much older than the newest gets no new prompts before it
-    has a newer one. It delays prompts; how stale samples may be is `max_staleness` alone."""
+    """Largest number of versions that an engine may be behind the newest version and still get new
+    prompts. This delays prompts; `max_staleness` alone limits how stale samples are."""
     file_every: int = bounded(1, 0)
-    """Versions whose number is a multiple of it are written to disk too, beside training, as
-    Hugging Face directories in `weights/`, not synced; those that are superseded by then are passed
-    over. Others are in the actor's memory alone, and gone with it. 0: the last version only, which
-    is always written, and synced; so, unless it is set, where rows come from files."""
+    """Every how many versions one is written to disk, during training, as a Hugging Face directory
+    in `weights/`, without a sync. If a newer one is due before the write begins, the older one is
+    skipped. Other versions exist only in the actor's memory and are lost with it. With 0 only the
+    last version is written. The last version is always written and synced. If rows come from files,
+    the default is 0."""
     keep_every: int = bounded(0, 0)
-    """Versions whose number is a multiple of this are written in any case, synced, and never
-    deleted. 0: none."""
+    """Every how many versions one is always written, synced, and never deleted. With 0 there are
+    none."""
     anchor_every: int = bounded(0, 0)
-    """Versions from one to the next that others are published as differences to, beside the whole
-    ones: readers on other nodes that have it read less. Of use where little changes in a step, as
-    in bfloat16 at small learning rates; it costs every rank and every node one more copy of the
-    weights in memory. 0: never."""
+    """Every how many versions one is an anchor. Versions after an anchor are also published as
+    differences to it, so that readers on other nodes that have the anchor read less. It is useful
+    if little changes in a step, as in bfloat16 with small learning rates. It costs every rank and
+    every node one more copy of the weights in memory. With 0 there are no anchors."""
     slabs: int = bounded(0, 0)
-    """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with
-    which no version is overwritten while an engine must have it; with fewer, at least 2, a slow one
-    has to take the next."""
+    """Number of versions that the actor keeps in memory; each rank keeps its part. With 0 it is
+    `max_staleness` + 2, so that no version is overwritten while an engine needs it. With fewer, at
+    least 2, a slow engine has to load the next version instead."""
     read_timeout_s: float = bounded(120.0, 0.1)
-    """Seconds for one record of a version to arrive, and for tries to read a version that cannot be
+    """Seconds for one record of a version to arrive, and for retries of a version that cannot be
     read."""
     write_timeout_s: float = bounded(3600.0, 1.0)
-    """Seconds for the files of a version to be written, beside training; a write that takes longer
-    ends the actor."""
+    """Seconds for writing the files of a version, during training. A slower write ends the
+    actor."""
     chunk_bytes: int = bounded(32 << 20, 4096)
-    """Bytes of a record: while one is verified, the next one is read. A single tensor is never
-    divided."""
+    """Bytes of a record. While one record is verified, the next one is read. A single tensor is
+    never divided."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints of the actor: when they are made, and which are kept."""
+    """Checkpoints of the actor: when they are written, and which are kept."""
 
     every: int = bounded(50, 1)
-    """Steps between checkpoints; the last step always has one."""
+    """Number of steps between checkpoints. The last step always has a checkpoint."""
     every_s: float = bounded(600.0, 0.0)
-    """Seconds after which a checkpoint is made at the end of the step, before `checkpoint.every`
-    steps are done. 0: only steps count."""
+    """Seconds since the last checkpoint after which one is written at the end of the step, even if
+    fewer than `checkpoint.every` steps are done. With 0 only steps count."""
     keep_last: int = bounded(2, 1)
+    """Number of newest checkpoints that are kept."""
     keep_every: int = bounded(0, 0)
-    """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones
-    stay."""
+    """Every how many steps a checkpoint is never deleted. With 0 only the newest checkpoints are
+    kept."""
     timeout_s: float = bounded(3600.0, 1.0)
-    """Seconds for a checkpoint to be written, beside training; one that takes longer ends the
-    actor."""
+    """Seconds for writing a checkpoint, during training. A slower write ends the actor."""
     max_failures: int = bounded(4, 1)
-    """Checkpoints in a row that could not be written, for other causes than a full disk, before the
-    run stops with exit
-    93. On a full disk it is tried again until there is room, or the next one is due."""
+    """Number of consecutive checkpoints that cannot be written, for causes other than a full disk,
+    after which the run stops with exit 93. On a full disk the write is retried until there is room
+    or the next checkpoint is due."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Evaluation by the rollout engines; of sft and dpo by the actor, which scores held-out
-    rows."""
+    """Evaluation by the rollout engines. For sft and dpo the actor scores held-out rows."""
 
     every: int = bounded(20, 0)
-    """Versions between evaluations, version 0 and the last included; 0: never."""
+    """Every how many versions there is an evaluation, in addition to version 0 and the last
+    version. With 0 there is no evaluation."""
     samples: int = bounded(200, 1)
-    """Prompts, or rows, of each set."""
+    """Number of prompts, or rows, of each set."""
     reward: str = ""
-    """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name
-    of the function>. Empty: the one that is learned from, reported as eval/<set>/reward."""
+    """Reward of evaluation, with the same names as rollout.reward. Its mean over a set is reported
+    as eval/<set>/<name of the function>. If it is empty, the training reward is used and reported
+    as eval/<set>/reward."""
 
     responses: int = bounded(1, 1)
-    """Responses to each prompt, over which its reward is the mean; more than one need a
-    temperature."""
+    """Number of responses to each prompt. The reward of the prompt is their mean. More than one
+    response needs a temperature."""
     temperature: float = bounded(0.0, 0.0)
-    """Sampling temperature; 0: the most probable token."""
+    """Sampling temperature. With 0 the most likely token is taken."""
     top_p: float = bounded(1.0, 0.0, 1.0)
+    """As rollout.top_p, for evaluation."""
     top_k: int = bounded(0, 0)
+    """As rollout.top_k, for evaluation."""
     min_p: float = bounded(0.0, 0.0, 1.0)
+    """As rollout.min_p, for evaluation."""
     max_new_tokens: int = bounded(0, 0)
-    """Most tokens of a response; 0: rollout.max_new_tokens."""
+    """Most tokens of a response. With 0 it is rollout.max_new_tokens."""
     pass_at: list[int] = field(default_factory=list)
-    """Values k for which eval/<set>/pass@k is reported: the probability that one at least of k
-    responses is right, estimated without bias by all `responses` (M. Chen et al., arXiv 2107.03374,
-    section 2.1)."""
+    """Values k for which eval/<set>/pass@k is reported: the probability that at least one of k
+    responses is right. The estimate from all `responses` is unbiased (M. Chen et al., arXiv
+    2107.03374, section 2.1)."""
     pass_reward: float = 1.0
-    """Reward from which on a response is right."""
+    """Smallest reward of a response that counts as right."""
 
     @property
     def metric(self) -> str:
-        """Name of the metric that is the mean over a set."""
+        """Name of the metric of a set: its mean reward."""
         return self.reward.rpartition(":")[2] or "reward"
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplesConfig:
-    """Samples of what the model has written, kept for people: `relax-hpc samples RUN` shows it."""
+    """Texts of episodes that are kept for people to read. `relax-hpc samples RUN` shows them."""
 
     per_step: int = bounded(16, 0)
-    """Episodes of each step that are kept for good: as many whole prompt groups as hold so many; 0:
-    none."""
+    """Number of episodes of each step that are kept: as many whole prompt groups as contain this
+    number. With 0 none are kept."""
     evaluations: bool = True
-    """Keep all episodes of evaluations too."""
+    """Whether all episodes of evaluations are kept, too."""
     max_bytes: int = bounded(1 << 30, 0)
-    """Bytes, compressed, that the samples of a run may take. Steps share them evenly, so that the
-    last ones have some too; evaluations may use what is left."""
+    """Most bytes of a run's samples, compressed. Steps share them evenly, so that the last steps
+    have some, too. Evaluations may use the remaining bytes."""
     max_text_chars: int = bounded(32_768, 16)
-    """Characters of a prompt or a response; of a longer one its middle is left out. Turns of one
-    share them."""
+    """Most characters of a prompt or a response. The middle of a longer text is left out. The turns
+    of a response share the characters."""
     tensorboard_every: int = bounded(10, 0)
-    """Steps from one of which TensorBoard's Text tab shows a few episodes to the next; 0: none."""
+    """Every how many steps TensorBoard's Text tab shows a few episodes. With 0 it shows none."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MetricsConfig:
-    """Experiment trackers, beside metrics.jsonl and TensorBoard."""
+    """Experiment trackers, in addition to metrics.jsonl and TensorBoard."""
 
     trackers: list[str] = field(default_factory=list)
     """Import paths, `package.module:Class`, of classes derived from
@@ -193,31 +201,32 @@ class MetricsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LivenessConfig:
-    """Deadlines and restarts."""
+    """Timeouts and restarts."""
 
     beat_s: float = bounded(0.5, 0.05)
+    """Seconds between two heartbeats of a process."""
     lease_s: float = bounded(30.0, 1.0)
-    """Seconds without beats after which a group is dead."""
+    """Seconds without heartbeats after which a group is considered dead."""
     start_timeout_s: float = bounded(600.0, 1.0)
-    """Seconds between the start of a role and its first beat. Its ranks must have met after three
-    quarters of it."""
+    """Seconds between the start of a role and its first heartbeat. Its ranks must have connected to
+    each other after three quarters of this time."""
     hang_s: float = bounded(1800.0, 1.0)
-    """Seconds at one piece of work, waiting not counted, after which a role is dead although it
-    beats."""
+    """Seconds at one piece of work, without waits, after which a role is considered dead although
+    it sends heartbeats."""
     start_ahead_s: float = bounded(60.0, 0.0)
-    """Seconds after which processes of the next incarnation are started beside a group that
+    """Seconds after which processes of the next incarnation are started in advance for a group that
     computes a model (actor, actor_fwd, reference). They import their libraries, at low priority,
-    and wait, so that the group is at work again seconds earlier if it ends. They hold no weights
-    and no GPU, 0.2 GB of host memory a rank on CPUs, and are the first to go where memory runs out.
-    0: never, where a node has no such memory to spare."""
+    and wait, so that the group works again seconds earlier after a failure. They hold no weights
+    and no GPU. On CPUs each rank takes 0.2 GB of host memory; they are killed first if memory runs
+    out. With 0 none are started; use it if a node has no such memory to spare."""
     max_restarts: int = bounded(5, 0)
-    """Restarts of one group with neither new samples, steps nor checkpoints before the run stops
-    with exit 93."""
+    """Number of restarts of one group without new samples, steps or checkpoints after which the run
+    stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
-    """Seconds that a run waits for what is nobody's fault: a group that is queued, loads or is
-    being replaced, or room on a full disk. Then it saves what it can and ends with 75. 0: as long
-    as its job lasts; 24 h where there is none. A job that reaches its limit makes way to the next
-    life of the run (`het`: the successor, `jobs`: itself, queued again), which waits anew; less
-    than a job lasts bounds that too."""
+    """Seconds that a run waits for conditions that are no failure: a group that is pending, loads
+    or is being replaced, or free space on a full disk. Then it saves its state if possible and ends
+    with 75. With 0 it waits until its job ends, or 24 h without a job. A job that reaches its time
+    limit is continued by the next one (`het`: the successor; `jobs`: the same job, requeued), which
+    waits again. A value below the time limit of a job limits the total wait."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Seconds between asking a process to end and killing it."""

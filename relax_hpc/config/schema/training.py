@@ -10,42 +10,45 @@ from relax_hpc.base.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """Split of the model over a training or forward group. Ranks = tensor * pipeline * context *
-    data."""
+    """Distribution of the model over the ranks of a training or forward group. The number of ranks
+    is tensor * pipeline * context * data."""
 
     tensor: int = bounded(1, 1)
-    """Ranks that share each matrix. Of a multiple of the model's key-value heads several share a
-    head, and each gathers the queries, keys and values of all: more to send than up to that
-    number."""
+    """Number of ranks that share each matrix. If it is a multiple of the model's number of
+    key-value heads, several ranks share a head, and each gathers the queries, keys and values of
+    all of them, which needs more communication."""
     pipeline: int = bounded(1, 1)
-    """Stages that each have a part of the layers, the same number unless the next two say
-    otherwise."""
+    """Number of stages, each with a part of the layers. Stages have equal numbers of layers unless
+    the next two settings are set."""
     first_stage_layers: int = bounded(0, 0)
-    """Layers of the stage that has the embedding too; the others share the rest evenly. 0: as many
-    as they have."""
+    """Number of layers of the first stage, which also has the embedding. The other stages share the
+    remaining layers evenly. With 0 it has as many layers as the others."""
     last_stage_layers: int = bounded(0, 0)
-    """Layers of the stage that has the output layer too; as `first_stage_layers`."""
+    """Number of layers of the last stage, which also has the output layer; see
+    `first_stage_layers`."""
     context: int = bounded(1, 1)
-    """Ranks that share each row, every one with as many of its tokens: for rows that are too long
-    for one. A micro-batch is as many times larger."""
+    """Number of ranks that share each row, for rows that are too long for one rank. Every rank has
+    the same number of the row's tokens. A micro-batch is this factor larger."""
     data: int = bounded(1, 1)
+    """Number of replicas of the model, each of which trains on its own rows."""
     expert: int = bounded(1, 1)
-    """Ranks that share a layer's experts, of the tensor * context * data ranks of a pipeline stage:
-    each has whole experts, and gets the tokens of all ranks that chose them. 1: every rank has all,
-    cut as `tensor` says. It adds no ranks."""
+    """Number of ranks that share the experts of a layer, among the tensor * context * data ranks of
+    a pipeline stage. Each rank has whole experts, and gets the tokens of all ranks that chose them.
+    With 1 every rank has all experts, divided by `tensor`. It adds no ranks."""
     sequence_parallel: bool = False
+    """Whether tensor ranks also divide the activations of norms and dropouts along the sequence."""
 
     @property
     def ranks(self) -> int:
-        """Processes of the group."""
+        """Number of processes of the group."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share each matrix of an expert."""
-        # megatron-core 0.16.1 reduces gradients over the wrong ranks where experts are in one piece
-        # in each of several tensor ranks, and gloo cannot exchange tokens of experts that are both
-        # dealt out and cut.
+        """Number of ranks that share each matrix of an expert."""
+        # megatron-core 0.16.1 reduces gradients over the wrong ranks if several tensor ranks each
+        # have whole experts, and gloo cannot exchange the tokens of experts that are both
+        # distributed over ranks and divided.
         return self.tensor if self.expert == 1 else 1
 
     def __str__(self) -> str:
@@ -60,32 +63,40 @@ class OptimizerConfig:
     """Adam of megatron-core."""
 
     lr: float = bounded(1e-6, 0.0)
-    """Learning rate after the first `warmup_steps`; `schedule` says how it falls after them."""
+    """Learning rate after the first `warmup_steps`. `schedule` defines how it decreases after
+    them."""
     final_lr_share: float = bounded(1.0, 0.0, 1.0)
     """Learning rate of the last step as a share of `lr`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Course of the learning rate from `lr`, after the warm-up, to its last share: evenly, by half
-    a cosine, which is slow at both ends, or not at all."""
+    """How the learning rate falls after the warm-up, from `lr` to its final share: linearly, by
+    half a cosine (slow at both ends), or not at all."""
     warmup_steps: int = bounded(0, 0)
+    """Number of first steps in which the learning rate rises to `lr`."""
     beta1: float = bounded(0.9, 0.0, 1.0)
+    """Decay rate of Adam's first moment."""
     beta2: float = bounded(0.95, 0.0, 1.0)
+    """Decay rate of Adam's second moment."""
     eps: float = bounded(1e-8, 0.0)
+    """Term that Adam adds to the denominator."""
     weight_decay: float = bounded(0.0, 0.0)
+    """Coefficient of weight decay."""
     clip_grad: float = bounded(1.0, 0.0)
+    """Largest norm of the gradient; larger gradients are scaled down to it."""
     distributed: bool = False
-    """Shard optimizer state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks."""
     overlap_gradients: bool = False
-    """Sum gradients over data-parallel and context ranks while the last backward pass of a step
-    goes on, a bucket of parameters after the other (`actor.megatron.bucket_size` of them, at least
-    40 million unless it is set), instead of after it. The same sums; of one rank there are none.
-    Not measured on GPUs."""
+    """Sum gradients over data-parallel and context ranks during the last backward pass of a step
+    instead of after it, one bucket of parameters after the other (`actor.megatron.bucket_size`
+    parameters, by default at least 40 million). The sums are the same. With one rank there are
+    none. This is not measured on GPUs."""
     states: Literal["float32", "bfloat16"] = "float32"
-    """Type of Adam's two moments. `bfloat16`: 4 bytes a parameter less; a step is computed in
-    float32, and what it leaves is rounded up or down by chance: right in the mean, and each to a
-    hundredth."""
+    """Type of Adam's two moments. `bfloat16` needs 4 bytes less per parameter. A step is computed
+    in float32, and the new moments are rounded up or down at random: the mean is exact, and the
+    error of each is at most about one percent."""
     offload: bool = False
-    """Keep Adam's moments, and float32 main parameters under bfloat16, in pinned host memory; they
-    pass through the GPU in each step: up to 12 bytes a parameter less on it."""
+    """Keep Adam's moments, and float32 main parameters if parameters are bfloat16, in pinned host
+    memory. They pass through the GPU in each step. This saves up to 12 bytes of GPU memory per
+    parameter."""
 
 
 Kernels = Literal["plain", "fused", "te"]
@@ -98,33 +109,34 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
-    """Tokens that a rank takes through one forward and backward pass: rows lie in it one after the
-    other, without padding. A longer row is a micro-batch of its own."""
+    """Most tokens of a rank in one forward and backward pass. Rows are packed one after the other
+    without padding. A longer row has its own micro-batch."""
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
-    """Tokens that stand for media among these, each row's counted, so that a rank's towers encode
-    no more at once. A row that has more is a micro-batch of its own. 0: as many as fit."""
+    """Most media tokens among these tokens, so that the towers of a rank do not encode more media
+    in one pass. A row with more media tokens has its own micro-batch. With 0 there is no
+    separate limit."""
     balance_window: int = bounded(4, 1)
-    """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in
-    ticket order. Within it rows are balanced over the ranks by length, to which media add their
-    tokens once more, and dealt to few micro-batches of equal size: a larger one is balanced better
-    and has fewer, a smaller one is trained sooner."""
+    """Number of micro-batches per data-parallel rank in a window. A window consists of prompt
+    groups in ticket order. Within a window, rows are distributed over the ranks by length (media
+    count their tokens twice) and packed into few micro-batches of equal size. A larger window is
+    balanced better and has fewer micro-batches; a smaller window is trained earlier."""
     kernels: Kernels = "plain"
-    """Implementation of the layers, those of the actor also in the forward roles. `plain`: torch,
-    on every device; `fused`: Triton kernels for norms, rotary embedding, gated activation and
-    log-probabilities, and one for Adam, on GPUs; `te`: Transformer Engine, which is refused unless
-    a layer of it is as near to float32 as a plain one is."""
+    """Implementation of the layers; that of the actor also applies to the forward roles. `plain`:
+    torch, on every device. `fused`: Triton kernels, on GPUs, for norms, rotary embedding, gated
+    activation, log-probabilities and Adam. `te`: Transformer Engine, which is refused unless its
+    layer is as close to float32 as a plain layer."""
     experts: Literal["sequential", "grouped"] = "sequential"
-    """Computation of the experts of a rank: one after the other, or `grouped`, all in one product
-    of torch's (`torch.nn.functional.grouped_mm`), beside which their weights lie in one piece for
-    the time of a layer."""
+    """Computation of the experts of a rank. `sequential`: one after the other. `grouped`: all in
+    one product of torch (`torch.nn.functional.grouped_mm`), for which a second copy of the layer's
+    expert weights exists during the layer."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them. `full`: all of a
-    layer but its input, a third more computation; `selective`: those of its norms and of its
-    feed-forward layer."""
+    """Activations that the backward pass recomputes instead of storing them. `none`: none. `full`:
+    all activations of a layer except its input, which costs a third more computation. `selective`:
+    the activations of norms and of the feed-forward layer."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further settings of megatron-core's TransformerConfig and DistributedDataParallelConfig by
-    name (`recompute_modules: [core_attn]`), passed through as they are; what is decided elsewhere
-    is refused."""
+    name (`recompute_modules: [core_attn]`), passed without change. Settings that other options
+    determine are refused."""
 
     @property
     def pack_tokens(self) -> int:
@@ -133,7 +145,7 @@ class TrainerConfig:
 
     @property
     def pack_media_tokens(self) -> int:
-        """Most tokens of media of a micro-batch, over all context ranks; 0: no bound."""
+        """Most media tokens of a micro-batch, over all context ranks; 0: no limit."""
         return self.max_media_tokens_per_micro_batch * self.parallel.context
 
 
@@ -142,12 +154,14 @@ class ActorConfig(TrainerConfig):
     """The group that trains the policy."""
 
     forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
-    """Roles that run inside of the actor, in no group: it swaps their weights in and scores each
-    window before it trains on it, with its own parallelism and micro-batches. Less hardware, a
-    longer step, and for each of them one more copy of the weights in host memory."""
+    """Roles that run inside the actor and need no group. The actor swaps in their weights and
+    scores each window before it trains on it, with its own parallelism and micro-batches. This
+    needs less hardware, makes steps longer, and needs one more copy of the weights in host memory
+    for each role."""
     simulated_step_s: float = bounded(0.0, 0.0)
-    """Seconds that a pass over a training batch takes, in which nothing is computed and the weights
-    stay as they are: for trying a cluster, and for measuring what is around training. 0: train."""
+    """Seconds of a simulated pass over a training batch, in which nothing is computed and the
+    weights do not change. It serves to try a cluster, and to measure everything except training.
+    With 0 the actor trains."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,8 +170,9 @@ class ForwardConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
+    """Most tokens of a forward pass, as `actor.max_tokens_per_micro_batch`."""
     max_media_tokens_per_micro_batch: int = bounded(0, 0)
-    """Bound of a forward pass, as `actor.max_media_tokens_per_micro_batch`."""
+    """Most media tokens of a forward pass, as `actor.max_media_tokens_per_micro_batch`."""
 
     @property
     def pack_tokens(self) -> int:
@@ -166,5 +181,5 @@ class ForwardConfig:
 
     @property
     def pack_media_tokens(self) -> int:
-        """Most tokens of media of a micro-batch, over all context ranks; 0: no bound."""
+        """Most media tokens of a micro-batch, over all context ranks; 0: no limit."""
         return self.max_media_tokens_per_micro_batch * self.parallel.context

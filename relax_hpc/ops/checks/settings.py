@@ -22,7 +22,7 @@ from relax_hpc.base.protocol import describe_protocol_mismatch
 from relax_hpc.base.signatures import describe_mismatch as misfit_of_call
 from relax_hpc.config.differences import leaves
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
-from relax_hpc.config.roles import ON_CPUS, ROLES
+from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
 from relax_hpc.data.multimodal.medium import Kind
 from relax_hpc.ops.checks.data import check_data
@@ -483,7 +483,10 @@ def _devices(config: Config) -> Findings:
             )
         return
     for name, group in config.groups.items():
-        if {*group.roles} - {*ON_CPUS} and not group.resources.gpus_per_node:
+        if (
+            not all(ROLES[role].on_cpus for role in group.roles)
+            and not group.resources.gpus_per_node
+        ):
             yield (
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for "
                 "GPUs, or add its roles to a group that has some"

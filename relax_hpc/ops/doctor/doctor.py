@@ -49,15 +49,15 @@ def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None
 def _findings(config: Config, deep: bool, layers: Layers) -> list[Finding]:
     """Mistakes in the files of ``layers``, then findings that these mistakes do not explain."""
     mistakes = [error(mistake.text) for mistake in layers.mistakes]
-    if layers.lack_one:
+    if layers.lost_layer:
         return mistakes
     slurm = Slurm() if config.layout != "local" else None
     findings = list(mistakes)
     for finding in diagnose(config, slurm, deep and not mistakes):
-        if layers.explain(finding.text):
+        if layers.may_cause(finding.text):
             continue
         if finding.severity != "ok":
-            finding = replace(finding, text=layers.placed(finding.text))
+            finding = replace(finding, text=layers.with_source(finding.text))
         findings.append(finding)
     return findings
 
