@@ -16,7 +16,7 @@ from relax_hpc.config.options import options
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "env" / "README.md"])
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_LINES = 130
+_LINES = 119
 _RIDDLE = re.compile(
     r"(after|as|at|before|beside|between|by|for|from|how|if|in|it|its|of|on|once|see(?! "
     r"`)|since|that|their|these|they|"
