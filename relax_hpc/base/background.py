@@ -1,5 +1,4 @@
-"""A thread that does one job after the other beside everything else, and whose failure is heard
-of."""
+"""A thread that does one job after another in the background and reports its failure."""
 
 from __future__ import annotations
 
@@ -15,12 +14,14 @@ from relax_hpc.base.terminal_text import log_entry
 
 Job = TypeVar("Job")
 T = TypeVar("T")
-_LOOK_S = 1.0
+_CHECK_S = 1.0
+"""Seconds between two checks of a wait whether its clock is paused."""
 
 
 class BackgroundThread(Generic[Job]):
-    """Jobs are done in the order in which they come. One that raises is the last: `check` raises
-    the same from then on.
+    """Does jobs in the order in which they were added.
+
+    If a job raises, the thread ends, and `check`, `put` and `wait` raise the same error.
 
     >>> work = BackgroundThread("letters", print)
     >>> work.put("a")
@@ -30,7 +31,10 @@ class BackgroundThread(Generic[Job]):
     """
 
     def __init__(self, name: str, act: Callable[[Job], object], device: int | None = None) -> None:
-        """``device``: the GPU that the thread works with, which is another's for a new thread."""
+        """``device``: number of the GPU that the thread works with.
+
+        torch keeps the current device for each thread, and a new thread begins with device 0.
+        """
         self._name, self._act, self._device = name, act, device
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -52,23 +56,32 @@ class BackgroundThread(Generic[Job]):
         self._jobs.put(job)
 
     def wait(
-        self, timeout_s: float, most: int = 0, stands: Callable[[], object] = lambda: False
+        self,
+        timeout_s: float,
+        max_pending: int = 0,
+        is_paused: Callable[[], object] = lambda: False,
     ) -> bool:
-        """Wait until at most ``most`` jobs are pending; False if that takes longer, not counting
-        times of ``stands()``.
+        """Wait until at most ``max_pending`` jobs are pending. False: that takes longer.
 
-        Raises what a job has raised.
+        Time does not count while ``is_paused()``. Raises what a job has raised.
         """
-        left_s = timeout_s
-        while not (done := self._is_down_to(most, min(max(left_s, 0.0), _LOOK_S))) and left_s > 0:
-            left_s -= 0.0 if stands() else _LOOK_S
+        remaining_s = timeout_s
+        while True:
+            done = self._wait_for_pending(max_pending, min(max(remaining_s, 0.0), _CHECK_S))
+            if done or remaining_s <= 0:
+                break
+            if not is_paused():
+                remaining_s -= _CHECK_S
         self.check()
         return done
 
-    def _is_down_to(self, most: int, timeout_s: float) -> bool:
+    def _wait_for_pending(self, max_pending: int, timeout_s: float) -> bool:
+        """Whether at most ``max_pending`` jobs are pending, or one has failed, in time."""
         with self._changed:
             return bool(
-                self._changed.wait_for(lambda: self._failure or self._pending <= most, timeout_s)
+                self._changed.wait_for(
+                    lambda: self._failure or self._pending <= max_pending, timeout_s
+                )
             )
 
     def check(self) -> None:
@@ -95,8 +108,10 @@ class BackgroundThread(Generic[Job]):
 
 
 def run_in_thread(act: Callable[[], T]) -> Future[T]:
-    """Future of what ``act`` returns or raises, in a thread of its own, which keeps no process from
-    ending."""
+    """Future of what ``act`` returns or raises in a new thread.
+
+    The thread is a daemon: the process can end while it runs.
+    """
     future: Future[T] = Future()
 
     def work() -> None:
@@ -105,11 +120,11 @@ def run_in_thread(act: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="in_thread", daemon=True).start()
+    threading.Thread(target=work, name="run_in_thread", daemon=True).start()
     return future
 
 
 def print_log_line(text: str) -> None:
-    """Print a line to the log, if its disk is not the one that is full."""
+    """Print a line to standard error. If its disk is full, the line is lost."""
     with contextlib.suppress(OSError):
         print(log_entry(text), file=sys.stderr, flush=True)

@@ -176,27 +176,27 @@ class WriteRetry:
     def __init__(self, path: Path, loose: bool = False) -> None:
         self.path, self.loose = path, loose
         self._pauses: Iterator[float] | None = None
-        self.again_at = 0.0
+        self.next_try = 0.0
         """Time of the next try, on the monotonic clock."""
 
     def __bool__(self) -> bool:
         """Whether the last try has failed."""
         return self._pauses is not None
 
-    def due(self) -> bool:
-        return time.monotonic() >= self.again_at
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_try
 
-    def failed(self, error: OSError) -> None:
+    def note_failure(self, error: OSError) -> None:
         """Note that a write failed. Raises ``error`` unless it `is_temporary`."""
         if not is_temporary(error):
             raise error
         WAITS.begin(self.path, error, self.loose)
         self._pauses = self._pauses or _pauses()
-        self.again_at = time.monotonic() + next(self._pauses)
+        self.next_try = time.monotonic() + next(self._pauses)
 
-    def done(self) -> None:
+    def note_success(self) -> None:
         if self._pauses:
-            self._pauses, self.again_at = None, 0.0
+            self._pauses, self.next_try = None, 0.0
             WAITS.end(self.path)
 
 
@@ -227,22 +227,22 @@ class AppendFile:
 
     def flush(self) -> None:
         """Write what there is, if the disk takes it."""
-        if (self._file is None or self._rest) and self._patience.due():
+        if (self._file is None or self._rest) and self._patience.is_due():
             try:
                 self._write()
-                self._patience.done()
+                self._patience.note_success()
             except OSError as error:
-                self._patience.failed(error)
+                self._patience.note_failure(error)
 
     @property
-    def settled(self) -> bool:
+    def is_written(self) -> bool:
         """Whether the file has all that was written."""
         return self._file is not None and not self._rest
 
-    def settle(self) -> None:
+    def write_all(self) -> None:
         """`retry_write` write what there is."""
         retry_write(self.path, self._write)
-        self._patience.done()
+        self._patience.note_success()
 
     def fileno(self) -> int:
         """Descriptor of the file, once something was written."""
@@ -268,7 +268,7 @@ class AppendFile:
         if self.closed:
             return
         self.closed = True
-        self._patience.again_at = 0.0
+        self._patience.next_try = 0.0
         self.flush()
         WAITS.end(self.path)
         if self._file is not None:

@@ -49,12 +49,12 @@ class Mistakes:
     ...     with mistakes:
     ...         if not value.isdigit():
     ...             raise ConfigError(f"found {value}")
-    >>> mistakes.found
+    >>> mistakes.texts
     ['found x', 'found y']
     """
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.texts: list[str] = []
 
     def __enter__(self) -> None:
         pass
@@ -66,12 +66,12 @@ class Mistakes:
 
     def add(self, *texts: str) -> None:
         """Add mistakes, each of them once."""
-        self.found += [text for text in texts if text not in self.found]
+        self.texts += [text for text in texts if text not in self.texts]
 
-    def refuse(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise ConfigError with all of them, if there are any."""
-        if self.found:
-            raise ConfigError(*self.found)
+        if self.texts:
+            raise ConfigError(*self.texts)
 
 
 class NoProgressError(RelaxError):

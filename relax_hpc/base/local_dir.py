@@ -101,7 +101,7 @@ class Scratch:
             tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-")
         )
 
-    def outside(self, path: Path) -> None:
+    def remove_on_close(self, path: Path) -> None:
         """Remove ``path``, a file elsewhere, with the folder."""
         self.write(_OUTSIDE, f"{path}\n")
 

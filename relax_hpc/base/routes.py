@@ -46,11 +46,11 @@ class RouteShape:
         return 1 if self.experts <= NONE or (self.experts == NONE + 1 and self.chosen > 1) else 2
 
     @property
-    def of_token(self) -> tuple[int, int, int]:
+    def token_shape(self) -> tuple[int, int, int]:
         """Shape of one token's routes."""
         return self.layers, self.chosen, self.width
 
-    def packed(self, numbers: np.ndarray) -> np.ndarray:
+    def pack(self, numbers: np.ndarray) -> np.ndarray:
         """Numbers of experts [tokens, layers, chosen], of any type, as bytes. ValueError: one is
         out of range."""
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.experts:
@@ -58,19 +58,19 @@ class RouteShape:
                 f"experts {numbers.min()} to {numbers.max()}, allowed 0 to {self.experts - 1}"
             )
         narrow = np.ascontiguousarray(numbers, "u1" if self.width == 1 else "<u2")
-        return narrow.view(np.uint8).reshape(-1, *self.of_token)
+        return narrow.view(np.uint8).reshape(-1, *self.token_shape)
 
-    def none(self, tokens: int) -> np.ndarray:
+    def without_routes(self, tokens: int) -> np.ndarray:
         """Bytes of so many ``tokens`` without a route."""
-        return np.full((tokens, *self.of_token), NONE, np.uint8)
+        return np.full((tokens, *self.token_shape), NONE, np.uint8)
 
-    def fault(self, row: Mapping[str, Any]) -> str:
+    def find_fault(self, row: Mapping[str, Any]) -> str:
         """Fault of the routes of a row, in words; empty: each of its tokens but the last has one of
         this shape."""
         routes, tokens = row.get(NAME), len(row["token_ids"])
         if routes is None:
             return f"{NAME}: missing; the engine gave none"
-        expected = (tokens, *self.of_token)
+        expected = (tokens, *self.token_shape)
         if (
             not isinstance(routes, np.ndarray)
             or routes.dtype != np.uint8

@@ -440,9 +440,9 @@ def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
     mistakes.add(*wrong)
     with mistakes:
         _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    mistakes.found = [one for one in mistakes.found if not layers.may_cause(one)]
+    mistakes.texts = [one for one in mistakes.texts if not layers.may_cause(one)]
     mistakes.add(*findings_of(config, layers))
-    mistakes.refuse()
+    mistakes.raise_if_any()
     for note in notes_of(config):
         print(f"relax-hpc: note: {note}", file=sys.stderr)
     return config

@@ -73,7 +73,7 @@ def check_resumable(directory: RunDir, config: Config) -> None:
         for key, value, kept in differences(getattr(config, name), getattr(before, name), name):
             text = f"{key}: found {value}, a run keeps {kept}; start a new run_dir"
             changed.add(f"{directory.config}: {text}")
-    changed.refuse()
+    changed.raise_if_any()
     # Sets are numbered through in their order, by which tickets get their rows.
     if (found := [*config.data.train_sets]) != (kept := [*before.data.train_sets]):
         text = f"found {', '.join(found)}, a run keeps the order {', '.join(kept)}"

@@ -76,7 +76,7 @@ class Process:
                 raise (lost.fault if lost.fault and not is_suspended else lost) from None
             except WorkerEnded as ended:
                 fault = EnvironmentFault("environment_died", f"its process {ended}")
-                raise await self._end_over(worker, fault if ended.by_itself else None) from ended
+                raise await self._end_over(worker, fault if ended.ended_itself else None) from ended
             finally:
                 self._under_way -= 1
 

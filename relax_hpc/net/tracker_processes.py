@@ -110,7 +110,7 @@ class TrackerProcesses:
             except OSError as error:  # no process or no file can be had
                 self._report(name, {"detail": f"cannot be started: {error}"})
 
-    def look(self) -> None:
+    def report_failures(self) -> None:
         """Report each tracker that has failed since the last call."""
         for tracker in [tracker for tracker in self._running if tracker.has_ended()]:
             self._running.remove(tracker)

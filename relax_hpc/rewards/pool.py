@@ -34,33 +34,33 @@ class RewardWork:
         self.name = f"reward {reward}"
 
     @property
-    def about(self) -> Message:
+    def setup(self) -> Message:
         return {
             "reward": self.reward,
             "limit_s": self.limit_s,
             "settings": dataclasses.asdict(self.settings),
         }
 
-    def request(self, asked: Sequence[RewardInput]) -> Message:
+    def make_request(self, asked: Sequence[RewardInput]) -> Message:
         return {"samples": [_fields(sample) for sample in asked]}
 
-    def answer(self, message: Message) -> Scores:
+    def read_answer(self, message: Message) -> Scores:
         if "error" in message:
             reason, detail, location, traceback = message["error"]
             return RewardError(reason, detail, ErrorOrigin(location, traceback))
         return [Score(total, components) for total, components in message["scores"]]
 
-    def unsendable(self, error: Exception) -> Scores:
+    def answer_unsendable(self, error: Exception) -> Scores:
         return RewardError(
             "reward_exception", f"the prompt's row cannot be sent to a worker: {error}"
         )
 
-    def late(self, took_s: float, answer: Scores | None) -> Scores:
+    def answer_late(self, took_s: float, answer: Scores | None) -> Scores:
         took = f"{took_s:.1f} s, rollout.reward_timeout_s is {self.limit_s:g}"
         origin = answer.origin if isinstance(answer, RewardError) else NO_ORIGIN
         return RewardError("reward_timeout", f"stopped after {took}", origin)
 
-    def died(self, how: str) -> Scores:
+    def answer_death(self, how: str) -> Scores:
         return RewardError("reward_died", f"the process that computed {self.reward} {how}")
 
     def is_late(self, answer: Scores) -> bool:

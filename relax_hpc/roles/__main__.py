@@ -116,13 +116,15 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
     began = process_start_time()
     if args.ahead:
-        wait_to_begin(run, args, partial(import_role, args.role, config, None), world.leader, stop)
+        wait_to_begin(
+            run, args, partial(import_role, args.role, config, None), world.is_leader, stop
+        )
         began = time.monotonic()
     log_rotator = LogRotator(find_own_log())
-    talks = world.leader or ROLES[args.role].serves
-    member = args.role if world.leader else f"{args.role}-{world.rank}"
+    talks = world.is_leader or ROLES[args.role].serves
+    member = args.role if world.is_leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
-    if world.leader and args.group != "hub":
+    if world.is_leader and args.group != "hub":
         publish_card(run, GroupCard(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
     context = Context(
@@ -139,7 +141,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: SignalFla
         log_rotator=log_rotator,
     )
     if client:
-        client.beat.busy, client.beat.loads = spans.busy, spans.loads
+        client.beat.busy, client.beat.loads = spans.longest_work_s, spans.is_starting
     try:
         context.report_phase("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)

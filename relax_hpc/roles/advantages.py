@@ -65,7 +65,7 @@ def run(context: Context) -> None:
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             claim = client.claim("advantages", _EVERYTHING)
-            waiting.because(claim.waited if claim else END)
+            waiting.set_causes(claim.waited if claim else END)
         if claim is None:
             return
         with context.spans("queue", step=claim.step):

@@ -68,15 +68,15 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: SignalFlag) -
     publish_card(directory, GroupCard("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:
-        trackers.look()
+        trackers.report_failures()
         done = controller.state.progress.finished() and not controller.stuck
-        if done and not directory.finished.exists() and unmarked.due():
+        if done and not directory.finished.exists() and unmarked.is_due():
             dropped = dict(controller.state.counts.dropped)
             try:
                 write_json(directory.finished, {"steps": config.steps, "dropped": dropped}, durable)
-                unmarked.done()
+                unmarked.note_success()
             except OSError as error:
-                unmarked.failed(error)
+                unmarked.note_failure(error)
         return stop.is_set()
 
     controller.serve(until=ended)

@@ -56,7 +56,9 @@ class Values(Beside):
         """See `Aside`; nothing, if the rows were given back."""
         claim, self.asked = self.asked.result(), None
         client = self.context.client
-        sound = self.ranks.control.meanwhile(lambda: check_claim(client, claim, self.placeholders))
+        sound = self.ranks.control.run_while_others_wait(
+            lambda: check_claim(client, claim, self.placeholders)
+        )
         return {"claim": claim.message() if sound else None}
 
     def do(self, told: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class Feeder:
                 done, _ = wait((self.news, self.asked), return_when=FIRST_COMPLETED)
                 answers = [future.result() for future in done]
                 admitted = self.asked.result() if self.asked in done else None
-                waiting.because(
+                waiting.set_causes(
                     admitted.waited if admitted else END if None in answers else _FOR_NEWS
                 )
             if None in answers:

@@ -125,7 +125,7 @@ def run(context: Context) -> None:
     context.report_phase("loading the model")
     scorer = Scorer(context, ranks, Path(frozen) if frozen else context.model)
     context.report_phase("")
-    if context.world.leader:
+    if context.world.is_leader:
         every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(
             context.role, 0
         )
@@ -158,7 +158,7 @@ def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
     """Next command of the leader, which has waited for the same."""
     with context.spans("wait", cause=HUB) as waiting:
         command = ranks.tell(None)
-        waiting.because(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)
+        waiting.set_causes(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)
     return command
 
 
@@ -173,8 +173,8 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
             while not wait(
                 [work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED
             ).done:
-                ranks.control.still_waits()
-            waiting.because(_waited(work.result()) if work.done() else _FOR_NEWS)
+                ranks.control.extend_wait()
+            waiting.set_causes(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
             weights.pull()
         if not work.done():
@@ -212,7 +212,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
 def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
     """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be
     had."""
-    if not ranks.control.meanwhile(
+    if not ranks.control.run_while_others_wait(
         lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)
     ):
         return None
@@ -275,7 +275,7 @@ class _Weights:
     def _await_news(self) -> News | None:
         with self.context.spans("wait", cause=NEWS):
             while not wait([self.news], _LOOK_S).done:
-                self.ranks.control.still_waits()
+                self.ranks.control.extend_wait()
             return self.news.result()
 
     def pull(self) -> None:

@@ -52,7 +52,7 @@ class HeldOut:
 
     def _rows(self, examples: list[Example]) -> list[Row]:
         """Rows of ``examples``, whose media the leader decodes and stores for all ranks."""
-        media_ids = self.ranks.control.lead(lambda: self._store_media(examples))
+        media_ids = self.ranks.control.run_on_leader(lambda: self._store_media(examples))
         rows: list[Row] = []
         for number, example in enumerate(examples):
             sequences = []

@@ -82,7 +82,7 @@ class Prefetch:
 
     def _fetch(self, batch: int) -> Window:
         while True:
-            claim = Claim.of(self.channel.lead(partial(self._claim, batch)))
+            claim = Claim.of(self.channel.run_on_leader(partial(self._claim, batch)))
             with self.context.spans("queue", step=claim.step):
                 rows = self.ranks.rows(claim, self.channel)
                 media = self._media(claim, rows) if rows is not None else None

@@ -61,7 +61,7 @@ class Ranks:
         )
         self.layout = parallel.layout()
         self._mark = context.run.exit_mark(context.group, context.incarnation, context.role)
-        self.leader = world.leader
+        self.leader = world.is_leader
         self.size = world.size
         self.pool = context.client.store.pool if context.client else SlabPool()
         """Memory of the records that this rank offers on the planes of `reader`."""
@@ -84,7 +84,7 @@ class Ranks:
 
     def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
         """The leader's ``message``, or what it is to become, in every rank."""
-        return self.control.tell(message)
+        return self.control.broadcast(message)
 
     def ask(self, ask: Callable[[QueueClient], Future]) -> Any:
         """Answer of the queue to the leader, in every rank: a message, see `Channel.tell`."""
@@ -104,9 +104,9 @@ class Ranks:
                 rows = read_rows(self.reader, claim)
             except ShardError as error:
                 failure = error
-            if channel.agree(rows is not None):
+            if channel.all_agree(rows is not None):
                 return rows
-            if not channel.lead(partial(self._holds, claim)):
+            if not channel.run_on_leader(partial(self._holds, claim)):
                 return None
             if failure and time.monotonic() > until:
                 raise failure
@@ -163,7 +163,7 @@ class Ranks:
         """
         if self.leader:
             write_exit_mark(self._mark)
-        self.control.meet()
+        self.control.await_all_ranks()
         parallel.destroy()
 
 

@@ -33,7 +33,7 @@ class RouteWatch:
         if not self.model.routed:
             return True
         found = [self._of(*one) for one in computed]
-        return self.ranks.control.lead(partial(self._judge, computed, found, tally))
+        return self.ranks.control.run_on_leader(partial(self._judge, computed, found, tally))
 
     def _of(self, window: Window, batches: Sequence[Batch]) -> RouteAgreement:
         """Agreement of a window's routes; complete in the leader."""

@@ -136,7 +136,7 @@ class WindowStream:
             if time.monotonic() > until + min(client.beat.paused_s - stood, longest):
                 where = f"the logs of the group that is behind in {self.context.run.root / 'logs'}"
                 raise DeadlineError(f"{what} for {patience:g} s; see relax-hpc status, and {where}")
-            self.ranks.control.still_waits()
+            self.ranks.control.extend_wait()
             self.check()
             if may_end and (reason := self.why_end()):
                 return reason
@@ -175,7 +175,7 @@ class WindowStream:
                     raise AtEdge(told["reason"])
                 if not told["aside"]:
                     window = asked.result()
-                    waiting.because(window.claim.waited)
+                    waiting.set_causes(window.claim.waited)
                     self.prefetch.taken()
                     return window
             self.aside.do(told["aside"])

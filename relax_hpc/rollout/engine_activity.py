@@ -33,7 +33,7 @@ class Activity:
     def because(self, waited: Iterable[Sequence]) -> None:
         """Name ``waited`` as the causes of the wait so far, if it waits; see `OpenSpan.because`."""
         if "wait" in self._open and not self._playing:
-            self._waiting.because(waited)
+            self._waiting.set_causes(waited)
 
     @contextmanager
     def playing(self) -> Iterator[None]:

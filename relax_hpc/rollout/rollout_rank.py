@@ -106,7 +106,7 @@ class Rollout:
         """Words for what each engine that starts is doing, or what else is waited for, by name."""
         # The hub may be away for long.
         context.report_phase("")
-        if context.world.leader:
+        if context.world.is_leader:
             note_bad_lines(self.client, self.train_prompts)
 
     def tell(self, name: str, phase: str) -> None:

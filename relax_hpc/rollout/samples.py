@@ -229,7 +229,7 @@ def group_rows(
 def bad_routes(shape: RouteShape, rows: Sequence[Row]) -> Failure | None:
     """Failure of a prompt group a row of which lacks routes of ``shape``: it names the first; else
     None."""
-    found = ((row, fault) for row in rows if (fault := shape.fault(row)))
+    found = ((row, fault) for row in rows if (fault := shape.find_fault(row)))
     return next(
         (Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found),
         None,

@@ -43,7 +43,7 @@ def make_store(world: World, token: bytes, timeout_s: float) -> dist.Store | Non
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if world.open_to_each_other:
+    if world.share_files_in_memory:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
         serve(world.listening, token)
@@ -234,11 +234,11 @@ class RemoteTable:
         deadline, endpoint = Deadline(self._patience_s), endpoint_of(*self._address)
         while True:
             try:
-                within_s = deadline.at_most(CONNECT_S).left()
+                within_s = deadline.shortened(CONNECT_S).remaining()
                 return connect(endpoint, self._token, _purpose(self._address), within_s)
             except OSError as error:
                 # Of hundreds that come at once some are hung up on, or have no room in the line.
-                if deadline.over(_PAUSE_S):
+                if deadline.ends_within(_PAUSE_S):
                     text = (
                         f"rank 0 has not let this rank in within {deadline.seconds:g} s; open "
                         f"its log: {error}"
@@ -251,7 +251,7 @@ def _next_message(connection: FrameConnection, deadline: Deadline) -> dict[str, 
     while True:
         if payloads := connection.payloads(1):
             return unpack(payloads[0])
-        connection.wait(deadline.left())
+        connection.wait(deadline.remaining())
         connection.flush()
         connection.receive()
 

@@ -181,11 +181,11 @@ def test_a_wait_says_what_it_was_for(tmp_path, monkeypatch) -> None:
     spans = Spans(tmp_path / "logs/actor/inc-000001/spans-actor-0.jsonl", "actor")
     with spans("wait", step=1, cause=("hub", "an answer")) as waiting:
         clock.now += 10
-        waiting.because([("rollout", "rows", 6.0), ("actor_fwd", "scores", 1.0)])
+        waiting.set_causes([("rollout", "rows", 6.0), ("actor_fwd", "scores", 1.0)])
         clock.now += 0.01
     with spans("wait", cause=("hub", "an answer")) as waiting:
         clock.now += 2
-        waiting.because([("rollout", "rows", math.inf)])
+        waiting.set_causes([("rollout", "rows", math.inf)])
         clock.now += 1
     taken = spans.take()
     spans.close()
@@ -213,7 +213,7 @@ def test_the_pieces_of_a_wait_have_no_gaps(waited, length, rest) -> None:
         clock = Clock(monkeypatch)
         span = OpenSpan("wait", None, "", ("hub", ""), clock.now, clock.now)
         clock.now += length
-        span.because([(peer, "", seconds) for peer, seconds in waited])
+        span.set_causes([(peer, "", seconds) for peer, seconds in waited])
         end = clock.now + rest
         pieces = span.pieces(end)
     assert pieces[0][1] == 100.0 and pieces[-1][2] == end
@@ -227,7 +227,7 @@ def test_what_goes_on_for_long_is_in_the_file_with_every_take(tmp_path, monkeypa
         clock.now += 30
         assert spans.take() == {"generate": 30}
         clock.now += 1
-        assert spans.busy() == 31, "it is one piece of work all the same"
+        assert spans.longest_work_s() == 31, "it is one piece of work all the same"
         with spans("queue", step=4):
             assert [span.end - span.start for span in read_processes(tmp_path)[0].spans] == [30]
     spans.close()

@@ -26,7 +26,11 @@ def test_whoever_waits_waits_for_as_many_as_asked_for() -> None:
     work = BackgroundThread("test", lambda _: hold.wait(SOON_S))
     work.put(1)
     work.put(2)
-    assert not work.wait(0.01) and not work.wait(0.01, most=1) and work.wait(0.01, most=2)
+    assert (
+        not work.wait(0.01)
+        and not work.wait(0.01, max_pending=1)
+        and work.wait(0.01, max_pending=2)
+    )
     hold.set()
     assert work.wait(SOON_S)
 
@@ -47,7 +51,7 @@ def test_time_in_which_nobody_can_work_does_not_count() -> None:
     hold, looks = threading.Event(), iter([True, True, False])
     work = BackgroundThread("test", lambda _: hold.wait(SOON_S))
     work.put(1)
-    assert not work.wait(0.01, stands=lambda: next(looks)), (
+    assert not work.wait(0.01, is_paused=lambda: next(looks)), (
         "two looks at which time stood, and one at which it ran"
     )
     assert next(looks, None) is None

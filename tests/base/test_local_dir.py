@@ -23,7 +23,7 @@ def test_scratch_of_a_killed_process_goes_with_the_next(
         "import os, sys; from pathlib import Path; from relax_hpc.base.local_dir import Scratch; "
         "one = Scratch()\n"
     )
-    script += "print(one.path, flush=True); one.outside(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    script += "print(one.path, flush=True); one.remove_on_close(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     killed = subprocess.run(
         [sys.executable, "-c", script, outside], capture_output=True, text=True, timeout=60
     )

@@ -55,7 +55,7 @@ def experts_model(root: Path) -> Path:
 def drawn_routes(tokens: int, draw: np.random.Generator, shape: RouteShape = SHAPE) -> np.ndarray:
     """Any, of all tokens but the last."""
     orders = draw.random((tokens - 1, shape.layers, shape.experts)).argsort(-1)
-    return np.concatenate([shape.packed(orders[..., : shape.chosen]), shape.none(1)])
+    return np.concatenate([shape.pack(orders[..., : shape.chosen]), shape.without_routes(1)])
 
 
 def routed_rows(count: int, seed: int = 0) -> list[Row]:
@@ -98,7 +98,7 @@ def chosen_routes(model: torch.nn.Module, shape: RouteShape) -> Iterator[Callabl
     computed."""
     found: list[np.ndarray] = []
     with _hooked(model, lambda layer, output: found.append(output[2].numpy())):
-        yield lambda: np.concatenate([shape.packed(np.stack(found, 1)[:-1]), shape.none(1)])
+        yield lambda: np.concatenate([shape.pack(np.stack(found, 1)[:-1]), shape.without_routes(1)])
 
 
 @torch.no_grad()

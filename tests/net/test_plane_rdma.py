@@ -434,7 +434,10 @@ PLACE = RdmaAddress("r", 10, "one-e1", "one-e1-ab", b"metadata", {"pid": 1}, 409
 
 
 def test_a_descriptor_comes_back_from_the_wire():
-    assert RdmaAddress.of(msgpack.unpackb(msgpack.packb(PLACE.descriptor(TOKEN))), TOKEN) == PLACE
+    assert (
+        RdmaAddress.from_descriptor(msgpack.unpackb(msgpack.packb(PLACE.descriptor(TOKEN))), TOKEN)
+        == PLACE
+    )
 
 
 VALUES = st.one_of(
@@ -452,15 +455,15 @@ def test_a_changed_descriptor_never_comes_near_nixl(field, value):
     changed = PLACE.descriptor(TOKEN) | {field: value}
     if changed != PLACE.descriptor(TOKEN):
         with pytest.raises((ValueError, TypeError, OverflowError)):
-            RdmaAddress.of(changed, TOKEN)
+            RdmaAddress.from_descriptor(changed, TOKEN)
 
 
 @given(descriptor=st.dictionaries(st.sampled_from([*PLACE.__slots__, "proof"]), VALUES))
 def test_what_is_no_descriptor_is_refused(descriptor):
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        RdmaAddress.of(descriptor, TOKEN)
+        RdmaAddress.from_descriptor(descriptor, TOKEN)
     with pytest.raises(ValueError, match="token"):
-        RdmaAddress.of(PLACE.descriptor(b"another token"), TOKEN)
+        RdmaAddress.from_descriptor(PLACE.descriptor(b"another token"), TOKEN)
 
 
 def test_without_nixl_the_reason_is_told(monkeypatch):

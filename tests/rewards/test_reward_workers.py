@@ -131,7 +131,7 @@ def with_pool(pool: Pool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def one_after_the_other(pool: Pool, *texts: str) -> list[Scores]:
     async def work() -> list[Scores]:
-        return [await pool.of([sample(text)]) for text in texts]
+        return [await pool.run([sample(text)]) for text in texts]
 
     return with_pool(pool, work)
 
@@ -202,7 +202,7 @@ def test_a_worker_that_has_ended_is_not_killed_again(
     async def work() -> int:
         await own.start()
         [worker] = own.workers
-        await own.of([sample("exit")])
+        await own.run([sample("exit")])
         monkeypatch.setattr(
             os, "killpg", lambda pid, number: killed.append(pid) or real(pid, number)
         )
@@ -246,9 +246,9 @@ def test_no_more_workers_than_were_asked_for_and_none_that_is_not_needed(
     both = pool(count=2)
 
     async def work() -> tuple[list[Scores], list[Scores]]:
-        alone = [await both.of([sample("1"), sample("2")]) for _ in range(3)]
-        await asyncio.gather(*(both.of([sample(f"meet {tmp_path / 'here'}")]) for _ in range(2)))
-        return alone, await asyncio.gather(*(both.of([sample("1")]) for _ in range(20)))
+        alone = [await both.run([sample("1"), sample("2")]) for _ in range(3)]
+        await asyncio.gather(*(both.run([sample(f"meet {tmp_path / 'here'}")]) for _ in range(2)))
+        return alone, await asyncio.gather(*(both.run([sample("1")]) for _ in range(20)))
 
     alone, together = with_pool(both, work)
     assert [score.total for score in alone[0]] == [1.0, 2.0]
@@ -262,7 +262,7 @@ def test_of_async_rewards_many_are_under_way(pool: Callable[..., Pool]) -> None:
         await many.start()
         begun = time.monotonic()
         found = await asyncio.gather(
-            *(many.of([sample(text)]) for text in ["wait"] * 60 + ["late", "late"])
+            *(many.run([sample(text)]) for text in ["wait"] * 60 + ["late", "late"])
         )
         assert time.monotonic() - begun < 60 * 0.05
         return found
@@ -282,7 +282,7 @@ def test_of_those_under_way_the_guilty_one_is_found(
     async def work() -> list[Scores]:
         await many.start()
         return await asyncio.gather(
-            *(many.of([sample(text)]) for text in ["wait", "pid", bad, "wait", "wait"])
+            *(many.run([sample(text)]) for text in ["wait", "pid", bad, "wait", "wait"])
         )
 
     *good, last = sorted(with_pool(many, work), key=lambda scores: isinstance(scores, RewardError))
@@ -318,7 +318,7 @@ def test_what_json_has_no_word_for_costs_its_group(pool: Callable[..., Pool]) ->
     strange = RewardInput("4?", "4", "1", "stop", {"what": object()})
 
     async def work() -> list[Scores]:
-        return [await own.of([strange]), await own.of([sample("1")])]
+        return [await own.run([strange]), await own.run([sample("1")])]
 
     own = pool()
     found, after = with_pool(own, work)
@@ -337,8 +337,8 @@ from relax_hpc.rewards.pool import Pool
 
 async def main():
     pool = Pool("own_rewards:word", 1, 1000.0)
-    print(int((await pool.of([RewardInput("", "", "1", "stop")]))[0].components["pid"]), flush=True)
-    await pool.of([RewardInput("", "", "hang " + sys.argv[1], "stop")])
+    print(int((await pool.run([RewardInput("", "", "1", "stop")]))[0].components["pid"]), flush=True)
+    await pool.run([RewardInput("", "", "hang " + sys.argv[1], "stop")])
 
 asyncio.run(main())
 """

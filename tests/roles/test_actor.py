@@ -154,7 +154,12 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     about = {"run": RunDir(Path("run")), "model": Path("model"), "stop": threading.Event()}
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), RankChannel(10.0)
-    ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}
+    ways = {
+        "tell": alone.broadcast,
+        "control": alone,
+        "rows": lambda *_: [],
+        "channel": lambda: alone,
+    }
     actor.ranks = SimpleNamespace(
         leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways
     )

@@ -310,7 +310,7 @@ def test_a_message_without_the_number_of_a_request_is_refused(message: Message) 
         return message
 
     with pytest.raises(BadMessage, match="as the number of a request"):
-        Exchange(lambda payload: None, serve).take(pack(message))
+        Exchange(lambda payload: None, serve).receive(pack(message))
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_an_answer_that_no_message_can_hold_is_an_error_of_its_request(
         return {"value": value}
 
     async def play() -> None:
-        asking = Exchange(lambda payload: answering.take(payload), serve)
-        answering = Exchange(lambda payload: asking.take(payload), serve)
+        asking = Exchange(lambda payload: answering.receive(payload), serve)
+        answering = Exchange(lambda payload: asking.receive(payload), serve)
         with pytest.raises(PeerGone, match="Error: "):
             async with asyncio.timeout(LIMIT_S):
                 await asking.call(number=3)

@@ -45,7 +45,7 @@ def routes(tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def answer(tokens: int = 4, **changes: np.ndarray) -> Generation:
-    extras = {NAME: np.concatenate([routes(tokens - 1, 1), SHAPE.none(1)])}
+    extras = {NAME: np.concatenate([routes(tokens - 1, 1), SHAPE.without_routes(1)])}
     before = {NAME: routes(3, 2)}
     made = Generation(
         [5] * tokens, [-0.5] * tokens, np.full(tokens, 3, np.int32), "stop", extras, before
@@ -60,7 +60,7 @@ def answer(tokens: int = 4, **changes: np.ndarray) -> Generation:
 def test_routes_of_prompt_and_response_are_in_the_row() -> None:
     made = answer()
     (row,) = rows_of_answers(PROMPT, 4, {0: made})
-    assert SHAPE.fault(row) == ""
+    assert SHAPE.find_fault(row) == ""
     assert np.array_equal(row[NAME][:3], made.before[NAME]) and np.array_equal(
         row[NAME][3:], made.extras[NAME]
     )
@@ -82,7 +82,7 @@ def test_of_a_log_each_token_has_its_first_route() -> None:
     draft.ended = whole
     (last,) = attempt.news(True, 9)
     row = joined(joined(first, second), last)
-    assert SHAPE.fault(row) == "" and np.array_equal(row[NAME][3:], whole.extras[NAME])
+    assert SHAPE.find_fault(row) == "" and np.array_equal(row[NAME][3:], whole.extras[NAME])
     again = Attempt(4, 0, PROMPT, 1, {0: answer_of([joined(first, second)], PROMPT)})
     asked = again.request(0, None, 9).draft
     assert np.array_equal(asked.before[NAME], whole.before[NAME]) and len(asked.extras[NAME]) == 3
@@ -98,7 +98,7 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
         [-0.1, -0.2],
         np.array([4, 4], np.int32),
         "stop",
-        {NAME: np.concatenate([routes(1, 5), SHAPE.none(1)])},
+        {NAME: np.concatenate([routes(1, 5), SHAPE.without_routes(1)])},
         {NAME: routes(asked, 6)},
     )
     whole = first.concat_turns(said, second)
@@ -107,7 +107,7 @@ def test_turns_have_the_routes_of_who_first_read_them() -> None:
     ] * 4 + [0, 0, 4, 4]
     assert whole.logprobs == [-0.5] * 4 + [0.0, 0.0, -0.1, -0.2] and whole.finish_reason == "stop"
     (row,) = rows_of_answers(PROMPT, 4, {0: whole})
-    assert SHAPE.fault(row) == ""
+    assert SHAPE.find_fault(row) == ""
     expected = [
         first.before[NAME],
         first.extras[NAME][:3],
@@ -150,7 +150,7 @@ def test_a_prompt_group_without_good_routes_is_none(bad: Generation, says: str) 
 
     judging = Judge(config, Words(), lambda *_: None, routes=SHAPE)
     good = asyncio.run(judging.rows(PROMPT, 4, [answer(), answer()]))
-    assert len(good) == 2 and all(SHAPE.fault(row) == "" for row in good)
+    assert len(good) == 2 and all(SHAPE.find_fault(row) == "" for row in good)
     failure = asyncio.run(judging.rows(PROMPT, 4, [answer(), bad]))
     assert isinstance(failure, Failure) and failure.reason == BAD_ROUTES
     assert re.search(rf"^bad_routes: 000000004\.01\.00: routed_experts: {says}", failure.detail)
@@ -160,7 +160,7 @@ def put_with_routes(roles: Roles, tickets: list[int], version, tokens: int = 5) 
     made = rows_of(tickets, version)
     for row in made:
         row[NAME] = np.concatenate(
-            [routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.none(1)]
+            [routes(len(row["token_ids"]) - 1, row["ticket"]), SHAPE.without_routes(1)]
         )
     assert roles["rollout"].generated(made) == {}
     roles["rollout"].settle()

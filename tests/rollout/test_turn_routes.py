@@ -91,14 +91,14 @@ def test_each_token_has_the_route_of_who_first_read_it(kind: type, unfinished_to
         logs.append(log.copy())
 
     for row in group_rows(prompt_of(), 3, [played(kind, attempt, Reading(heard=heard))], [0.0]):
-        assert SHAPE.fault(row) == ""
+        assert SHAPE.find_fault(row) == ""
         assert (np.flatnonzero(np.diff(numbers(row))) + 1).tolist() == ends(row)
     assert len({str(log) for log in logs}) > 3
     for found in filter(None, logs):
         again = Attempt(3, 1, prompt_of(), 1, {0: answer_of(found, prompt_of())}, in_turns=True)
         kept = {row["row"]: numbers(row) for row in found}
         for row in group_rows(prompt_of(), 3, [played(kind, again, Reading(LATER))], [0.0]):
-            assert SHAPE.fault(row) == ""
+            assert SHAPE.find_fault(row) == ""
             mine, before = numbers(row), kept.get(row["row"], np.zeros(0, int))
             assert (
                 np.array_equal(mine[: len(before)], before)

@@ -73,7 +73,8 @@ def test_experts_that_saw_an_image_for_the_engine_see_it_for_the_trainer(tmp_pat
     for row in rows.values():
         (span,) = row["spans"]
         assert (
-            SHAPE.fault(row) == "" and (row[NAME][span["start"] :][: span["length"]] != NONE).all()
+            SHAPE.find_fault(row) == ""
+            and (row[NAME][span["start"] :][: span["length"]] != NONE).all()
         )
     # Each version was loaded by the engine, whose tokens are of it.
     versions = {int(one) for row in rows.values() for one in row["token_versions"]} - {0}

@@ -108,7 +108,7 @@ def test_routes_in_logs_outlive_the_engine_that_gave_them(killed) -> None:
     for one in unfinished(logged):
         row, count = rows[one["row_id"]], len(one["token_ids"])
         assert np.array_equal(row["token_ids"][:count], one["token_ids"])
-        assert np.array_equal(row[NAME][:count], one[NAME]) and SHAPE.fault(row) == ""
+        assert np.array_equal(row[NAME][:count], one[NAME]) and SHAPE.find_fault(row) == ""
 
 
 def test_replayed_routes_are_nearer_to_the_engines_log_probabilities(killed) -> None:

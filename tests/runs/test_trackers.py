@@ -154,7 +154,7 @@ def test_a_tracker_that_never_finishes_is_ended_and_reported(run: RunDir) -> Non
         metrics.write(0, {"reward/mean": 0.5})
     trackers, failures = start(run, "BlocksAtItsEnd", "BlocksAtItsEnd")
     trackers.close(0.2)
-    trackers.look()
+    trackers.report_failures()
     assert [failure[:2] for failure in failures] == [("hub", REASON)] * 2
     assert all(
         "had not finished 0.2 s after the end of the run" in failure[2] for failure in failures

@@ -321,7 +321,7 @@ from relax_hpc.net.rendezvous.world import join_world
 from relax_hpc.training.authenticated_store import make_store
 world = join_world("127.0.0.1", 2, MpiConfig(), 60.0)
 store = make_store(world, b"t" * 32, 30.0)
-if world.leader:
+if world.is_leader:
     store.set("word", "from rank 0")
     store.get("never")
 assert world.on_one_node and store.get("word") == b"from rank 0"

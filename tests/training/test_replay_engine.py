@@ -100,7 +100,7 @@ def test_of_each_token_come_the_experts_that_chose_it(served, models) -> None:
     request = ask(21)
     made = runner.run(engine.generate(request))
     ids, routes = whole(made)
-    assert SHAPE.fault({"token_ids": ids, NAME: routes}) == ""
+    assert SHAPE.find_fault({"token_ids": ids, NAME: routes}) == ""
     assert equal(routes, own_routes(models[0], ids)).all()
 
 
@@ -143,7 +143,7 @@ def test_what_others_say_between_turns_has_the_routes_of_who_first_read_it(serve
     ids, routes = whole(made)
     first = len(PROMPT) + len(turn.token_ids) - 1
     assert (
-        SHAPE.fault({"token_ids": ids[first:], NAME: routes[first:]}) == ""
+        SHAPE.find_fault({"token_ids": ids[first:], NAME: routes[first:]}) == ""
         and (routes[5:first] == 7).all()
     )
     assert equal(routes[first:], own_routes(models[0], ids)[first:]).all()

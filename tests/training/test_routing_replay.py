@@ -99,14 +99,14 @@ def test_the_reference_inside_of_the_actor_takes_no_routes(directory: Path) -> N
 def test_bytes_of_routes() -> None:
     wide = RouteShape(layers=1, experts=400, chosen=2)
     numbers = np.array([[[399, 7]], [[1, 256]]])
-    assert wide.packed(numbers).tolist() == [[[[143, 1], [7, 0]]], [[[1, 0], [0, 1]]]]
+    assert wide.pack(numbers).tolist() == [[[[143, 1], [7, 0]]], [[[1, 0], [0, 1]]]]
     row = {
         "token_ids": np.zeros(3, np.int32),
-        NAME: np.concatenate([wide.packed(numbers), wide.none(1)]),
+        NAME: np.concatenate([wide.pack(numbers), wide.without_routes(1)]),
     }
-    assert wide.fault(row) == ""
+    assert wide.find_fault(row) == ""
     with pytest.raises(ValueError, match="experts 7 to 400, allowed 0 to 399"):
-        wide.packed(np.array([[[400, 7]]]))
+        wide.pack(np.array([[[400, 7]]]))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_bytes_of_routes() -> None:
 )
 def test_routes_that_are_none_are_told(change, says: str) -> None:
     row = {"token_ids": np.zeros(5, np.int32), NAME: drawn_routes(5, np.random.default_rng(0))}
-    assert SHAPE.fault(row) == ""
-    assert re.search(says, SHAPE.fault(row | {NAME: change(row[NAME])}))
+    assert SHAPE.find_fault(row) == ""
+    assert re.search(says, SHAPE.find_fault(row | {NAME: change(row[NAME])}))
 
 
 LONG = 80

@@ -275,7 +275,7 @@ def test_routes_of_tokens_among_media_are_those_of_the_experts_that_transformers
         for row in ROWS:
             chosen.clear()
             transformers_logprobs(theirs, row)
-            routes = ours.spec.route_shape.packed(torch.stack(chosen, 1).numpy())
+            routes = ours.spec.route_shape.pack(torch.stack(chosen, 1).numpy())
             rows.append(row | {NAME: routes})
         batch = collate(rows, 0, DEVICE, also=ours.row_fields, media=ROW_MEDIA)
         with torch.no_grad():

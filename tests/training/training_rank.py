@@ -205,10 +205,10 @@ def check_who_waits_for_the_leader() -> None:
         return said[-1]
 
     line._broadcast = counted
-    assert line.lead(lambda: hold.wait(60) and [7]) == [7]
+    assert line.run_on_leader(lambda: hold.wait(60) and [7]) == [7]
     assert said[:4] == [channel._YET] * 4 and said[-1] == [7]
     channel._LOOK_S, channel._TELL_S = 1.0, 30.0
-    assert line.agree(True) and not line.agree(line.rank == 0)
+    assert line.all_agree(True) and not line.all_agree(line.rank == 0)
 
 
 def check_rows_that_one_rank_cannot_read() -> None:

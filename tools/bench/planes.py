@@ -54,7 +54,7 @@ class RawNixl(Plane):
 
     def _poll(self) -> None:
         while not self._ending.wait(0.02):
-            self._agent.progress(Deadline(READ_S))
+            self._agent.serve_readers(Deadline(READ_S))
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         number, deadline = self._pool.locate(record)[0], Deadline(READ_S)
@@ -71,8 +71,8 @@ class RawNixl(Plane):
         deadline, (agent, metadata, theirs, size) = Deadline(timeout_s), descriptor.values()
         slab = self._room.take(size)
         self._agent.register(slab.number, slab.memory, deadline)
-        self._agent.meet(agent, metadata, deadline)
-        with self._agent.used(deadline) as nixl:
+        self._agent.add_peer(agent, metadata, deadline)
+        with self._agent.lock(deadline) as nixl:
             mine = nixl.get_xfer_descs([(address_of(slab.memory), size, 0)], "DRAM")
             handle = nixl.initialize_xfer(
                 "READ", mine, nixl.get_xfer_descs([(theirs, size, 0)], "DRAM"), agent

@@ -292,7 +292,7 @@ def step_of(model: Path, replay: str) -> Callable[[RouteShape, Sequence[dict[str
         also = (NAME,) if replay == "on" else ()
         assert not also or bad_routes(shape, rows) is None
         rows = list(unpack(pack(rows, (*UNSCORED, *also), {})).values())
-        assert not also or not any(map(shape.fault, rows))
+        assert not also or not any(map(shape.find_fault, rows))
         rows = [row | {"advantages": np.ones(len(row["token_ids"]), np.float32)} for row in rows]
         batch = collate(rows, 0, "cpu", also=policy.row_fields)
         (batch.fields["old_logprobs"],) = policy.batch_logprobs([batch], 1.0)

@@ -52,30 +52,30 @@ class OpenSpan:
     begun: float
     start: float
     """Time from which on it is not in the file yet."""
-    parts: list[tuple[Label, float, float]] = field(default_factory=list)
+    causes: list[tuple[Label, float, float]] = field(default_factory=list)
 
     @property
     def label(self) -> Label:
         return Label(self.what, *self.cause)
 
-    def because(self, waited: Iterable[Sequence]) -> None:
+    def set_causes(self, waited: Iterable[Sequence]) -> None:
         """The wait ends now, and was for these (peer, reason, seconds) one after the other; before
         them for `cause`."""
         end = time.monotonic()
-        low = self.parts[-1][2] if self.parts else self.start
+        low = self.causes[-1][2] if self.causes else self.start
         found = []
         for peer, reason, seconds in reversed(list(waited)):
             start = max(low, end - seconds)
             if start < end:
                 found.append((Label(self.what, peer, reason), start, end))
             end = start
-        self.parts += reversed(found)
+        self.causes += reversed(found)
 
     def pieces(self, now: float) -> list[tuple[Label, float, float]]:
         """Pieces of it since `start`, without gaps."""
         pieces: list[tuple[Label, float, float]] = []
         at = self.start
-        for label, start, end in self.parts:
+        for label, start, end in self.causes:
             if start - at > _ROUND_TRIP_S:
                 pieces.append((self.label, at, start))
                 at = start
@@ -148,7 +148,7 @@ class Spans:
             for span in self._open.values():
                 if now - span.start >= _FLUSH_S:
                     self._write_pieces(span, now)
-                    span.start, span.parts = now, []
+                    span.start, span.causes = now, []
             for account in self._accounts.values():
                 for label, seconds in account.take(now).items():
                     totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += (
@@ -156,14 +156,14 @@ class Spans:
                     )
         return dict(totals)
 
-    def busy(self) -> float:
+    def longest_work_s(self) -> float:
         """Seconds that the longest piece of work has been going on; 0 while there is only
         waiting."""
         with self._lock:
             begun = [span.begun for span in self._open.values() if span.what != "wait"]
         return max((time.monotonic() - start for start in begun), default=0.0)
 
-    def loads(self) -> bool:
+    def is_starting(self) -> bool:
         """Whether the process has begun neither to work nor to wait for work."""
         with self._lock:
             return not self._accounts
@@ -191,7 +191,7 @@ class Spans:
             del self._open[id(span)]
             account = self._accounts[span.lane]
             account.end(span.label, end)
-            if span.parts:
+            if span.causes:
                 account.move(span.label, _lengths(span.pieces(end)))
             self._write_pieces(span, end)
             self._flush_if_due(end)
@@ -231,7 +231,7 @@ class Spans:
         if now - self._flushed >= _FLUSH_S and not self._file.closed:
             self._file.flush()
             self._flushed = now
-            if self._file.settled and os.fstat(self._file.fileno()).st_size > ROTATION_BYTES:
+            if self._file.is_written and os.fstat(self._file.fileno()).st_size > ROTATION_BYTES:
                 self._file.close()
                 rotate_closed_file(self._path, _KEPT_PARTS)
                 self._begin_file()

@@ -38,7 +38,7 @@ class WorkerTimeline:
     began: float
     ended: float
     spans: Sequence[Span]
-    told: bool
+    ended_cleanly: bool
     """Whether it said itself when it ended; if not, its work after its last span is not known."""
 
     @cached_property
@@ -50,7 +50,7 @@ class WorkerTimeline:
         if not found:
             return [(Label("start"), self.began, self.ended)]
         last = max(end for _, _, end in found)
-        return found if self.told else [*found, (Label(UNFINISHED), last, self.ended)]
+        return found if self.ended_cleanly else [*found, (Label(UNFINISHED), last, self.ended)]
 
     @cached_property
     def busy(self) -> list[Interval]:
@@ -59,7 +59,7 @@ class WorkerTimeline:
             (start, end) for label, start, end in self.stretches if label.what not in IDLE
         )
 
-    def lived(self, start: float, end: float) -> float:
+    def seconds_alive(self, start: float, end: float) -> float:
         """Seconds of its life in [start, end]."""
         return max(0.0, min(end, self.ended) - max(start, self.began))
 
@@ -70,7 +70,7 @@ class WorkerTimeline:
         parts = uncovered_intervals((max(start, self.began), min(end, self.ended)), holes)
         return sum_by_label(seconds_by_label(self.stretches, low, high) for low, high in parts)
 
-    def useful(self) -> Interval | None:
+    def useful_interval(self) -> Interval | None:
         """The start of its first work that helps the run, and the end of its last."""
         spans = [span for span in self.spans if span.what in USEFUL]
         return (
@@ -146,7 +146,7 @@ def measure_pace(workers: Sequence[WorkerTimeline], ends: dict[int, float]) -> P
 
 def _busy(workers: Iterable[WorkerTimeline], start: float, end: float) -> float:
     """Seconds of [start, end] in which ``workers`` were busy, on average."""
-    lives = [(worker, lived) for worker in workers if (lived := worker.lived(start, end))]
+    lives = [(worker, lived) for worker in workers if (lived := worker.seconds_alive(start, end))]
     whole = sum(lived for _, lived in lives)
     return (
         (end - start) * sum(_covered(worker.busy, start, end) for worker, _ in lives) / whole

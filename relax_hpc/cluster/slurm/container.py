@@ -65,7 +65,7 @@ def check_container(config: Config, run_dir: Path) -> None:
     for look in (container_command, mounts, lambda config, _: _image(config)):
         with mistakes:
             look(config, run_dir)
-    mistakes.refuse()
+    mistakes.raise_if_any()
 
 
 def _local_dir(config: Config) -> str:
@@ -112,7 +112,7 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
                 f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, "
                 "without ,"
             )
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return list(dict.fromkeys([*named, *config.site.container.mounts]))
 
 

@@ -66,7 +66,7 @@ def undone(components: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict[str
                 with mistakes:
                     found[-1][option] = _neutral(name, option, first, options)
         before |= {option: name for option in options if option in INHERITED}
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return found
 
 

@@ -73,7 +73,7 @@ def components(config: Config) -> list[Component]:
     for key, time in _times(config).items():
         with mistakes:
             _check_signal(config, key, time)
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return found
 
 
@@ -126,7 +126,7 @@ def tasks_per_node(config: Config, group: str) -> int:
                 "number on the node)"
             )
         total += count
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return max(1, total)
 
 
@@ -185,7 +185,7 @@ def _het(config: Config) -> list[Component]:
     for name in names:
         with mistakes:
             found.append(_component(config, name, config.groups[name].resources.nodes))
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return found
 
 
@@ -194,7 +194,7 @@ def _jobs(config: Config) -> list[Component]:
     for name in (HUB, *(name for name in config.groups if name != HUB)):
         with mistakes:
             found.append(component(config, name))
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return found
 
 
@@ -209,7 +209,7 @@ def _local(config: Config) -> list[Component]:
         else:
             with mistakes:
                 cpus += tasks_per_node(config, name) * group.resources.cpus_per_task
-    mistakes.refuse()
+    mistakes.raise_if_any()
     # The hub's own options and memory are those of CPU nodes.
     resources = [group.resources for name, group in config.groups.items() if name != HUB]
     gpus = sum(group.resources.gpus_per_node for group in config.groups.values())
@@ -237,7 +237,7 @@ def _component(
         _check_devices(config, name)
     with mistakes:
         tasks = tasks_per_node(config, name)
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return Component(
         groups=(name, *riders),
         nodes=nodes,

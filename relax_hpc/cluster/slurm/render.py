@@ -173,7 +173,7 @@ def _refuse_mistakes(config: Config) -> None:
     for together in [[part] for part in parts] if config.layout == "jobs" else [parts]:
         with mistakes:
             _directives(config, together)
-    mistakes.refuse()
+    mistakes.raise_if_any()
 
 
 def _render(config: Config, parts: list[Component], **variables: Any) -> str:
@@ -204,7 +204,7 @@ def _environment(config: Config) -> dict[str, Any]:
     for name, value in site.env.items():
         with mistakes:
             env.append((_variable(name), shlex.quote(value)))
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return {
         "setup": site.setup,
         "modules": " ".join(shlex.quote(name) for name in site.modules),
@@ -261,7 +261,7 @@ def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
                 "standby": _has_standby(part),
             }
             found.append(asdict(part) | texts)
-    mistakes.refuse()
+    mistakes.raise_if_any()
     return found
 
 

@@ -63,7 +63,7 @@ def srun_options(config: Config) -> list[str]:
                 f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun "
                 "option, without dashes before, and a value without line breaks"
             )
-    mistakes.refuse()
+    mistakes.raise_if_any()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
     return [
         *limits(config),

@@ -164,7 +164,7 @@ def _nodes(run: RunDir, group: str, incarnation: int) -> int:
 
 
 def _gap(before: PastIncarnation, after: PastIncarnation) -> Interval:
-    ends = [found[1] for worker in before.workers if (found := worker.useful())]
-    starts = [found[0] for worker in after.workers if (found := worker.useful())]
+    ends = [found[1] for worker in before.workers if (found := worker.useful_interval())]
+    starts = [found[0] for worker in after.workers if (found := worker.useful_interval())]
     start = max(ends, default=before.began)
     return start, max(start, min(starts, default=after.ended))

@@ -71,7 +71,7 @@ class MediaPool:
         await self._pool.close()
 
     async def _of(self, ask: Ask) -> Header | Loaded:
-        found = await self._pool.of(ask)
+        found = await self._pool.run(ask)
         if isinstance(found, BadMedium):
             raise BadMedium(found.reason, f"{name_of(ask.source)}: {found.detail}")
         return found
@@ -88,10 +88,10 @@ class MediaWork:
         self.rules, self.limits, self.limit_s = rules, limits, limits.time_s
 
     @property
-    def about(self) -> Message:
+    def setup(self) -> Message:
         return {"rules": dataclasses.asdict(self.rules), "limits": dataclasses.asdict(self.limits)}
 
-    def request(self, asked: Ask) -> Message:
+    def make_request(self, asked: Ask) -> Message:
         where = (
             {"bytes": asked.source.hex()}
             if isinstance(asked.source, bytes)
@@ -100,7 +100,7 @@ class MediaWork:
         options = dataclasses.asdict(asked.options)
         return {"kind": asked.kind, "content": asked.content, "options": options, **where}
 
-    def answer(self, message: Message) -> Header | Loaded | BadMedium:
+    def read_answer(self, message: Message) -> Header | Loaded | BadMedium:
         if "error" in message:
             reason, detail = message["error"]
             return BadMedium(Reason(reason), detail)
@@ -111,15 +111,15 @@ class MediaWork:
             else header
         )
 
-    def unsendable(self, error: Exception) -> BadMedium:
+    def answer_unsendable(self, error: Exception) -> BadMedium:
         return BadMedium(Reason.URI, str(error))
 
-    def late(self, took_s: float, answer: Any) -> BadMedium:
+    def answer_late(self, took_s: float, answer: Any) -> BadMedium:
         return BadMedium(
             Reason.HUNG, f"given up after {took_s:.1f} s, allowed file_timeout_s={self.limit_s:g}"
         )
 
-    def died(self, how: str) -> BadMedium:
+    def answer_death(self, how: str) -> BadMedium:
         return BadMedium(Reason.DIED, f"the worker that decoded it {how}")
 
     def is_late(self, answer: Any) -> bool:

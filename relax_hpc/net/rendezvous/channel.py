@@ -42,36 +42,36 @@ class RankChannel:
         self._told = time.monotonic()
         self._tell_s = min(_TELL_S, timeout_s / 4)
 
-    def tell(self, message: Any) -> Any:
+    def broadcast(self, message: Any) -> Any:
         """Message that rank 0 passes, or the result of the Future that it passes, in every rank.
 
         It is None, a number, string or bytes, or a list or map of them.
         """
         if isinstance(message, Future):
             while not wait([message], _LOOK_S).done:
-                self.still_waits()
+                self.extend_wait()
             message = message.result()
         self._told = time.monotonic()
         while (said := self._broadcast(message)) == _YET:
             pass
         return said
 
-    def lead(self, act: Callable[[], T]) -> T:
+    def run_on_leader(self, act: Callable[[], T]) -> T:
         """Result of ``act`` in every rank; rank 0 alone calls it, however long that takes."""
         if self.size == 1:
             return act()
-        return self.tell(run_in_thread(act) if self.rank == 0 else None)
+        return self.broadcast(run_in_thread(act) if self.rank == 0 else None)
 
-    def meanwhile(self, act: Callable[[], T]) -> T:
+    def run_while_others_wait(self, act: Callable[[], T]) -> T:
         """Result of ``act``, for rank 0 alone, while all others are in `tell`."""
         if self.size == 1:
             return act()
         work = run_in_thread(act)
         while not wait([work], _LOOK_S).done:
-            self.still_waits()
+            self.extend_wait()
         return work.result()
 
-    def still_waits(self) -> None:
+    def extend_wait(self) -> None:
         """Rank 0 has nothing to tell yet, and may not for hours: who waits for its word has a
         deadline of minutes.
 
@@ -81,7 +81,7 @@ class RankChannel:
             self._told = time.monotonic()
             self._broadcast(_YET)
 
-    def agree(self, mine: bool) -> bool:
+    def all_agree(self, mine: bool) -> bool:
         """Whether ``mine`` is true in all ranks; the same answer in every rank."""
         import torch
         import torch.distributed as dist
@@ -140,7 +140,7 @@ class RankChannel:
         if self.size > 1:
             dist.reduce(values, 0, group=self.group)
 
-    def meet(self) -> None:
+    def await_all_ranks(self) -> None:
         """Wait for all ranks."""
         import torch.distributed as dist
 

@@ -50,7 +50,7 @@ class World:
     they were told of it. None in the others."""
 
     @property
-    def leader(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0, which speaks for the group."""
         return self.rank == 0
 
@@ -59,7 +59,7 @@ class World:
         return len({card["node"] for card in self.cards}) == 1
 
     @property
-    def open_to_each_other(self) -> bool:
+    def share_files_in_memory(self) -> bool:
         """Whether the ranks can open each other's files in memory: on one node, not each in a
         container of its own."""
         return self.on_one_node and len({card.get("space") for card in self.cards}) == 1
@@ -97,9 +97,9 @@ def join_world(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> W
         )
     local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
     world = World(rank, ranks, local_rank, cards)
-    if not world.leader:
+    if not world.is_leader:
         os.close(memory)
-    if world.leader and not world.open_to_each_other:
+    if world.is_leader and not world.share_files_in_memory:
         return replace(world, listening=listening)
     listening.close()
     return world

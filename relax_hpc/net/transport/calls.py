@@ -63,10 +63,10 @@ class CallListener:
                 self._peers[number] = self._exchange(number)
             peer = self._peers[number]
             try:
-                peer.take(payload)
+                peer.receive(payload)
             except BadMessage:
                 self._listener.refuse(number)
-        for number in [number for number in self._peers if not self._listener.knows(number)]:
+        for number in [number for number in self._peers if not self._listener.has_peer(number)]:
             self._end(number, "the other end has gone")
         if self._listener.has_more:
             asyncio.get_running_loop().call_soon(self._receive)
@@ -118,7 +118,7 @@ class CallLink:
         try:
             self._connection.receive()
             for payload in self._connection.payloads():
-                self._exchange.take(payload)
+                self._exchange.receive(payload)
         except (OSError, BadMessage) as error:
             self.close(str(error))
 
@@ -126,7 +126,7 @@ class CallLink:
         if self.lost.is_set():
             raise ConnectionError("the connection has ended")
         self._connection.send(payload)
-        if self._connection.waits:
+        if self._connection.has_backlog:
             asyncio.get_running_loop().add_writer(self._connection.socket, self._flush)
 
     def _flush(self) -> None:
@@ -134,7 +134,7 @@ class CallLink:
             self._connection.flush()
         except OSError as error:
             return self.close(str(error))
-        if not self._connection.waits:
+        if not self._connection.has_backlog:
             asyncio.get_running_loop().remove_writer(self._connection.socket)
 
 

@@ -78,7 +78,7 @@ class Exchange:
         finally:
             del self._asked[number]
 
-    def take(self, payload: Bytes) -> None:
+    def receive(self, payload: Bytes) -> None:
         """Take what the other end has sent. BadMessage: it is nothing that one of ours sends."""
         message = unpack(payload)
         if "cancel" in message:

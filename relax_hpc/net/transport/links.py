@@ -39,24 +39,24 @@ class Deadline:
         """``silence``: seconds of a single wait for the other end, at most."""
         self.seconds, self.silence, self._end = seconds, silence, time.monotonic() + seconds
 
-    def wait(self) -> float:
+    def next_wait(self) -> float:
         """Seconds that the other end may take for its next sign; TimeoutError if there are none."""
-        return min(self.left(), self.silence)
+        return min(self.remaining(), self.silence)
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the deadline; TimeoutError if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done in {self.seconds:g} s")
         return left
 
-    def over(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         """Whether the deadline will have passed in ``seconds``."""
         return time.monotonic() + seconds >= self._end
 
-    def at_most(self, seconds: float) -> Deadline:
+    def shortened(self, seconds: float) -> Deadline:
         """Deadline that ends with this one, or in ``seconds`` if that is earlier."""
-        return Deadline(min(seconds, self.left()), self.silence)
+        return Deadline(min(seconds, self.remaining()), self.silence)
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:
@@ -75,7 +75,7 @@ def receive_into(
     """Fill ``room``, handing each piece to ``notice`` while it is in the cache; an OSError if that
     takes too long."""
     while room:
-        connection.settimeout(deadline.wait())
+        connection.settimeout(deadline.next_wait())
         count = connection.recv_into(room[:_PIECE_BYTES])
         if not count:
             raise ConnectionError("the peer closed the connection")
@@ -99,7 +99,7 @@ def prove_token(
     """
     response = ChallengeResponse(token, purpose)
     answer = response.answer(receive(connection, GREETING_BYTES, deadline))
-    connection.settimeout(deadline.left())
+    connection.settimeout(deadline.remaining())
     connection.sendall(answer)
     try:
         proof = receive(connection, PROOF_BYTES, deadline)
@@ -140,9 +140,9 @@ class ThreadListener:
     def _let_in(self) -> None:
         lobby = self._lobby
         while not self._closing.is_set():
-            ready = [key.data for key, _ in self._selector.select(lobby.patience())]
+            ready = [key.data for key, _ in self._selector.select(lobby.wait_limit_s())]
             for number in ready:
-                if number is not None and (known := lobby.hear(number)):
+                if number is not None and (known := lobby.read_guest(number)):
                     self._start(known[0])
             # Who has just proven itself has done so before others come.
             lobby.end_overdue()

@@ -53,7 +53,7 @@ class Listener:
     def receive(self, seconds: float) -> list[tuple[int, memoryview]]:
         """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the
         wait too."""
-        patience = self.lobby.patience(seconds)
+        patience = self.lobby.wait_limit_s(seconds)
         ready = {
             key.data: events
             for key, events in self._selector.select(0.0 if self._unread else patience)
@@ -77,7 +77,7 @@ class Listener:
     def _hear(self, number: int, events: int) -> list[tuple[int, memoryview]]:
         """Payloads of a peer; of a guest only that it is one. OSError, BadMessage: it is to go."""
         if number in self.lobby.guests:
-            if known := self.lobby.hear(number):
+            if known := self.lobby.read_guest(number):
                 self._peers[number] = FrameConnection(*known, listens=True)
                 self._selector.register(known[0], _IN, number)
             return []
@@ -100,14 +100,14 @@ class Listener:
         except OSError:
             self._drop(number)
             return
-        if peer.waits and number not in self._unsent:
+        if peer.has_backlog and number not in self._unsent:
             self._unsent.add(number)
             self._selector.modify(peer.socket, _IN | _OUT, number)
 
     def _flush(self, number: int) -> None:
         peer = self._peers[number]
         peer.flush()
-        if not peer.waits:
+        if not peer.has_backlog:
             self._unsent.discard(number)
             self._selector.modify(peer.socket, _IN, number)
 
@@ -117,7 +117,7 @@ class Listener:
             self._refused += 1
             self._drop(number)
 
-    def knows(self, number: int) -> bool:
+    def has_peer(self, number: int) -> bool:
         """Whether a peer is there still."""
         return number in self._peers
 

@@ -89,7 +89,7 @@ class Lobby:
         listening.listen(WAITING)
         selector.register(listening, selectors.EVENT_READ)
 
-    def patience(self, seconds: float = _LONGEST_S) -> float:
+    def wait_limit_s(self, seconds: float = _LONGEST_S) -> float:
         """Seconds to wait at most, of ``seconds``; a lobby that had to rest accepts again."""
         now = time.monotonic()
         if self._rests_until and now >= self._rests_until:
@@ -99,7 +99,7 @@ class Lobby:
         ends += [self._rests_until] if self._rests_until else []
         return max(0.0, min([now + seconds, *ends]) - now)
 
-    def hear(self, number: int) -> tuple[socket.socket, bytes] | None:
+    def read_guest(self, number: int) -> tuple[socket.socket, bytes] | None:
         """Connection of a guest and its key, once it has proven itself: it is no guest any more.
         None before."""
         guest = self.guests[number]

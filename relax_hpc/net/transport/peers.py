@@ -28,11 +28,11 @@ class PeerLink:
     @contextlib.contextmanager
     def use(self, deadline: Deadline) -> Iterator[socket.socket]:
         """The connection, for this thread alone. An OSError if it cannot be had in time."""
-        if not self._lock.acquire(timeout=deadline.left()):
+        if not self._lock.acquire(timeout=deadline.remaining()):
             raise TimeoutError(f"other reads from the same peer took all of {deadline.seconds:g} s")
         try:
             if not self.gone and self._connection is None:
-                self._connection = self._connect(deadline.at_most(CONNECT_S))
+                self._connection = self._connect(deadline.shortened(CONNECT_S))
             if self.gone or self._connection is None:
                 raise ConnectionError("the connection was lost")
             yield self._connection

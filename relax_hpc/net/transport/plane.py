@@ -33,7 +33,7 @@ class Plane(ABC):
         """The record's bytes, read-only, as a mapping or a copy. PlaneError if that takes longer,
         or cannot be."""
 
-    def offers_still(self, descriptor: Descriptor) -> bool:
+    def is_still_offered(self, descriptor: Descriptor) -> bool:
         """Whether what `read` gave, if it is the maker's own memory, was not retired since. Copies
         do not change."""
         return True

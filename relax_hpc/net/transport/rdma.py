@@ -70,7 +70,7 @@ class _Sink:
 
     def _fill(self, place: RdmaAddress, slab: Slab, transfer: Transfer, deadline: Deadline) -> None:
         self.agent.register(slab.number, slab.memory, deadline)
-        self.agent.meet(place.agent, place.metadata, deadline)
+        self.agent.add_peer(place.agent, place.metadata, deadline)
         mine, word = address_of(slab.memory), -(-place.size // WORD_BYTES) * WORD_BYTES
         if place.size:
             transfer.run(place.agent, place.address, mine, place.size, deadline)
@@ -90,7 +90,7 @@ class _Sink:
     def close(self) -> None:
         """Close the agent: nothing can land any more in what was given up on."""
         for _, transfer in self._given_up:
-            transfer.let_go()
+            transfer.release()
         self.agent.close()
         self._given_up.clear()
         self._pool.close()
@@ -156,7 +156,7 @@ class RdmaPlane(Plane):
 
     def path(self, descriptor: Descriptor) -> str:
         """See `Plane`: `cma`, `verbs`, or `tcp` with what is in the way of a better one."""
-        return str(self._route(RdmaAddress.of(descriptor, self._token)))
+        return str(self._route(RdmaAddress.from_descriptor(descriptor, self._token)))
 
     def _route(self, place: RdmaAddress) -> Route:
         found = self.routes.get(place.agent)
@@ -168,7 +168,7 @@ class RdmaPlane(Plane):
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a copy."""
         try:
-            place = RdmaAddress.of(descriptor, self._token)
+            place = RdmaAddress.from_descriptor(descriptor, self._token)
             self._check_peer(place)
             with self._reading() as sink:
                 return self._fetch(sink, place, Deadline(timeout_s))
@@ -190,7 +190,7 @@ class RdmaPlane(Plane):
             self._suspects[place.agent] = time.monotonic() + self.suspect_s
             raise
         except Exception:
-            sink.agent.part(place.agent)
+            sink.agent.remove_peer(place.agent)
             raise
 
     def _check_peer(self, place: RdmaAddress) -> None:

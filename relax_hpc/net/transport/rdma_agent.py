@@ -115,9 +115,9 @@ class NixlAgent:
         """Metadata that is loaded, by the name of the agent."""
 
     @contextlib.contextmanager
-    def used(self, deadline: Deadline) -> Iterator[Any]:
+    def lock(self, deadline: Deadline) -> Iterator[Any]:
         """NIXL's own agent, for this thread alone. TimeoutError if others hold it for too long."""
-        if not self._lock.acquire(timeout=deadline.left()):
+        if not self._lock.acquire(timeout=deadline.remaining()):
             raise TimeoutError(f"other reads took all of {deadline.seconds:g} s")
         try:
             yield self._nixl
@@ -129,7 +129,7 @@ class NixlAgent:
         from now on."""
         if number in self._memory:
             return
-        with self.used(deadline) as nixl:
+        with self.lock(deadline) as nixl:
             if number not in self._memory:
                 whole = np.frombuffer(memory.obj, np.uint8)
                 nixl.register_memory([_span(whole)], "DRAM")
@@ -138,16 +138,16 @@ class NixlAgent:
     def metadata(self, numbers: Iterable[int], deadline: Deadline) -> bytes:
         """Metadata by which a reader reaches this agent and the memfds ``numbers`` in it; about 450
         bytes."""
-        with self.used(deadline) as nixl:
+        with self.lock(deadline) as nixl:
             spans = nixl.get_reg_descs([_span(self._memory[number]) for number in numbers], "DRAM")
             return nixl.get_partial_agent_metadata(spans, True, ["UCX"])
 
-    def meet(self, name: str, metadata: bytes, deadline: Deadline) -> None:
+    def add_peer(self, name: str, metadata: bytes, deadline: Deadline) -> None:
         """Make ``metadata`` of agent ``name`` known, unless it is; ValueError if it is another
         agent's."""
         if metadata in self._peers.get(name, ()):
             return
-        with self.used(deadline) as nixl:
+        with self.lock(deadline) as nixl:
             found = nixl.add_remote_agent(metadata).decode()
             if found != name:
                 nixl.remove_remote_agent(found)
@@ -155,17 +155,17 @@ class NixlAgent:
                 raise ValueError(f"the metadata are of agent {found}")
             self._peers.setdefault(name, set()).add(metadata)
 
-    def part(self, name: str) -> None:
+    def remove_peer(self, name: str) -> None:
         """Forget agent ``name``. What is under way from it may still land."""
         with self._lock:
             if self._peers.pop(name, None) is not None:
                 with contextlib.suppress(Exception):
                     self._nixl.remove_remote_agent(name)
 
-    def progress(self, deadline: Deadline) -> None:
+    def serve_readers(self, deadline: Deadline) -> None:
         """Let others connect, and serve what their cards cannot take by themselves."""
         # A reader that went away is no concern of the others.
-        with self.used(deadline) as nixl, contextlib.suppress(Exception):
+        with self.lock(deadline) as nixl, contextlib.suppress(Exception):
             nixl.get_new_notifs()
 
     def close(self) -> None:
@@ -191,14 +191,14 @@ class Transfer:
 
         TimeoutError if it takes too long, ConnectionError or one of NIXL's own if it fails.
         """
-        with self._agent.used(deadline) as nixl:
+        with self._agent.lock(deadline) as nixl:
             spans = [
                 nixl.get_xfer_descs([(address, size, 0)], "DRAM") for address in (mine, theirs)
             ]
             self._handle = nixl.initialize_xfer("READ", *spans, name)
             state = nixl.transfer(self._handle)
             if state == "DONE":
-                self.let_go()
+                self.release()
         if state != "DONE":
             self._wait(state, deadline)
 
@@ -208,14 +208,14 @@ class Transfer:
             time.sleep(pause)
             if time.monotonic() > spin_end:
                 pause = min(_LONGEST_PAUSE_S, pause + _PAUSE_GROWS_S)
-            with self._agent.used(deadline) as nixl:
+            with self._agent.lock(deadline) as nixl:
                 state = nixl.check_xfer_state(self._handle)
                 if state == "DONE":
-                    self.let_go()
+                    self.release()
         if state != "DONE":
             raise ConnectionError(f"the transfer ended as {state}")
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free what NIXL keeps for it, its agent among that."""
         self._handle = None
 

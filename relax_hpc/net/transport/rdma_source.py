@@ -52,7 +52,7 @@ class RdmaAddress:
         return found | {"proof": _proof(found, token)}
 
     @classmethod
-    def of(cls, descriptor: Descriptor, token: bytes) -> RdmaAddress:
+    def from_descriptor(cls, descriptor: Descriptor, token: bytes) -> RdmaAddress:
         """ValueError or TypeError if it is none, or was not made by a holder of ``token``."""
         found = dict(descriptor)
         proof = found.pop("proof", None)
@@ -94,7 +94,7 @@ class RdmaSource:
     def _poll(self) -> None:
         while not self._ending.wait(self._poll_s):
             with contextlib.suppress(TimeoutError):
-                self._agent.progress(Deadline(_PUBLISH_S))
+                self._agent.serve_readers(Deadline(_PUBLISH_S))
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """Offer ``record``, copied unless it lies in a slab of the pool; PlaneError, or one of

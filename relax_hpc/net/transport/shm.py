@@ -58,7 +58,7 @@ class _Place:
     serial: int
 
     @classmethod
-    def of(cls, descriptor: Descriptor) -> _Place:
+    def from_descriptor(cls, descriptor: Descriptor) -> _Place:
         """ValueError or TypeError if it is none. What is not looked at here fails where it is
         used."""
         place = cls(**descriptor)
@@ -153,7 +153,7 @@ def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
 def _knock(connection: socket.socket, address: str, deadline: Deadline) -> None:
     """Connect; where strangers fill the line of those who wait to be accepted, again and again."""
     while True:
-        connection.settimeout(deadline.left())
+        connection.settimeout(deadline.remaining())
         try:
             return connection.connect(f"\0{address}")
         except BlockingIOError:
@@ -168,9 +168,9 @@ def _check_user(connection: socket.socket) -> None:
 
 def _ask(connection: socket.socket, number: int, deadline: Deadline) -> int | None:
     """A file descriptor of the maker's memfd ``number``; None if it has no such."""
-    connection.settimeout(deadline.left())
+    connection.settimeout(deadline.remaining())
     connection.sendall(_REQUEST.pack(number))
-    connection.settimeout(deadline.wait())
+    connection.settimeout(deadline.next_wait())
     answer, fds, *_ = socket.recv_fds(connection, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
     if answer == _UNKNOWN:
         return None
@@ -243,7 +243,7 @@ class ShmPlane(Plane):
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a mapping, which cannot be written."""
         try:
-            place = _Place.of(descriptor)
+            place = _Place.from_descriptor(descriptor)
             if place.node != self._node:
                 raise PlaneError(
                     f"its node is {place.node}, this is {self._node}; take another plane"
@@ -253,7 +253,7 @@ class ShmPlane(Plane):
             which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
             raise PlaneError(f"shm: {which} (in {timeout_s:g} s): {error}") from error
 
-    def offers_still(self, descriptor: Descriptor) -> bool:
+    def is_still_offered(self, descriptor: Descriptor) -> bool:
         """See `Plane`."""
         try:
             self.read(descriptor, _ANSWER_S)

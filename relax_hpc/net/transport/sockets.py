@@ -110,7 +110,7 @@ class FrameConnection:
             del self._backlog[:sent]
 
     @property
-    def waits(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether something is kept that could not be sent yet."""
         return bool(self._backlog)
 
@@ -151,7 +151,7 @@ class FrameConnection:
         """Wait until something has come, or what was kept can be sent, or ``seconds`` have
         passed."""
         poll = select.poll()
-        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.waits else 0))
+        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.has_backlog else 0))
         poll.poll(1000 * seconds)
 
 
@@ -269,7 +269,7 @@ class Wakeup:
         poll.register(self._ear, select.POLLIN)
         if connection:
             poll.register(
-                connection.socket, select.POLLIN | (select.POLLOUT if connection.waits else 0)
+                connection.socket, select.POLLIN | (select.POLLOUT if connection.has_backlog else 0)
             )
         if any(ready == self._ear.fileno() for ready, _ in poll.poll(1000 * seconds)):
             with contextlib.suppress(OSError):

@@ -73,7 +73,7 @@ class _Place:
         return f"record {self.name} from {self.host}:{self.port}"
 
     @classmethod
-    def of(cls, descriptor: Descriptor) -> _Place:
+    def from_descriptor(cls, descriptor: Descriptor) -> _Place:
         try:
             place = cls(**descriptor)
         except TypeError as error:
@@ -108,7 +108,7 @@ def _tune(connection: socket.socket) -> None:
 
 def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) -> socket.socket:
     host, port, maker = address
-    connection = socket.create_connection((host, port), deadline.wait())
+    connection = socket.create_connection((host, port), deadline.next_wait())
     try:
         _tune(connection)
         prove_token(connection, token, maker.encode(), deadline)
@@ -127,8 +127,10 @@ def _ask(connection: socket.socket, name: bytes, deadline: Deadline) -> tuple[in
     """
     asked = time.monotonic()
     while True:
-        connection.settimeout(deadline.left())
-        connection.sendall(_REQUEST.pack(min(deadline.left(), MAX_TIMEOUT_S), len(name)) + name)
+        connection.settimeout(deadline.remaining())
+        connection.sendall(
+            _REQUEST.pack(min(deadline.remaining(), MAX_TIMEOUT_S), len(name)) + name
+        )
         answer = _ANSWER.unpack(receive(connection, _ANSWER.size, deadline))
         if answer[0] != _COMING:
             return answer
@@ -215,7 +217,7 @@ class TcpPlane(Plane):
     ) -> memoryview:
         """See `Plane`: a copy, whose checksum was compared. ``silence_s``: for a maker without any
         sign, if that is less than for others."""
-        place = _Place.of(descriptor)
+        place = _Place.from_descriptor(descriptor)
         deadline = Deadline(timeout_s, min(silence_s, self._silence_s))
         try:
             with self._peers.link((place.host, place.port, place.maker)).use(

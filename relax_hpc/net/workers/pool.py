@@ -34,24 +34,24 @@ class Work(Protocol[Q, A]):
     `is_late`. It cannot end the request, so that the pool ends the worker."""
 
     @property
-    def about(self) -> Message:
+    def setup(self) -> Message:
         """The first message to a worker."""
 
-    def request(self, asked: Q) -> Message:
+    def make_request(self, asked: Q) -> Message:
         """Message by which a worker is asked. TypeError, ValueError, RecursionError: there is
         none."""
 
-    def answer(self, message: Message) -> A:
+    def read_answer(self, message: Message) -> A:
         """Answer that a worker's ``message`` is."""
 
-    def unsendable(self, error: Exception) -> A:
+    def answer_unsendable(self, error: Exception) -> A:
         """Answer where there is no such request."""
 
-    def late(self, took_s: float, answer: A | None) -> A:
+    def answer_late(self, took_s: float, answer: A | None) -> A:
         """Answer for a request that took too long. ``answer``: the worker's, for which `is_late`
         holds; None: the worker sent none, and was killed."""
 
-    def died(self, how: str) -> A:
+    def answer_death(self, how: str) -> A:
         """Answer where a worker ended over a request."""
 
     def is_late(self, answer: A) -> bool:
@@ -64,7 +64,7 @@ class WorkerPool(Generic[Q, A]):
     def __init__(self, work: Work[Q, A], count: int) -> None:
         self.work, self.count = work, count
         self.workers: list[Worker] = []
-        self._starter = Starter(work.name, work.module, work.about, work.answer)
+        self._starter = Starter(work.name, work.module, work.setup, work.read_answer)
         self._starting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count()
@@ -75,7 +75,7 @@ class WorkerPool(Generic[Q, A]):
         """Start one worker. ConfigError: it cannot do this work."""
         self._leave(await self._place())
 
-    async def of(self, asked: Q) -> A:
+    async def run(self, asked: Q) -> A:
         """The answer to a request; if its worker failed, an answer that says how.
 
         If the worker dies, another one gets the request, twice at most. RelaxError: no worker can
@@ -85,12 +85,12 @@ class WorkerPool(Generic[Q, A]):
         while True:
             worker = await self._place()
             try:
-                return await self._asked(worker, asked, alone=worker.places == 1)
+                return await self._asked(worker, asked, alone=worker.capacity == 1)
             except WorkerEnded as ended:
-                deaths += ended.by_itself
+                deaths += ended.ended_itself
                 if deaths == ATTEMPTS:
-                    return self.work.died(str(ended))
-                if worker.places > 1:
+                    return self.work.answer_death(str(ended))
+                if worker.capacity > 1:
                     break
             finally:
                 self._leave(worker)
@@ -111,19 +111,19 @@ class WorkerPool(Generic[Q, A]):
                 try:
                     return await self._asked(self._for_suspects, asked, alone=True)
                 except WorkerEnded as ended:
-                    deaths += ended.by_itself
+                    deaths += ended.ended_itself
                     if deaths == ATTEMPTS:
-                        return self.work.died(str(ended))
+                        return self.work.answer_death(str(ended))
 
     async def _asked(self, worker: Worker, asked: Q, alone: bool) -> A:
         """Answer of a worker, or how it failed at this. WorkerEnded: it died, or was suspended,
         which may be the fault of others."""
         begun = time.monotonic()
-        watches_limit = worker.places > 1 or self.work.watches_limit
+        watches_limit = worker.capacity > 1 or self.work.watches_limit
         limit_s = self.work.limit_s + (_GRACE_S if watches_limit else 0.0)
         try:
             async with asyncio.timeout(limit_s):
-                answer = await worker.ask(next(self._numbers), self.work.request(asked))
+                answer = await worker.ask(next(self._numbers), self.work.make_request(asked))
         except TimeoutError:
             is_suspended = worker.is_suspended
             await worker.end()
@@ -131,20 +131,20 @@ class WorkerPool(Generic[Q, A]):
                 raise WorkerEnded("was suspended by a signal", True) from None
             if not alone:
                 raise WorkerEnded("did not answer", False) from None
-            return self.work.late(time.monotonic() - begun, None)
+            return self.work.answer_late(time.monotonic() - begun, None)
         except asyncio.CancelledError:
             if alone:
                 # It is at what nobody waits for any more.
                 worker.kill()
             raise
         except (TypeError, ValueError, RecursionError) as error:
-            return self.work.unsendable(error)
+            return self.work.answer_unsendable(error)
         if not self.work.is_late(answer):
             return answer
-        if worker.places == 1:
+        if worker.capacity == 1:
             # It is still at this request.
             await worker.end()
-        return self.work.late(time.monotonic() - begun, answer)
+        return self.work.answer_late(time.monotonic() - begun, answer)
 
     async def _place(self) -> Worker:
         """Worker with a free place, which is taken."""
@@ -168,7 +168,7 @@ class WorkerPool(Generic[Q, A]):
 
     def _free(self) -> Worker | None:
         self.workers[:] = [worker for worker in self.workers if not worker.has_ended]
-        free = [worker for worker in self.workers if worker.busy < worker.places]
+        free = [worker for worker in self.workers if worker.busy < worker.capacity]
         return min(free, key=lambda worker: worker.busy, default=None)
 
     async def _turn(self) -> None:
@@ -185,7 +185,7 @@ class WorkerPool(Generic[Q, A]):
     def _wake(self) -> None:
         """Wake as many as there are places, and one more, to start a worker where one has ended."""
         places = 1 + sum(
-            max(0, worker.places - worker.busy) for worker in self.workers if not worker.has_ended
+            max(0, worker.capacity - worker.busy) for worker in self.workers if not worker.has_ended
         )
         while places and self._waiting:
             turn = self._waiting.popleft()

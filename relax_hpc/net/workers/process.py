@@ -33,7 +33,7 @@ class WorkerEnded(Exception):
         self.code = code
         """Exit code, negative for a signal. None: it was ended because of another request, or did
         not answer."""
-        self.by_itself = by_itself
+        self.ended_itself = by_itself
         """Whether it ended by itself while it was at what was asked of it, and nobody had ended
         it."""
 
@@ -44,7 +44,7 @@ class Worker:
     def __init__(
         self, process: asyncio.subprocess.Process, places: int, read: Callable[[Message], Any]
     ) -> None:
-        self.places = places
+        self.capacity = places
         """Requests that it may have at a time."""
         self.busy = 0
         """Places that are taken."""
@@ -131,7 +131,7 @@ class Worker:
     def _give_up(self, ended: WorkerEnded) -> None:
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(WorkerEnded(str(ended), ended.by_itself, ended.code))
+                answer.set_exception(WorkerEnded(str(ended), ended.ended_itself, ended.code))
 
 
 def is_suspended(pid: int) -> bool:

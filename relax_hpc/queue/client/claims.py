@@ -129,7 +129,7 @@ def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int
 
 def _routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> Wrong:
     for row in client.rows(claim) if shape else ():
-        if fault := shape.fault(row):
+        if fault := shape.find_fault(row):
             print(f"quarantined: {row['row_id']}: {fault}", flush=True)
             yield BAD_ROUTES, ticket_of(row["row_id"])
 

@@ -89,7 +89,7 @@ class Line:
                 self._connection.send(pack(call.request()))
             except OSError:
                 self._broken = True
-            if self._broken or self._connection.waits:
+            if self._broken or self._connection.has_backlog:
                 self.bell.ring()
 
     def wait(self, seconds: float) -> None:

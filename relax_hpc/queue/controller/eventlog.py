@@ -61,7 +61,7 @@ class EventLog:
         self._next = path.with_name(f".{path.name}.{incarnation}.next")
         retry_write(self._temporary, lambda: self._temporary.unlink(missing_ok=True))
         self._lines = AppendFile(self._temporary)
-        self._lines.settle()
+        self._lines.write_all()
         self._published = False
         self._packing: threading.Thread | None = None
         self._again_at = 0.0
@@ -90,7 +90,7 @@ class EventLog:
             pass
         if self.extent == extent:
             return True
-        self._lines.settle()
+        self._lines.write_all()
         retry_write(self._temporary, lambda: os.truncate(self.fileno(), 0))
         self._forget(0, 0)
         return False
@@ -108,7 +108,7 @@ class EventLog:
 
     def _shorten(self, extent: Extent) -> None:
         """Leave out what is beyond ``extent``: it is told again."""
-        self._lines.settle()
+        self._lines.write_all()
         self._ends = self._ends[: max(0, extent.parts - self._gone)]
         start = self._start()
         self._crc = 0
@@ -130,7 +130,7 @@ class EventLog:
         if not self._published:
             # A whole journal is told, of which nothing may be left out; what it says of long ago is
             # there mostly.
-            self._lines.settle()
+            self._lines.write_all()
             while len(self._ends) > 1:
                 retry_write(self._part, self._pack)
                 retry_write(self.path, self._cut)
@@ -141,14 +141,14 @@ class EventLog:
 
     def publish(self) -> None:
         """Put the file in place of the former one."""
-        self._lines.settle()
+        self._lines.write_all()
         retry_write(self.path, lambda: self._temporary.replace(self.path))
         self._published = True
         retry_write(self.path, self._remove_later_parts)
 
     def flush(self) -> None:
         self._lines.flush()
-        if not self._lines.settled:
+        if not self._lines.is_written:
             return
         if self._packing and not self._packing.is_alive():
             self._packing = None
@@ -214,8 +214,8 @@ class EventLog:
             for chunk in _read(self.fileno(), cut, end):
                 rest.write(chunk)
                 # At the start it waits for room, as for all else.
-                rest.flush() if self._published else rest.settle()
-            if rest.dropped or not rest.settled:
+                rest.flush() if self._published else rest.write_all()
+            if rest.dropped or not rest.is_written:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._next))
             self._next.replace(self.path if self._published else self._temporary)
         except OSError:

@@ -120,15 +120,15 @@ class Controller:
     def _commit(self) -> bool:
         """Have the journal hold what was done, before anybody is told of it unless it may be late;
         whether it did."""
-        if not self.stuck.due() or (self.late_s and time.monotonic() < self._journal_at):
+        if not self.stuck.is_due() or (self.late_s and time.monotonic() < self._journal_at):
             return False
         self._journal_at = time.monotonic() + self.late_s
         try:
             wrote = self.journal.commit()
         except OSError as error:
-            self.stuck.failed(error)
+            self.stuck.note_failure(error)
             return False
-        self.stuck.done()
+        self.stuck.note_success()
         return wrote
 
     def _tell(self) -> None:
@@ -146,7 +146,7 @@ class Controller:
 
     def _patience(self) -> float:
         if self.stuck:
-            until = self.stuck.again_at
+            until = self.stuck.next_try
         else:
             until = 0.0 if self._later or self.state.woken else self.service.waiting.next_deadline()
         return max(0.0, min(1.0, until - time.monotonic()))
@@ -158,7 +158,7 @@ class Controller:
             self.journal.check_newest()
             self.event_log.check()
         except OSError as error:
-            self.stuck.failed(error)
+            self.stuck.note_failure(error)
 
     def _after_replies(self) -> None:
         self.event_log.write(self.state.events.take_lines())
@@ -194,7 +194,7 @@ class Controller:
         self.event_log.close()
         with contextlib.suppress(OSError):
             self.journal.close()
-        self.stuck.done()
+        self.stuck.note_success()
         self.listener.close()
 
     # -- messages ----------------------------------------------------------------------------------

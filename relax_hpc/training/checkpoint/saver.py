@@ -180,7 +180,7 @@ class Saver:
         self._wait()
 
     def _wait(self) -> None:
-        if not self._work.wait(self.timeout_s, stands=self.stands):
+        if not self._work.wait(self.timeout_s, is_paused=self.stands):
             limit = f"checkpoint.timeout_s={self.timeout_s:g}"
             raise DeadlineError(
                 f"a checkpoint is not written within {limit}; see its file system, or raise it"
@@ -200,7 +200,7 @@ class Saver:
             else:
                 self.failed, self._failed_anyway, self.failure = 0, 0, ""
         finally:
-            full.done()
+            full.note_success()
         self.seconds = time.monotonic() - started
 
     def _count(self, job: _Job, failure: SaveFailure) -> None:
@@ -218,10 +218,10 @@ class Saver:
         """Whether the next save is due; else, after a while, it is time for the next try. The same
         in every rank."""
         full.loose = not self._awaited
-        full.failed(OSError(failure.errno, failure.why))
-        while not self._hurries and not full.due():
+        full.note_failure(OSError(failure.errno, failure.why))
+        while not self._hurries and not full.is_due():
             time.sleep(_LOOK_S)
-        return self.channel.tell({"next": self._hurries} if self.channel.rank == 0 else None)[
+        return self.channel.broadcast({"next": self._hurries} if self.channel.rank == 0 else None)[
             "next"
         ]
 
@@ -244,7 +244,7 @@ class Saver:
                 print_log_line(f"checkpoint: {job.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
             return error.failure
-        self.channel.lead(lambda: job.then(digest))
+        self.channel.run_on_leader(lambda: job.then(digest))
         return None
 
     def _together(self, folder: Path, act: Callable[[], T]) -> T:
@@ -260,7 +260,9 @@ class Saver:
         found = self.channel.gather(failure)
         failed = [one for one in found if one[0]] if found is not None else []
         # What a full disk has not caused no room on it will mend.
-        why, number = self.channel.tell(min(failed, key=lambda one: bool(one[1]), default=("", 0)))
+        why, number = self.channel.broadcast(
+            min(failed, key=lambda one: bool(one[1]), default=("", 0))
+        )
         if why:
             raise SaveFailedError(SaveFailure(why, number))
         return cast(T, done)

@@ -56,12 +56,12 @@ def load(
     the file that is missing or damaged. ConfigError: the checkpoint is of another parameter type,
     or its optimizer was sharded and this one is not (or the reverse).
     """
-    marker = channel.tell(_read_marker(directory, digest) if channel.rank == 0 else None)
+    marker = channel.broadcast(_read_marker(directory, digest) if channel.rank == 0 else None)
     _check_marker(directory, marker, trainer)
     gathered = channel.gather(
         checksums_of(directory, sorted(marker["files"])[channel.rank :: channel.size])
     )
-    _check_files(directory, marker, channel.tell(joined(gathered)))
+    _check_files(directory, marker, channel.broadcast(joined(gathered)))
     _load_state(directory, trainer)
     if marker["layout"] == layout_of(trainer):
         load_random_state(directory / random_file(channel.rank))

@@ -80,23 +80,23 @@ class FileWriter:
                 "manifest": job.manifest and job.manifest.encode(),
             }
             due["more"] = bool(self._untrained)
-            due = self.channel.tell(due if self.channel.rank == 0 else None)
+            due = self.channel.broadcast(due if self.channel.rank == 0 else None)
             if not due["write"]:
-                full.done()
+                full.note_success()
                 return
             division = FileDivision(self.channel.size, due["more"], self._form)
             number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL, division)
             if not number:
-                full.done()
+                full.note_success()
                 return
-            full.failed(OSError(number, "cannot be written"))
-            time.sleep(max(0.0, full.again_at - time.monotonic()))
+            full.note_failure(OSError(number, "cannot be written"))
+            time.sleep(max(0.0, full.next_try - time.monotonic()))
 
     def _try(self, job: _Job, manifest: Manifest, partial: Path, division: FileDivision) -> int:
         """Write it once; the number of the error after which it is to be tried again, 0 if it is
         not."""
         gathered = self.channel.gather(self._share(manifest, partial, division, job.sync))
-        return self.channel.lead(
+        return self.channel.run_on_leader(
             lambda: self._finish(job, manifest, partial, division, gathered or [])
         )
 

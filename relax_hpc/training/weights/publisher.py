@@ -137,7 +137,7 @@ class Publisher:
         if parts is not None:
             everything = tuple(Chunk.from_plain(one) for part in parts for one in part)
             manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
-        self.channel.lead(
+        self.channel.run_on_leader(
             lambda: self._announce(job.version, self.run.weights / str(job.version), manifest)
         )
         number, keep = job.version.number, self.settings.keep_every

@@ -117,7 +117,7 @@ class Puller:
         for part in chunk.parts:
             into.put(part, record)
         # What is mapped may have been written anew meanwhile: by then it is offered no more.
-        if not plane.offers_still(chunk.planes[plane.name]):
+        if not plane.is_still_offered(chunk.planes[plane.name]):
             raise PlaneError(f"{plane.name}: {chunk.name} was overwritten while it was read")
 
     def _renew(self, plane: Plane, chunk: Chunk, into: SafetensorsFile, anchor: Anchor) -> None:

@@ -131,7 +131,7 @@ class ServerProcess:
         # A full disk must not keep it from being closed.
         with contextlib.suppress(OSError):
             for path in self.session.shared_memory() - self._remembered:
-                self.scratch.outside(path)
+                self.scratch.remove_on_close(path)
                 self._remembered.add(path)
 
     async def _launch(self) -> None:

@@ -50,7 +50,7 @@ class Routes:
 
     def __init__(self, shape: RouteShape) -> None:
         self.shape = shape
-        self.so_far = shape.none(0)
+        self.so_far = shape.without_routes(0)
         """Routes from the first token on: uint8 [tokens, layers, chosen, width]."""
 
     def add(self, meta: dict[str, Any], tokens: int) -> None:
@@ -58,10 +58,10 @@ class Routes:
         last but one of ``tokens``. BadAnswer: they are none, or with the last piece not all."""
         if not (text := meta.get(NAME)):
             return
-        layers, chosen, _ = self.shape.of_token
+        layers, chosen, _ = self.shape.token_shape
         try:
             numbers = np.frombuffer(b"".join(map(base64.b64decode, text.split(","))), "<i4")
-            news = self.shape.packed(numbers.reshape(-1, layers, chosen))
+            news = self.shape.pack(numbers.reshape(-1, layers, chosen))
         except ValueError as error:
             expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
             raise BadAnswer(
@@ -221,7 +221,7 @@ class Response:
             return {}, {}
         kept = self._known.extras.get(NAME, found[:0])
         first = len(self.request.prompt_ids) + len(kept)
-        extras = {NAME: np.concatenate([kept, found[first:], self._routes.shape.none(1)])}
+        extras = {NAME: np.concatenate([kept, found[first:], self._routes.shape.without_routes(1)])}
         return extras, self._known.before or {NAME: found[: len(self.request.prompt_ids)]}
 
     @property
